@@ -1,0 +1,82 @@
+"""Typed errors: one class per kind of problem, each also one of Python's own where that helps.
+
+Every message says what was expected, what was found and what to set or run.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BuildError",
+    "ColumnError",
+    "DataError",
+    "DependencyError",
+    "HvdEstimatorsError",
+    "ParamError",
+    "ShapeError",
+    "SlotsError",
+    "StoreError",
+    "WorkerFailedError",
+]
+
+
+class HvdEstimatorsError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ParamError(HvdEstimatorsError, ValueError):
+    """A parameter's value, or a combination of parameters, is not usable."""
+
+
+class ColumnError(HvdEstimatorsError, ValueError):
+    """A column is missing from the data or has a type that cannot be trained on."""
+
+
+class DataError(HvdEstimatorsError, ValueError):
+    """The rows themselves are not usable: nulls, ragged arrays, too few of them."""
+
+
+class ShapeError(HvdEstimatorsError, ValueError):
+    """Columns, model and labels do not fit each other."""
+
+
+class StoreError(HvdEstimatorsError, OSError):
+    """The store cannot be reached, or does not hold what was asked for."""
+
+
+class SlotsError(HvdEstimatorsError, RuntimeError):
+    """The cluster cannot run as many ranks at the same time as were asked for."""
+
+
+class DependencyError(HvdEstimatorsError, ImportError):
+    """A package that this feature needs is not installed, or not in a version that works."""
+
+
+class BuildError(HvdEstimatorsError, RuntimeError):
+    """Horovod could not be built."""
+
+
+class WorkerFailedError(HvdEstimatorsError, RuntimeError):
+    """A rank failed while the job ran.
+
+    Attributes
+    ----------
+    rank : int or None
+        The rank that failed first; None where it is not known.
+    host : str or None
+        The machine that it ran on.
+    output_tail : str
+        The end of what the rank wrote to its standard output and error.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        output_tail: str = "",
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+        self.output_tail = output_tail
