@@ -1,0 +1,247 @@
+"""The store interface and the layout of paths under its prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import fsspec
+
+from hvd_estimators.exceptions import ParamError, StoreError
+
+__all__ = ["RunPaths", "Store"]
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Where the artefacts of one run live; crosses to the workers.
+
+    Attributes
+    ----------
+    run_id : str
+        Name of the run.
+    run_path : str
+        Directory of the run.
+    checkpoint_path : str or None
+        The newest checkpoint's file; None where the store keeps no runs.
+    logs_path : str or None
+        Directory of the TensorBoard event files; None where the store keeps no runs.
+    """
+
+    run_id: str
+    run_path: str
+    checkpoint_path: str | None
+    logs_path: str | None
+
+
+class Store(ABC):
+    """Keeps what a training run reads and writes under one prefix.
+
+    ``Store.create(prefix)`` picks the class by the prefix. A store holds values only, so it
+    pickles and goes to the workers as it is. Runs on both sides.
+
+    Parameters
+    ----------
+    prefix_path : str
+        Everything lives under this path.
+    train_path, val_path, test_path : str, optional
+        Datasets, where they are not ``<prefix>/intermediate_{train,val,test}_data``.
+    runs_path : str, optional
+        Runs, where they are not in ``<prefix>/runs``.
+    save_runs : bool
+        Keep checkpoints and logs; without them a run cannot be resumed.
+    storage_options : dict, optional
+        Passed to the fsspec filesystem.
+    checkpoint_filename : str
+        Name of the checkpoint's file in ``runs/<run_id>/checkpoints``.
+    """
+
+    def __init__(
+        self,
+        prefix_path: str,
+        train_path: str | None = None,
+        val_path: str | None = None,
+        test_path: str | None = None,
+        runs_path: str | None = None,
+        save_runs: bool = True,
+        storage_options: dict[str, Any] | None = None,
+        checkpoint_filename: str = "checkpoint",
+    ) -> None:
+        self.prefix_path = self.get_full_path(prefix_path)
+        self._train_path = self._data_path(train_path, "intermediate_train_data")
+        self._val_path = self._data_path(val_path, "intermediate_val_data")
+        self._test_path = self._data_path(test_path, "intermediate_test_data")
+        self._runs_path = self._data_path(runs_path, "runs")
+        self._save_runs = save_runs
+        self.storage_options = dict(storage_options or {})
+        self._checkpoint_filename = checkpoint_filename
+
+    @staticmethod
+    def create(prefix_path: str, **kwargs: Any) -> Store:
+        """Make the store that fits a prefix.
+
+        Parameters
+        ----------
+        prefix_path : str
+            A local path or a ``file://`` URL.
+        **kwargs
+            Passed to the store's constructor.
+
+        Raises
+        ------
+        ParamError
+            If no store serves such a prefix.
+        """
+        from hvd_estimators.store.local import LocalStore
+
+        if LocalStore.matches(prefix_path):
+            return LocalStore(prefix_path, **kwargs)
+        raise ParamError(
+            f"Store.create: expected a local path or a file:// URL, found {prefix_path!r}. "
+            "Set a path on storage that the driver and all executors share."
+        )
+
+    @property
+    @abstractmethod
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """The fsspec filesystem that serves this store's paths."""
+
+    @abstractmethod
+    def get_full_path(self, path: str) -> str:
+        """Return a path in the form in which Python readers on all machines open it."""
+
+    @abstractmethod
+    def spark_url(self, path: str) -> str:
+        """Return a path in the form in which Spark writes to it."""
+
+    @contextlib.contextmanager
+    @abstractmethod
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Open a file for writing that appears whole when the block ends, or not at all."""
+
+    def check(self) -> None:
+        """Make sure that the prefix can be written to. Runs on the driver.
+
+        Raises
+        ------
+        StoreError
+            If a file cannot be written under the prefix.
+        """
+        probe = f"{self.prefix_path}/.probe-{uuid.uuid4().hex}"
+        try:
+            self.fs.makedirs(self.prefix_path, exist_ok=True)
+            with self.fs.open(probe, "wb") as file:
+                file.write(b"probe")
+            self.fs.rm(probe)
+        except OSError as error:
+            raise StoreError(
+                f"The store cannot be written to: prefix_path={self.prefix_path!r} ({error}). "
+                "Set a prefix that exists, or can be made, on storage that the driver and all "
+                "executors share."
+            ) from error
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file or directory exists."""
+        return bool(self.fs.exists(path))
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a file.
+
+        Raises
+        ------
+        StoreError
+            If there is no such file.
+        """
+        try:
+            return bytes(self.fs.cat_file(path))
+        except OSError as error:
+            raise StoreError(f"The store holds no file {path!r} ({error}).") from error
+
+    def write_text(self, path: str, text: str) -> None:
+        """Write a file that appears whole or not at all."""
+        with self.open_atomic(path) as file:
+            file.write(text.encode())
+
+    def get_train_data_path(self, idx: str | None = None) -> str:
+        """Return where the training part of a dataset lies."""
+        return _numbered(self._train_path, idx)
+
+    def get_val_data_path(self, idx: str | None = None) -> str:
+        """Return where the validation part of a dataset lies."""
+        return _numbered(self._val_path, idx)
+
+    def get_test_data_path(self, idx: str | None = None) -> str:
+        """Return where the test part of a dataset lies."""
+        return _numbered(self._test_path, idx)
+
+    def saving_runs(self) -> bool:
+        """Return whether runs are kept."""
+        return self._save_runs
+
+    def get_runs_path(self) -> str:
+        """Return the directory of all runs."""
+        return self._runs_path
+
+    def get_run_path(self, run_id: str) -> str:
+        """Return the directory of a run."""
+        return f"{self._runs_path}/{run_id}"
+
+    def get_checkpoint_path(self, run_id: str) -> str | None:
+        """Return the file of a run's newest checkpoint; None where runs are not kept."""
+        if not self._save_runs:
+            return None
+        return f"{self.get_run_path(run_id)}/checkpoints/{self._checkpoint_filename}"
+
+    def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
+        """Return the paths of a run's checkpoints that end in a suffix, in name order."""
+        directory = f"{self.get_run_path(run_id)}/checkpoints"
+        if not self.exists(directory):
+            return []
+        return sorted(
+            str(path) for path in self.fs.ls(directory, detail=False) if path.endswith(suffix)
+        )
+
+    def get_checkpoint_filename(self) -> str:
+        """Return the name of a checkpoint's file."""
+        return self._checkpoint_filename
+
+    def get_logs_path(self, run_id: str) -> str | None:
+        """Return the directory of a run's TensorBoard logs; None where runs are not kept."""
+        return f"{self.get_run_path(run_id)}/{self.get_logs_subdir()}" if self._save_runs else None
+
+    def get_logs_subdir(self) -> str:
+        """Return the name of the logs' directory in a run's directory."""
+        return "logs"
+
+    def run_paths(self, run_id: str) -> RunPaths:
+        """Return all paths of a run."""
+        if not re.fullmatch(r"[\w.=-]+", run_id):
+            raise ParamError(
+                f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
+            )
+        return RunPaths(
+            run_id,
+            self.get_run_path(run_id),
+            self.get_checkpoint_path(run_id),
+            self.get_logs_path(run_id),
+        )
+
+    def delete(self, path: str) -> None:
+        """Delete a file or directory; nothing happens where there is none."""
+        if self.exists(path):
+            self.fs.rm(path, recursive=True)
+
+    def _data_path(self, path: str | None, default: str) -> str:
+        return self.get_full_path(path) if path else f"{self.prefix_path}/{default}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.prefix_path!r})"
+
+
+def _numbered(path: str, idx: str | None) -> str:
+    return path if idx is None else f"{path}.{idx}"

@@ -1,0 +1,60 @@
+"""A store on a local (or mounted, shared) filesystem."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+from urllib.parse import unquote, urlparse
+
+import fsspec
+
+from hvd_estimators.store.base import Store
+
+__all__ = ["LocalStore"]
+
+
+class LocalStore(Store):
+    """Keeps everything under a directory that the driver and all executors see.
+
+    Takes a path or a ``file://`` URL; see `Store` for the parameters.
+    """
+
+    @staticmethod
+    def matches(path: str) -> bool:
+        """Return whether a prefix names a local path."""
+        return ("://" not in path and not path.startswith("dbfs:")) or path.startswith("file:")
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """Local filesystem of fsspec."""
+        return fsspec.filesystem("file", **self.storage_options)
+
+    def get_full_path(self, path: str) -> str:
+        """Return an absolute path without a scheme."""
+        if path.startswith("file:"):
+            path = unquote(urlparse(path).path)
+        return str(Path(path).expanduser().absolute())
+
+    def spark_url(self, path: str) -> str:
+        """Return a ``file://`` URL, whatever Spark's default filesystem is."""
+        # Not percent-encoded: Hadoop takes the characters after the scheme as they are.
+        return "file://" + path
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Write to a file beside the target, sync it and rename it when the block ends well."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        try:
+            with open(partial, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
