@@ -1,0 +1,131 @@
+"""What a prepared dataset holds: its columns, its files and how many rows each row group has.
+
+Written beside the Parquet files as JSON and sent to every rank; imports neither PySpark nor a
+framework, so that both sides can read it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+__all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "Split"]
+
+MANIFEST_FILE = "_manifest.json"
+
+Kind = Literal["scalar", "array", "vector", "sparse"]
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """One column as it lies in Parquet.
+
+    Attributes
+    ----------
+    name : str
+        The column's name in the DataFrame.
+    kind : {"scalar", "array", "vector", "sparse"}
+        ``vector`` and ``array`` are stored as fixed-length lists, ``sparse`` as a list of indices
+        and a list of values (see `stored_names`).
+    dtype : str
+        NumPy name of the stored element type.
+    shape : tuple of int
+        Shape of one row; ``()`` for a scalar, ``(n,)`` for vectors and arrays.
+    """
+
+    name: str
+    kind: Kind
+    dtype: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def stored_names(self) -> tuple[str, ...]:
+        """Names of the Parquet columns that hold this column."""
+        if self.kind == "sparse":
+            return (f"{self.name}__indices", f"{self.name}__values")
+        return (self.name,)
+
+    @property
+    def width(self) -> int:
+        """Number of elements in one row."""
+        width = 1
+        for size in self.shape:
+            width *= size
+        return width
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """One row group of one Parquet file.
+
+    Attributes
+    ----------
+    file : str
+        Path of the file, as the reader opens it.
+    index : int
+        Position of the row group in its file.
+    rows : int
+        Number of rows that it holds, at least 1.
+    """
+
+    file: str
+    index: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Split:
+    """The training or the validation part of a dataset, in stored order."""
+
+    path: str
+    row_groups: tuple[RowGroup, ...]
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in all row groups."""
+        return sum(group.rows for group in self.row_groups)
+
+
+@dataclass(frozen=True)
+class DatasetManifest:
+    """Columns and row groups of a dataset, training part and (optional) validation part."""
+
+    columns: tuple[ColumnSpec, ...]
+    train: Split
+    validation: Split | None = None
+
+    def column(self, name: str) -> ColumnSpec:
+        """Return the column of that name.
+
+        Raises
+        ------
+        KeyError
+            If the dataset has no such column.
+        """
+        for column in self.columns:
+            if column.name == name:
+                return column
+        raise KeyError(name)
+
+    def to_json(self) -> str:
+        """Return the manifest as a JSON document."""
+        return json.dumps(asdict(self), indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> DatasetManifest:
+        """Read back what `to_json` wrote."""
+        document = json.loads(text)
+        columns = tuple(
+            ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]))
+            for c in document["columns"]
+        )
+        validation = document["validation"]
+        return DatasetManifest(
+            columns, _split(document["train"]), _split(validation) if validation else None
+        )
+
+
+def _split(document: dict[str, Any]) -> Split:
+    groups = tuple(RowGroup(g["file"], g["index"], g["rows"]) for g in document["row_groups"])
+    return Split(document["path"], groups)

@@ -1,0 +1,264 @@
+"""The reader interface: what a rank trains on, as batches of columns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+from typing_extensions import Self
+
+from hvd_estimators.data.batching import cut_batches
+from hvd_estimators.data.columns import Array, Columns, num_rows
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.sharding import RowRange, ShardPlan
+
+__all__ = ["DataModule", "PlannedDataModule"]
+
+Batch = dict[str, Array]
+RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
+
+
+class DataModule(ABC):
+    """Gives a rank its batches. Runs on the worker; used as a context manager.
+
+    Subclass it to feed training from elsewhere and pass the class as ``data_module``. It is made
+    with keyword arguments only; take those you need and pass the rest on.
+
+    Parameters
+    ----------
+    train_dir, val_dir : str
+        Where the Parquet files lie; ``val_dir`` is None without validation.
+    num_train_epochs : int
+        Epochs that will be asked for.
+    has_val : bool
+        Whether `val_data` will be called.
+    train_batch_size, val_batch_size : int
+        Rows in a full batch of one rank.
+    shuffle : bool
+        Whether training rows come in random order.
+    transform_fn : callable, optional
+        Row (a dict of values) to row, applied to every row that is read.
+    inmemory_cache_all : bool
+        Keep the rank's rows in memory after the first pass.
+    cur_shard, shard_count : int
+        This rank and the number of ranks.
+    schema_fields : sequence of str
+        The columns that training needs.
+    storage_options : dict, optional
+        Passed to the store's fsspec filesystem.
+    steps_per_epoch_train, steps_per_epoch_val : int
+        Batches of one epoch.
+    verbose : int
+        0 is silent.
+    **kwargs
+        Whatever else the trainer knows; see `PlannedDataModule`.
+    """
+
+    short_name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        train_dir: str,
+        val_dir: str | None,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        transform_fn: RowFunction | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        steps_per_epoch_train: int = 1,
+        steps_per_epoch_val: int = 1,
+        verbose: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self.train_dir = train_dir
+        self.val_dir = val_dir
+        self.num_train_epochs = num_train_epochs
+        self.has_val = has_val
+        self.train_batch_size = train_batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.transform_fn = transform_fn
+        self.inmemory_cache_all = inmemory_cache_all
+        self.cur_shard = cur_shard
+        self.shard_count = shard_count
+        self.schema_fields = schema_fields
+        self.storage_options = storage_options
+        self.steps_per_epoch_train = steps_per_epoch_train
+        self.steps_per_epoch_val = steps_per_epoch_val
+        self.verbose = verbose
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027 - not every module holds something open
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Release readers and threads; nothing to do by default."""
+
+    @abstractmethod
+    def train_data(self) -> Iterator[Batch]:
+        """Return training batches without end: column name to array of ``(rows, *shape)``."""
+
+    @abstractmethod
+    def val_data(self) -> Iterator[Batch]:
+        """Return the batches of one pass over this rank's validation rows."""
+
+    def global_train_sizes(self) -> Iterator[int] | None:
+        """Return the rows of each training step over all ranks, where they are known beforehand.
+
+        None (the default) makes the trainer add the ranks' rows up in every step.
+        """
+        return None
+
+
+class PlannedDataModule(DataModule):
+    """A data module that delivers exactly the rows of a `ShardPlan`.
+
+    A subclass only reads: it turns row ranges into columns, in the order that it is given. Order,
+    shuffling, batching, row transformation and caching are done here, once for all readers.
+
+    Parameters
+    ----------
+    columns : sequence of ColumnSpec
+        The columns to read.
+    train_plan, val_plan : ShardPlan
+        Which rank reads what; ``val_plan`` is None without validation.
+    random_seed : int
+        Together with rank and pass it determines the order of the rows.
+    skip_train_steps : int
+        Training batches that were taken before (a resumed run starts after them).
+    reader_pool_type : {"thread", "process", "dummy"}
+        How readers work in parallel.
+    train_reader_worker_count, val_reader_worker_count : int
+        Readers that work in parallel.
+    **kwargs
+        See `DataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: Sequence[ColumnSpec],
+        train_plan: ShardPlan,
+        val_plan: ShardPlan | None = None,
+        random_seed: int = 0,
+        skip_train_steps: int = 0,
+        reader_pool_type: str = "thread",
+        train_reader_worker_count: int = 2,
+        val_reader_worker_count: int = 2,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.columns = columns
+        self.train_plan = train_plan
+        self.val_plan = val_plan
+        self.random_seed = random_seed
+        self.skip_train_steps = skip_train_steps
+        self.reader_pool_type = reader_pool_type
+        self.train_reader_worker_count = train_reader_worker_count
+        self.val_reader_worker_count = val_reader_worker_count
+        self._cache: dict[RowRange, Columns] = {}
+
+    @abstractmethod
+    def read(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
+        """Read row ranges, pass after pass, each as one part, in the order that is given.
+
+        Parameters
+        ----------
+        passes : iterator of sequence of RowRange
+            What to read in each pass; may have no end, and is drawn from as reading goes on.
+        workers : int
+            How many readers may work in parallel.
+        """
+
+    def train_data(self) -> Iterator[Batch]:
+        """Return training batches, pass after pass, each pass in its own order."""
+        ranges = self.train_plan.shards[self.cur_shard]
+        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
+        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
+        parts = self._parts(self._train_passes(ranges, first_pass), self.train_reader_worker_count)
+        pass_number = first_pass
+        while True:
+            rng = self._rng(pass_number, "rows") if self.shuffle else None
+            pass_parts = (next(parts) for _ in ranges)
+            for batch in cut_batches(pass_parts, sizes, rng):
+                if skip:
+                    skip -= 1
+                else:
+                    yield batch
+            pass_number += 1
+
+    def val_data(self) -> Iterator[Batch]:
+        """Return one pass over this rank's validation rows, in stored order."""
+        if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
+            return
+        ranges = self.val_plan.shards[self.cur_shard]
+        sizes = self.val_plan.batch_sizes(self.cur_shard, self.val_batch_size)
+        parts = self._parts(iter([ranges]), self.val_reader_worker_count)
+        for batch in cut_batches(parts, sizes):
+            if num_rows(batch):  # the last steps of a short shard can be empty
+                yield batch
+
+    def global_train_sizes(self) -> Iterator[int]:
+        """Return the rows of each training step over all ranks, without end."""
+        sizes = self.train_plan.global_batch_sizes(self.train_batch_size)
+        step = self.skip_train_steps
+        while True:
+            yield sizes[step % len(sizes)]
+            step += 1
+
+    def _parts(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
+        parts = (
+            self._read_cached(passes, workers)
+            if self.inmemory_cache_all
+            else self.read(passes, workers)
+        )
+        for part in parts:
+            yield part if self.transform_fn is None else transform_rows(part, self.transform_fn)
+
+    def _read_cached(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
+        for ranges in passes:
+            missing = [row_range for row_range in ranges if row_range not in self._cache]
+            parts = self.read(iter([missing]), workers) if missing else iter(())
+            for row_range in ranges:
+                if row_range not in self._cache:
+                    self._cache[row_range] = next(parts)
+                yield self._cache[row_range]
+
+    def _train_passes(
+        self, ranges: Sequence[RowRange], first_pass: int
+    ) -> Iterator[Sequence[RowRange]]:
+        pass_number = first_pass
+        while True:
+            if self.shuffle:
+                order = self._rng(pass_number, "row groups").permutation(len(ranges))
+                yield [ranges[index] for index in order]
+            else:
+                yield ranges
+            pass_number += 1
+
+    def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
+        salt = {"row groups": 0, "rows": 1}[purpose]
+        return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
+
+
+def transform_rows(part: Columns, function: RowFunction) -> Batch:
+    """Apply a row function to each row and stack what it returns, column by column."""
+    rows = [
+        function({name: array[index] for name, array in part.items()})
+        for index in range(num_rows(part))
+    ]
+    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}

@@ -1,0 +1,174 @@
+"""DataFrame columns to Parquet columns that readers take as arrays: expressions for Spark's JVM.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.exceptions import ColumnError
+
+__all__ = ["StoredColumn", "feature_array", "known_columns", "require_columns", "stored_column"]
+
+_SCALARS: dict[type[T.DataType], str] = {
+    T.ByteType: "int8",
+    T.ShortType: "int16",
+    T.IntegerType: "int32",
+    T.LongType: "int64",
+    T.FloatType: "float32",
+    T.DoubleType: "float64",
+    T.BooleanType: "bool",
+    T.DecimalType: "float64",
+}
+_REMEDIES: dict[type[T.DataType], str] = {
+    T.StringType: "index it with pyspark.ml.feature.StringIndexer, or leave it out",
+    T.DateType: "turn it into a number, for example with datediff or dayofyear",
+    T.TimestampType: "turn it into a number, for example with unix_timestamp",
+}
+
+
+@dataclass(frozen=True)
+class StoredColumn:
+    """How one DataFrame column is written.
+
+    Attributes
+    ----------
+    spec : ColumnSpec
+        The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
+    expressions : tuple of Column
+        What is written to Parquet, named as ``spec.stored_names``.
+    length : Column or None
+        Number of elements of a row's value; None for scalars.
+    """
+
+    spec: ColumnSpec
+    expressions: tuple[Column, ...]
+    length: Column | None = None
+
+
+def require_columns(df: DataFrame, param: str, names: list[str]) -> None:
+    """Make sure that a parameter names columns that exist.
+
+    Raises
+    ------
+    ColumnError
+        If there are none, or one is missing.
+    """
+    if not names:
+        raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
+    missing = [name for name in names if name not in df.columns]
+    if missing:
+        raise ColumnError(
+            f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
+            f"its columns are {', '.join(df.columns)}."
+        )
+
+
+def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) -> StoredColumn:
+    """Decide how a column is written.
+
+    Parameters
+    ----------
+    df : DataFrame
+        Holds the column.
+    name : str
+        A vector, an array of numbers (of one length in all rows), a number or a boolean. Vectors
+        are written as 32-bit floats, decimals as 64-bit floats, everything else in its own type.
+    compress_sparse : bool
+        Write vectors as indices and values of what is not zero.
+
+    Raises
+    ------
+    ColumnError
+        If the type cannot be trained on.
+    """
+    data_type = df.schema[name].dataType
+    column = df[f"`{name}`"]
+    if isinstance(data_type, VectorUDT):
+        array = vector_to_array(column, "float32")
+        if compress_sparse:
+            return _sparse(name, array)
+        spec = ColumnSpec(name, "vector", "float32", (-1,))
+        return StoredColumn(spec, (array.alias(name),), F.size(array))
+    if isinstance(data_type, T.ArrayType):
+        element, depth = _leaf(data_type)
+        dtype = _dtype(name, element, data_type)
+        if isinstance(element, T.DecimalType):
+            column = column.cast("array<" * depth + "double" + ">" * depth)
+        spec = ColumnSpec(name, "array", dtype, (-1,) * depth)
+        return StoredColumn(spec, (column.alias(name),), F.size(column))
+    dtype = _dtype(name, data_type, data_type)
+    if isinstance(data_type, T.DecimalType):
+        column = column.cast("double")
+    return StoredColumn(ColumnSpec(name, "scalar", dtype), (column.alias(name),))
+
+
+def known_columns(df: DataFrame, names: list[str]) -> list[ColumnSpec] | None:
+    """Return what the schema tells of columns, without running anything.
+
+    Returns
+    -------
+    list of ColumnSpec, or None
+        The columns with their shapes; None if the schema does not tell all of them (the width of
+        an array never, that of a vector where an ML transformer left it in the metadata).
+    """
+    specs = []
+    for name in names:
+        spec = stored_column(df, name).spec
+        if spec.shape:
+            width = df.schema[name].metadata.get("ml_attr", {}).get("num_attrs")
+            if spec.kind != "vector" or not width:
+                return None
+            spec = replace(spec, shape=(int(width),))
+        specs.append(spec)
+    return specs
+
+
+def feature_array(df: DataFrame, name: str) -> Column:
+    """Return a column in the form in which a model's UDF takes it: vectors as float arrays.
+
+    Raises
+    ------
+    ColumnError
+        If the type cannot be predicted on.
+    """
+    return stored_column(df, name).expressions[0]
+
+
+def _sparse(name: str, array: Column) -> StoredColumn:
+    spec = ColumnSpec(name, "sparse", "float32", (-1,))
+    indices_name, values_name = spec.stored_names
+    positions = F.transform(array, lambda value, index: F.when(value != 0, index).otherwise(-1))
+    return StoredColumn(
+        spec,
+        (
+            F.filter(positions, lambda index: index >= 0).alias(indices_name),
+            F.filter(array, lambda value: value != 0).alias(values_name),
+        ),
+        F.size(array),
+    )
+
+
+def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
+    element, depth = data_type.elementType, 1
+    while isinstance(element, T.ArrayType):
+        element, depth = element.elementType, depth + 1
+    return element, depth
+
+
+def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
+    if type(leaf) in _SCALARS:
+        return _SCALARS[type(leaf)]
+    remedy = _REMEDIES.get(type(leaf), "convert it to one of these, or leave it out")
+    raise ColumnError(
+        f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
+        f"vector or an array of numbers: {remedy}."
+    )
