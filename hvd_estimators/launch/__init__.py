@@ -1,0 +1,1 @@
+"""One process per rank: in Spark barrier tasks, or on this machine."""

@@ -1,0 +1,59 @@
+"""The backend interface: something that runs a function once per rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["Backend"]
+
+
+class Backend(ABC):
+    """Runs a function in one process per rank and returns what each rank returned.
+
+    Subclass it to train elsewhere and pass an instance as ``backend``. Runs on the driver.
+    """
+
+    @abstractmethod
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank.
+
+        Parameters
+        ----------
+        fn : callable
+            Sent to the ranks with cloudpickle; may call ``horovod.<framework>.init()``.
+        args, kwargs
+            Its arguments.
+        env : mapping, optional
+            Environment variables of the ranks; None deletes one.
+
+        Returns
+        -------
+        list
+            One result per rank, in the order of the ranks.
+
+        Raises
+        ------
+        SlotsError
+            If the ranks cannot run at the same time.
+        WorkerFailedError
+            If a rank failed.
+        """
+
+    @abstractmethod
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+
+    def check(self) -> None:  # noqa: B027 - not every backend can tell
+        """Raise `SlotsError` if the ranks cannot run at the same time; by default does nothing."""
+
+    def driver_host(self) -> str:
+        """Return the address at which ranks reach the driver."""
+        return "127.0.0.1"

@@ -1,0 +1,110 @@
+"""Ranks as subprocesses of this process, without Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.process import (
+    RankOutcome,
+    RankProcess,
+    pickle_call,
+    results_in_order,
+)
+from hvd_estimators.launch.rendezvous import (
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+    serve,
+)
+
+__all__ = ["LocalBackend"]
+
+_POLL_SECONDS = 0.05
+# A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
+_GRACE_SECONDS = 3.0
+
+
+class LocalBackend(Backend):
+    """Runs every rank as a subprocess on this machine.
+
+    Parameters
+    ----------
+    num_proc : int
+        Number of ranks. Default: 1.
+    env : mapping, optional
+        Environment variables of the ranks; None deletes one. Ranks inherit this process's.
+    verbose : int
+        2 and above prints what the ranks print.
+    """
+
+    def __init__(
+        self, num_proc: int = 1, env: Mapping[str, str | None] | None = None, verbose: int = 1
+    ) -> None:
+        if num_proc < 1:
+            raise ParamError(f"num_proc: expected 1 or more, found {num_proc}.")
+        self._num_proc = num_proc
+        self._env = dict(env or {})
+        self._verbose = verbose
+
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+        return self._num_proc
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        call = pickle_call(fn, args, kwargs or {})
+        slots = assign_ranks([socket.gethostname()] * self._num_proc)
+        threads = max((os.cpu_count() or 1) // self._num_proc, 1)
+        base = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": python_path(sys.path)}
+        with serve(slots, "127.0.0.1") as rendezvous, contextlib.ExitStack() as stack:
+            ranks = [
+                stack.enter_context(
+                    RankProcess(
+                        slot.rank,
+                        slot.hostname,
+                        call,
+                        child_environment(base, rank_environment(slot, rendezvous), self._env, env),
+                        self._printer(slot.rank),
+                    )
+                )
+                for slot in slots
+            ]
+            return results_in_order(_wait(ranks))
+
+    def _printer(self, rank: int) -> Callable[[str], None] | None:
+        if self._verbose < 2:
+            return None
+        return lambda line: print(f"[{rank}] {line}", end="", file=sys.stderr)
+
+
+def _wait(ranks: Sequence[RankProcess]) -> list[RankOutcome]:
+    """Wait for all ranks; when one fails, end the others soon after."""
+    outcomes: dict[int, RankOutcome] = {}
+    deadline = float("inf")
+    while len(outcomes) < len(ranks):
+        for rank in ranks:
+            if rank.rank in outcomes:
+                continue
+            if not rank.running():
+                outcomes[rank.rank] = rank.outcome()
+                if outcomes[rank.rank].failed:
+                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            elif time.monotonic() > deadline:
+                outcomes[rank.rank] = rank.abort()
+        time.sleep(_POLL_SECONDS)
+    return list(outcomes.values())

@@ -1,0 +1,362 @@
+"""Ranks as children of Spark barrier tasks: all of them start together, or none does."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+from pyspark.sql import SparkSession
+
+from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.events import EventSender
+from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.process import (
+    RankOutcome,
+    RankProcess,
+    pickle_call,
+    results_in_order,
+)
+from hvd_estimators.launch.rendezvous import (
+    Rendezvous,
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+    serve,
+)
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+__all__ = ["SparkBackend"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+_ABORT_POLLS = 5
+_GRACE_SECONDS = 3.0
+_EXECUTOR_WAIT_SECONDS = 15.0
+# One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
+_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every task needs; crosses from the driver to the tasks."""
+
+    call: bytes
+    env: dict[str, str | None]
+    driver_path: tuple[str, ...]
+    executable: str | None
+    verbose: int
+
+
+class SparkBackend(Backend):
+    """Runs every rank as the child process of a Spark barrier task.
+
+    Parameters
+    ----------
+    num_proc : int, optional
+        Number of ranks. Default: the session's default parallelism.
+    env : mapping, optional
+        Environment variables of the ranks; None deletes one. Ranks inherit the executor's
+        environment, not the driver's.
+    start_timeout : float
+        Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
+    verbose : int
+        2 and above sends what the ranks print to the driver as well as to the executors' logs.
+    executable : str, optional
+        The Python of the ranks. Default: the one that runs the executors' Python workers.
+    **unused
+        Further arguments of ``horovod.spark.run``, accepted with a warning.
+    """
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        start_timeout: float | None = None,
+        verbose: int = 1,
+        executable: str | None = None,
+        **unused: Any,
+    ) -> None:
+        if num_proc is not None and num_proc < 1:
+            raise ParamError(f"num_proc: expected 1 or more, found {num_proc}.")
+        if unused:
+            logger.warning(
+                "SparkBackend does not use %s: Gloo is the controller, and verbose=2 shows the "
+                "ranks' output on the driver. Leave the arguments out.",
+                ", ".join(sorted(unused)),
+            )
+        self._num_proc = num_proc
+        self._env = dict(env or {})
+        default_timeout = float(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600"))
+        self._start_timeout = default_timeout if start_timeout is None else start_timeout
+        self._verbose = verbose
+        self._executable = executable
+
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+        return self._num_proc or int(_context().defaultParallelism)
+
+    def driver_host(self) -> str:
+        """Return the address at which executors reach the driver."""
+        context = _context()
+        if _is_local(context):
+            return "127.0.0.1"
+        return str(context.getConf().get("spark.driver.host", "127.0.0.1"))
+
+    def check(self) -> None:
+        """Make sure that the cluster has a task slot for every rank.
+
+        Raises
+        ------
+        SlotsError
+            If it has fewer, or if dynamic allocation is on.
+        DependencyError
+            If a local session's Python tasks run another Python.
+        """
+        context = _context()
+        conf = context.getConf()
+        if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+            raise SlotsError(
+                "Spark starts barrier tasks only with a fixed set of executors, and "
+                "spark.dynamicAllocation.enabled is true. Set it to false."
+            )
+        _check_executor_python(context)
+        wanted = self.num_processes()
+        deadline = time.monotonic() + (0 if _is_local(context) else _EXECUTOR_WAIT_SECONDS)
+        # Executors of a cluster may still be registering.
+        while (slots := _task_slots(context)) < wanted and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        if slots < wanted:
+            raise SlotsError(
+                f"num_proc: {wanted} ranks need as many task slots at the same time, and the "
+                f"cluster (master {context.master}) has {slots}. Set num_proc to {slots} or less, "
+                "or start Spark with more cores (spark.executor.instances, spark.executor.cores; "
+                "for a local master the number in local[N]) or with a smaller spark.task.cpus."
+            )
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        self.check()
+        job = _Job(
+            call=pickle_call(fn, args, kwargs or {}),
+            env={**self._env, **(env or {})},
+            driver_path=tuple(sys.path),
+            executable=self._executable,
+            verbose=self._verbose,
+        )
+        session = SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+        num_proc = self.num_processes()
+        frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
+            functools.partial(_run_task, job=job),
+            "rank int, host string, chunk int, bytes binary",
+            barrier=True,
+        )
+        with _job_group(session.sparkContext, num_proc, self._start_timeout) as timed_out:
+            try:
+                rows = frame.collect()
+            except Exception as error:
+                if timed_out.is_set():
+                    raise SlotsError(
+                        f"Timed out waiting for Spark tasks to start: {num_proc} task slots were "
+                        f"not free within {self._start_timeout:g} seconds. Other jobs hold them; "
+                        "wait for these, or set a longer start_timeout."
+                    ) from error
+                raise
+        return results_in_order(_outcomes(rows))
+
+
+def _context() -> SparkContext:
+    return (SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()).sparkContext
+
+
+def _check_executor_python(context: SparkContext) -> None:
+    """Make sure that executors on this machine run this environment's Python.
+
+    Raises
+    ------
+    DependencyError
+        If they run another one: it lacks the packages that are installed here.
+    """
+    if not _is_local(context) or context.pythonExec == sys.executable:
+        return
+    found = subprocess.run(
+        [context.pythonExec, "-c", "import sys; print(sys.prefix)"],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    if found != sys.prefix:
+        raise DependencyError(
+            f"Spark runs {context.pythonExec!r} ({found or 'which does not start'}) for its "
+            f"Python tasks, not this Python ({sys.executable}). Set PYSPARK_PYTHON="
+            f"{sys.executable} in the environment before the Spark session is made."
+        )
+
+
+def _is_local(context: SparkContext) -> bool:
+    return str(context.master).split("[")[0] == "local"
+
+
+def _task_slots(context: SparkContext) -> int:
+    """Return how many tasks the executors that are registered now can run at the same time."""
+    scala_context = context._jsc.sc()
+    profile = scala_context.resourceProfileManager().defaultResourceProfile()
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+@contextlib.contextmanager
+def _job_group(
+    context: SparkContext, num_proc: int, start_timeout: float
+) -> Iterator[threading.Event]:
+    """Run the block's job so that it is cancelled on any error, or if its tasks do not start.
+
+    Yields an event that is set when the job was cancelled for the latter reason.
+    """
+    group = f"hvd_estimators-{os.getpid()}-{time.monotonic_ns()}"
+    names = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
+    before = {name: context.getLocalProperty(name) for name in names}
+    context.setJobGroup(group, f"Horovod on {num_proc} ranks", interruptOnCancel=True)
+    timed_out, finished = threading.Event(), threading.Event()
+
+    def cancel_late_start() -> None:
+        deadline = time.monotonic() + start_timeout
+        while not finished.wait(_POLL_SECONDS):
+            if _active_tasks(context, group) >= num_proc:
+                return
+            if time.monotonic() > deadline:
+                timed_out.set()
+                context.cancelJobGroup(group)
+                return
+
+    watcher = threading.Thread(target=cancel_late_start, daemon=True)
+    watcher.start()
+    try:
+        yield timed_out
+    except BaseException:
+        context.cancelJobGroup(group)
+        raise
+    finally:
+        finished.set()
+        watcher.join()
+        for name, value in before.items():
+            # None removes a property, which the type hints do not know.
+            context.setLocalProperty(name, value)  # type: ignore[arg-type]
+
+
+def _active_tasks(context: SparkContext, group: str) -> int:
+    tracker = context.statusTracker()
+    active = 0
+    for job_id in tracker.getJobIdsForGroup(group):
+        job = tracker.getJobInfo(job_id)
+        for stage_id in job.stageIds if job else []:
+            stage = tracker.getStageInfo(stage_id)
+            active += stage.numActiveTasks + stage.numCompletedTasks if stage else 0
+    return active
+
+
+def _outcomes(rows: Sequence[Any]) -> list[RankOutcome]:
+    chunks: dict[int, list[tuple[int, bytes]]] = {}
+    for row in rows:
+        chunks.setdefault(row["rank"], []).append((row["chunk"], bytes(row["bytes"])))
+    return [
+        RankOutcome(**pickle.loads(b"".join(part for _, part in sorted(parts))))
+        for parts in chunks.values()
+    ]
+
+
+def _run_task(batches: Iterator[pa.RecordBatch], *, job: _Job) -> Iterator[pa.RecordBatch]:
+    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    context = BarrierTaskContext.get()
+    host = socket.gethostname()
+    resources = context.resources()
+    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
+    peers = [json.loads(text) for text in context.allGather(json.dumps({"host": host}))]
+    slots = assign_ranks([peer["host"] for peer in peers])
+    slot = slots[context.partitionId()]
+    one_host = len({peer["host"] for peer in peers}) == 1
+    address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
+    with contextlib.ExitStack() as stack:
+        if context.partitionId() == 0:
+            mine = stack.enter_context(serve(slots, address))
+            told = context.allGather(json.dumps(asdict(mine)))
+        else:
+            told = context.allGather("")
+        rendezvous = Rendezvous(**json.loads(told[0]))
+        env = child_environment(
+            os.environ,
+            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+            rank_environment(slot, rendezvous),
+            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.env}),
+            job.env,
+        )
+        outcome = _supervise(slot.rank, host, job, env, rendezvous)
+        # The rendezvous server goes when the first task's block ends: not before all have done.
+        context.barrier()
+    document = pickle.dumps(asdict(outcome))
+    starts = range(0, len(document), _CHUNK_BYTES)
+    for chunk, start in enumerate(starts):
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([slot.rank], pa.int32()),
+                "host": [host],
+                "chunk": pa.array([chunk], pa.int32()),
+                "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
+            }
+        )
+
+
+def _supervise(
+    rank: int, host: str, job: _Job, env: Mapping[str, str], rendezvous: Rendezvous
+) -> RankOutcome:
+    """Run the rank's process; tell the others if it fails, and end it if another one did."""
+    sender = EventSender(env.get("HVD_ESTIMATORS_EVENTS")) if job.verbose >= 2 else None
+
+    def relay(line: str) -> None:
+        sys.stderr.write(f"[{rank}] {line}")
+        if sender is not None:
+            sender.send(kind="output", rank=rank, line=line)
+
+    with RankProcess(rank, host, job.call, env, relay, job.executable) as process:
+        deadline = float("inf")
+        polls = 0
+        while process.running():
+            time.sleep(_POLL_SECONDS)
+            polls += 1
+            if deadline == float("inf") and polls % _ABORT_POLLS == 0 and rendezvous.failure_told():
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if time.monotonic() > deadline:
+                outcome = process.abort()
+                break
+        else:
+            outcome = process.outcome()
+    if outcome.failed:
+        rendezvous.tell_failure()
+    if sender is not None:
+        sender.close()
+    return outcome
