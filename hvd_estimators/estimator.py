@@ -1,0 +1,323 @@
+"""The base of all estimators: what they have in common, written once. Runs on the driver."""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import logging
+import secrets
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+
+from hvd_estimators.data.footers import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.prepare import load_manifest, prepare_data
+from hvd_estimators.data.readers import check_data_module
+from hvd_estimators.data.sharding import ShardPlan, plan_shards
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.model import HorovodModel
+from hvd_estimators.params import (
+    DeclaredParams,
+    boolean,
+    declare,
+    integer,
+    names,
+    numbers,
+    one_of,
+    text,
+)
+from hvd_estimators.persistence import FileReadable, FileWritable
+from hvd_estimators.progress import show_progress
+from hvd_estimators.spec import DataSpec
+from hvd_estimators.store import Store
+
+__all__ = ["HorovodEstimator"]
+
+logger = logging.getLogger(__name__)
+
+
+class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, FileReadable):
+    """Base of the estimators."""
+
+    num_proc = declare(
+        "Number of ranks. Default: the session's default parallelism.", convert=integer(1)
+    )
+    backend = declare("Backend that runs the ranks; instead of num_proc.")
+    store = declare("Store that keeps datasets, checkpoints and logs. Required.")
+    model = declare("The model to train. Required.")
+    optimizer = declare("The optimizer. Its learning rate is for one rank.")
+    loss = declare("A loss function, or a list with one per label.")
+    loss_weights = declare("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
+    metrics = declare("Metrics to measure in training and validation.", default=[])
+    gradient_compression = declare("Horovod compressor of gradients.")
+    sample_weight_col = declare("Column of the rows' weights.", convert=text)
+    feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
+    label_cols = declare("Label columns, in the order of the model's outputs.", convert=names)
+    continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
+    categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
+    validation = declare(
+        "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
+        "that is true, or above zero, for them."
+    )
+    callbacks = declare("Objects that are called as training goes on.", default=[])
+    batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
+    val_batch_size = declare(
+        "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
+    )
+    epochs = declare("Epochs of the whole run.", default=1, convert=integer(1))
+    train_steps_per_epoch = declare(
+        "Batches of an epoch on each rank. Default: as many as hold every row once.",
+        convert=integer(1),
+    )
+    validation_steps_per_epoch = declare(
+        "Validation batches of an epoch on each rank. Default: as many as hold every row once.",
+        convert=integer(1),
+    )
+    verbose = declare(
+        "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
+    )
+    random_seed = declare(
+        "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
+    )
+    shuffle_buffer_size = declare(
+        "Deprecated and without effect: the buffer is bounded by bytes.",
+        convert=integer(0),
+        accessor="ShufflingBufferSize",
+        aliases=["ShuffleBufferSize"],
+    )
+    shuffle = declare("Whether training rows come in random order.", default=True, convert=boolean)
+    partitions_per_process = declare(
+        "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
+    )
+    run_id = declare(
+        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
+    )
+    compress_sparse_cols = declare(
+        "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
+    )
+    transformation_fn = declare("Row (a dict) to row, applied by the readers.")
+    transformation_edit_fields = declare("Fields that transformation_fn changes.")
+    transformation_removed_fields = declare("Fields that transformation_fn removes.")
+    train_reader_num_workers = declare(
+        "Readers that work in parallel.",
+        default=2,
+        convert=integer(1),
+        accessor="TrainReaderNumWorker",
+        aliases=["TrainReaderNumWorkers"],
+    )
+    val_reader_num_workers = declare(
+        "Readers of validation rows that work in parallel.",
+        default=2,
+        convert=integer(1),
+        accessor="ValReaderNumWorker",
+        aliases=["ValReaderNumWorkers"],
+    )
+    reader_pool_type = declare(
+        "How readers work in parallel: 'thread', 'process' or 'dummy' (not at all).",
+        default="thread",
+        convert=one_of("thread", "process", "dummy"),
+    )
+    label_shapes = declare("Shape of each label, -1 for the rows of a batch first.")
+    inmemory_cache_all = declare(
+        "Keep each rank's rows in memory after the first epoch.",
+        default=False,
+        convert=boolean,
+        accessor="InMemoryCacheAll",
+    )
+    use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
+    mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
+    backward_passes_per_step = declare(
+        "Batches whose gradients are averaged before one step of the optimizer.",
+        default=1,
+        convert=integer(1),
+    )
+    data_module = declare(
+        "'petastorm', or a class derived from hvd_estimators.data.readers.DataModule.",
+        default="petastorm",
+    )
+    scale_learning_rate = declare(
+        "Multiply the learning rate by the number of ranks for training.",
+        default=True,
+        convert=boolean,
+    )
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.setParams(**kwargs)
+
+    def fit_on_parquet(
+        self, params: Mapping[Any, Any] | None = None, dataset_idx: str | None = None
+    ) -> HorovodModel:
+        """Train on Parquet files that are there already.
+
+        Parameters
+        ----------
+        params : dict, optional
+            Param to value, in the place of what is set.
+        dataset_idx : str, optional
+            What `prepare_data` yielded. Default: the files at the store's train path, and at its
+            validation path if ``validation`` is set (to anything).
+
+        Returns
+        -------
+        HorovodModel
+            The trained model.
+        """
+        if params:
+            return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
+        backend = self._ready_backend()
+        store: Store = self.getOrDefault("store")
+        if dataset_idx is not None:
+            manifest = load_manifest(store, dataset_idx)
+        else:
+            has_validation = bool(self.getOrDefault("validation"))
+            manifest = read_manifest(
+                store,
+                store.get_train_data_path(),
+                store.get_val_data_path() if has_validation else None,
+                self._needed_columns(),
+            )
+        return self._train(manifest, backend)
+
+    def _fit(self, dataset: DataFrame) -> HorovodModel:
+        """Write the rows as Parquet, train on them, and return the model."""
+        backend = self._ready_backend()
+        self._check_frame(dataset)
+        with prepare_data(
+            backend.num_processes(),
+            self.getOrDefault("store"),
+            dataset,
+            label_columns=self.getOrDefault("label_cols"),
+            feature_columns=self._all_feature_cols(),
+            validation=self.getOrDefault("validation"),
+            sample_weight_col=self.getOrDefault("sample_weight_col"),
+            compress_sparse=self.getOrDefault("compress_sparse_cols"),
+            partitions_per_process=self.getOrDefault("partitions_per_process"),
+            verbose=self.getOrDefault("verbose"),
+            random_seed=self.getOrDefault("random_seed"),
+        ) as dataset_idx:
+            return self._train(load_manifest(self.getOrDefault("store"), dataset_idx), backend)
+
+    def _ready_backend(self) -> Backend:
+        """Check everything that needs no data, and return the backend."""
+        self._check_params()
+        backend = self._get_or_create_backend()
+        if hasattr(backend, "check"):
+            backend.check()
+        return backend
+
+    def _get_or_create_backend(self) -> Backend:
+        """Return the backend that is set, or one for ``num_proc`` Spark tasks."""
+        backend = self.getOrDefault("backend")
+        if backend is None:
+            num_proc, verbose = self.getOrDefault("num_proc"), self.getOrDefault("verbose")
+            return SparkBackend(num_proc, verbose=verbose)
+        if self.getOrDefault("num_proc") is not None:
+            raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
+        return backend
+
+    def _check_params(self) -> None:
+        """Check the params together; a framework's estimator adds its own checks."""
+        for name in ("store", "model", "feature_cols", "label_cols"):
+            value = self.getOrDefault(name)
+            if value is None or (isinstance(value, list) and not value):
+                raise ParamError(f"{name} is not set. Set {name}.")
+        if not isinstance(self.getOrDefault("store"), Store):
+            raise ParamError(
+                f"store: expected a Store, found {self.getOrDefault('store')!r}. "
+                "Set Store.create(prefix)."
+            )
+        weights, labels = self.getOrDefault("loss_weights"), self.getOrDefault("label_cols")
+        if weights is not None and len(weights) != len(labels):
+            raise ParamError(
+                f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
+            )
+        check_data_module(self.getOrDefault("data_module"))
+        if self.getOrDefault("shuffle_buffer_size") is not None:
+            logger.warning(
+                "shuffle_buffer_size has no effect: rows are shuffled in a buffer that is bounded "
+                "by bytes. Leave it out; shuffle=False turns shuffling off."
+            )
+        run_id = self.getOrDefault("run_id")
+        if run_id is not None:
+            self.getOrDefault("store").run_paths(run_id)
+
+    @abc.abstractmethod
+    def _check_frame(self, dataset: DataFrame) -> None:
+        """Check the model against what the DataFrame's schema tells, before data is written."""
+
+    @abc.abstractmethod
+    def _train(self, manifest: DatasetManifest, backend: Backend) -> HorovodModel:
+        """Train on a dataset and return the model."""
+
+    def _run(self, backend: Backend, train: Any, spec: Any) -> Sequence[Any]:
+        """Run the trainer on every rank, showing progress, and return the ranks' results."""
+        host = backend.driver_host() if hasattr(backend, "driver_host") else "127.0.0.1"
+        with show_progress(spec.verbose, host) as env:
+            return backend.run(train, args=(spec,), kwargs={}, env=env)
+
+    def _data_spec(self, manifest: DatasetManifest, num_ranks: int) -> DataSpec:
+        """Plan who reads what, and how."""
+        get = self.getOrDefault
+        seed = get("random_seed")
+        plan = plan_shards(manifest.train.row_groups, num_ranks)
+        val_plan: ShardPlan | None = None
+        if manifest.validation is not None:
+            val_plan = plan_shards(manifest.validation.row_groups, num_ranks, allow_empty=True)
+        batch_size = get("batch_size")
+        val_batch_size = get("val_batch_size") or batch_size
+        needed = set(self._needed_columns())
+        return DataSpec(
+            columns=tuple(column for column in manifest.columns if column.name in needed),
+            train_path=manifest.train.path,
+            val_path=manifest.validation.path if manifest.validation else None,
+            train_plan=plan,
+            val_plan=val_plan,
+            feature_cols=tuple(get("feature_cols")),
+            label_cols=tuple(get("label_cols")),
+            sample_weight_col=get("sample_weight_col"),
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            train_steps_per_epoch=get("train_steps_per_epoch") or plan.steps(batch_size),
+            validation_steps_per_epoch=get("validation_steps_per_epoch")
+            or (val_plan.steps(val_batch_size) if val_plan else 0),
+            random_seed=secrets.randbits(31) if seed is None else seed,
+            data_module=get("data_module"),
+            options={
+                "shuffle": get("shuffle"),
+                "transform_fn": get("transformation_fn"),
+                "inmemory_cache_all": get("inmemory_cache_all"),
+                "reader_pool_type": get("reader_pool_type"),
+                "train_reader_worker_count": get("train_reader_num_workers"),
+                "val_reader_worker_count": get("val_reader_num_workers"),
+                "categorical_cols": get("categorical_cols"),
+                "continuous_cols": get("continuous_cols"),
+                "storage_options": get("store").storage_options,
+                "verbose": get("verbose"),
+            },
+        )
+
+    def _all_feature_cols(self) -> list[str]:
+        """Return the input columns and those that a data module wants beside them."""
+        wanted = [
+            *self.getOrDefault("feature_cols"),
+            *(self.getOrDefault("categorical_cols") or []),
+            *(self.getOrDefault("continuous_cols") or []),
+        ]
+        return list(dict.fromkeys(wanted))
+
+    def _needed_columns(self) -> list[str]:
+        weight = self.getOrDefault("sample_weight_col")
+        wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
+        return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
+
+    def _new_run_id(self, prefix: str) -> str:
+        """Return the run's name: what is set, or one that no other run has."""
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"

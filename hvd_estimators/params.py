@@ -1,0 +1,274 @@
+"""Spark ML params, each declared once: name, default, conversion, checks and documentation.
+
+A class derived from `DeclaredParams` writes ``name = declare(...)``; the Param itself, its getter
+and its setter come from that line. Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+from pyspark.ml.param import Param, Params
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import ParamError
+
+__all__ = [
+    "DeclaredParams",
+    "boolean",
+    "declare",
+    "functions",
+    "integer",
+    "names",
+    "number",
+    "numbers",
+    "one_of",
+    "shapes",
+    "text",
+]
+
+Converter = Callable[[str, Any], Any]
+
+
+class declare:
+    """One param: the only place where anything about it is written.
+
+    Parameters
+    ----------
+    doc : str
+        What it means, for ``explainParams()`` and the class's docstring.
+    default : object
+        Its value where none is set; an explicit None also means this.
+    convert : callable, optional
+        ``convert(name, value)`` returns the value as it is kept, or raises `ParamError`.
+    accessor : str, optional
+        What follows ``get`` and ``set``. Default: the name in camel case.
+    aliases : iterable of str
+        Further accessors, which other packages are known to call.
+    """
+
+    def __init__(
+        self,
+        doc: str,
+        default: Any = None,
+        convert: Converter | None = None,
+        accessor: str | None = None,
+        aliases: Iterable[str] = (),
+    ) -> None:
+        self.doc = doc
+        self.default = default
+        self.convert = convert
+        self.accessor = accessor
+        self.aliases = tuple(aliases)
+
+
+class DeclaredParams(Params):
+    """Base of everything that declares its params with `declare`."""
+
+    _declarations: ClassVar[dict[str, declare]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = {name: value for name, value in vars(cls).items() if isinstance(value, declare)}
+        inherited = [getattr(base, "_declarations", {}) for base in reversed(cls.__mro__[1:])]
+        cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
+        for name, declaration in found.items():
+            _install(cls, name, declaration)
+        if "__init__" in vars(cls) or found:
+            _describe(cls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(**{name: d.default for name, d in self._declarations.items()})
+
+    def setParams(self, **kwargs: Any) -> Self:
+        """Set several params by name.
+
+        Raises
+        ------
+        ParamError
+            If there is no param of that name, or a value is not usable.
+        """
+        return self._set(**kwargs)
+
+    def _set(self, **kwargs: Any) -> Self:
+        for name, value in kwargs.items():
+            if not self.hasParam(name):
+                near = difflib.get_close_matches(name, self._declarations, n=1)
+                hint = f" Did you mean {near[0]!r}?" if near else ""
+                raise ParamError(f"{type(self).__name__} has no parameter {name!r}.{hint}")
+            if value is None:
+                self.clear(self.getParam(name))
+                continue
+            declaration = self._declarations.get(name)
+            if declaration is not None and declaration.convert is not None:
+                value = declaration.convert(name, value)
+            self._paramMap[self.getParam(name)] = value
+        return self
+
+    def _copyValues(self, to: Any, extra: Any = None) -> Any:
+        if extra:
+            to = super()._copyValues(to)
+            # Values given with fit(df, params) are checked like all others.
+            return to._set(**{param.name: value for param, value in extra.items()})
+        return super()._copyValues(to, extra)
+
+    def copy(self, extra: Any = None) -> Self:
+        """Return a copy with some values replaced.
+
+        Parameters
+        ----------
+        extra : dict, optional
+            Param (or its name) to value.
+        """
+        by_param = {
+            self.getParam(key) if isinstance(key, str) else key: value
+            for key, value in (extra or {}).items()
+        }
+        that = super().copy()
+        return that._set(**{param.name: value for param, value in by_param.items()})
+
+
+def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None:
+    setattr(cls, name, Param(Params._dummy(), name, declaration.doc))
+    accessor = declaration.accessor or "".join(part.capitalize() for part in name.split("_"))
+
+    def getter(self: DeclaredParams) -> Any:
+        return self.getOrDefault(self.getParam(name))
+
+    def setter(self: DeclaredParams, value: Any) -> DeclaredParams:
+        return self._set(**{name: value})
+
+    getter.__doc__ = f"Return ``{name}``: {declaration.doc}"
+    setter.__doc__ = f"Set ``{name}``: {declaration.doc}"
+    for spelling in (accessor, *declaration.aliases):
+        for prefix, function in (("get", getter), ("set", setter)):
+            if f"{prefix}{spelling}" not in vars(cls):
+                setattr(cls, f"{prefix}{spelling}", function)
+
+
+def _describe(cls: type[DeclaredParams]) -> None:
+    """Give the constructor a signature, and the class a Parameters section, from the table."""
+    init = vars(cls).get("__init__")
+    if init is None or not any(
+        p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()
+    ):
+        return
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, keyword, default=declaration.default)
+            for name, declaration in cls._declarations.items()
+        ]
+    )
+    lines = ["", "", "Parameters", "----------"]
+    for name, declaration in cls._declarations.items():
+        lines += [f"{name} : default {declaration.default!r}", f"    {declaration.doc}"]
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)
+
+
+def integer(minimum: int | None = None) -> Converter:
+    """Return a converter to an integer that is not below a minimum."""
+
+    def convert(name: str, value: Any) -> int:
+        if isinstance(value, bool) or int(value) != value:
+            raise ParamError(f"{name}: expected a whole number, found {value!r}.")
+        if minimum is not None and value < minimum:
+            raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
+        return int(value)
+
+    return _guarded(convert, "a whole number")
+
+
+def number(minimum: float | None = None) -> Converter:
+    """Return a converter to a float that is not below a minimum."""
+
+    def convert(name: str, value: Any) -> float:
+        if minimum is not None and value < minimum:
+            raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
+        return float(value)
+
+    return _guarded(convert, "a number")
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Accept True and False."""
+    if not isinstance(value, bool):
+        raise ParamError(f"{name}: expected True or False, found {value!r}.")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Accept a string."""
+    if not isinstance(value, str):
+        raise ParamError(f"{name}: expected a string, found {value!r}.")
+    return value
+
+
+def names(name: str, value: Any) -> list[str]:
+    """Accept a list of column names, or one of them."""
+    values = [value] if isinstance(value, str) else list(value)
+    for entry in values:
+        if not isinstance(entry, str):
+            raise ParamError(f"{name}: expected names of columns, found {entry!r}.")
+    repeated = sorted({entry for entry in values if values.count(entry) > 1})
+    if repeated:
+        raise ParamError(f"{name}: found {', '.join(map(repr, repeated))} more than once.")
+    return values
+
+
+def numbers(name: str, value: Any) -> list[float]:
+    """Accept a list of numbers, or one of them."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    convert = number()
+    return [convert(name, entry) for entry in values]
+
+
+def functions(name: str, value: Any) -> list[Any]:
+    """Accept a list of callables, or one of them."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    for entry in values:
+        if not callable(entry):
+            raise ParamError(f"{name}: expected callables, found {entry!r}.")
+    return values
+
+
+def one_of(*choices: str) -> Converter:
+    """Return a converter that accepts some strings only."""
+
+    def convert(name: str, value: Any) -> str:
+        if value not in choices:
+            raise ParamError(
+                f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}."
+            )
+        return str(value)
+
+    return convert
+
+
+def shapes(name: str, value: Any) -> list[list[int]]:
+    """Accept a list of shapes, whose first dimension, -1, counts the rows of a batch."""
+    converted = []
+    for shape in value:
+        if not isinstance(shape, (list, tuple)) or not shape or shape[0] != -1:
+            raise ParamError(
+                f"{name}: expected a list of shapes that start with -1 (the rows of a batch), "
+                f"such as [[-1, 8]], found {value!r}."
+            )
+        converted.append([int(size) for size in shape])
+    return converted
+
+
+def _guarded(convert: Converter, expected: str) -> Converter:
+    def guarded(name: str, value: Any) -> Any:
+        try:
+            return convert(name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, ParamError):
+                raise
+            raise ParamError(f"{name}: expected {expected}, found {value!r}.") from None
+
+    return guarded
