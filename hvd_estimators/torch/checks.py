@@ -1,0 +1,154 @@
+"""Dry runs on the driver: whether columns, model, loss and labels fit each other."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.torch.serialization import dump_module, load_module
+from hvd_estimators.torch.tensors import Loss, TensorSpec, align, as_list
+
+__all__ = ["check_fit", "check_weightable", "output_shapes"]
+
+
+def output_shapes(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Return the shape of one row of each of a module's outputs. Leaves the module as it is."""
+    return [tuple(output.shape[1:]) for output in _forward(module, inputs)]
+
+
+def check_fit(
+    module: torch.nn.Module, loss: Loss | None, tensors: TensorSpec, columns: Columns
+) -> list[tuple[int, ...]] | None:
+    """Run a few rows through a model and its loss.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model; left as it is.
+    loss : Loss or None
+        The loss; None where it is made on the ranks.
+    tensors : TensorSpec
+        How columns become tensors.
+    columns : Columns
+        A few rows.
+
+    Returns
+    -------
+    list of tuple of int, or None
+        Shape of one row of each output; None for a model that runs on a GPU only.
+
+    Raises
+    ------
+    ShapeError
+        If the columns do not fit the shapes that are set, the model cannot take them, its
+        outputs are not as many as the labels, or the loss cannot take outputs and labels.
+    """
+    try:
+        batch = tensors.batch(columns)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
+            f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
+        ) from error
+    inputs = ", ".join(
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in zip(tensors.feature_cols, batch.inputs, strict=True)
+    )
+    try:
+        outputs = _forward(module, batch.inputs)
+    except Exception as error:
+        if "CUDA" in str(error) or "NVIDIA" in str(error):
+            return None
+        raise ShapeError(
+            f"The model cannot take the feature columns. It was called with {inputs} and raised "
+            f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's "
+            "inputs, or input_shapes (such as [[-1, 1]]) where it expects other shapes."
+        ) from error
+    labels = tensors.label_cols
+    if len(outputs) != len(labels):
+        raise ShapeError(
+            f"label_cols: the model has {len(outputs)} outputs, and there are {len(labels)} label "
+            f"columns: {', '.join(labels)}. Set one label column per output."
+        )
+    for name, output in zip(labels, outputs, strict=True):
+        if output.dim() == 0 or len(output) != batch.rows:
+            raise ShapeError(
+                f"The model's output for label {name!r} has shape {tuple(output.shape)} for "
+                f"{batch.rows} rows. Its first dimension must count the rows."
+            )
+    if loss is not None:
+        _check_loss(loss, outputs, batch, tensors)
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def check_weightable(functions: Sequence[Callable[..., Any]]) -> None:
+    """Make sure that losses can be computed row by row, for sample weights.
+
+    Raises
+    ------
+    ParamError
+        If a loss has no ``reduction`` argument or attribute.
+    """
+    for function in functions:
+        if isinstance(function, torch.nn.Module):
+            if hasattr(function, "reduction"):
+                continue
+        elif _takes_reduction(function):
+            continue
+        raise ParamError(
+            f"loss: {function!r} cannot be weighted by sample_weight_col. Expected a function "
+            "that takes reduction='none' (such as torch.nn.functional.mse_loss), or a module with "
+            "a reduction attribute (such as torch.nn.MSELoss())."
+        )
+
+
+def _takes_reduction(function: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Built-in functions have no signature; the dry run tells.
+        return True
+    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _check_loss(
+    loss: Loss, outputs: Sequence[torch.Tensor], batch: Any, tensors: TensorSpec
+) -> None:
+    aligned, targets = align(list(outputs), batch.labels, tensors.label_shapes)
+    # Horovod averages what comes out; modules may keep state, which is not to change here.
+    loss = Loss(copy.deepcopy(loss.functions), loss.loss_weights)
+    shapes = "; ".join(
+        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
+        for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
+    )
+    try:
+        with warnings.catch_warnings():
+            # Labels that only broadcast to the output train on something nobody meant.
+            warnings.filterwarnings("error", message="Using a target size")
+            value = loss(aligned, targets, batch.weights)
+    except Exception as error:
+        raise ShapeError(
+            f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
+            "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
+            "column_dtypes (such as {'label': 'int64'} for class numbers)."
+        ) from error
+    if value.dim() != 0:
+        raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
+
+
+def _forward(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # A copy in evaluation mode, with the random state kept: the caller's model is not touched.
+    module = load_module(dump_module(module)).eval()
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return as_list(module(*inputs))
+
+
+def _describe(columns: Columns) -> str:
+    return ", ".join(f"{name} {array.shape}" for name, array in columns.items())

@@ -1,0 +1,293 @@
+"""`TorchEstimator`: trains a torch module on a DataFrame."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.sql import DataFrame
+
+from hvd_estimators.data.columns import Array, Columns
+from hvd_estimators.data.footers import first_rows
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.schema import known_columns, require_columns
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import DataError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.params import declare, functions, shapes
+from hvd_estimators.spec import DataSpec
+from hvd_estimators.torch.checks import check_fit, check_weightable
+from hvd_estimators.torch.model import TorchModel, dump_torch_param, load_torch_params
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_optimizer,
+    load_module,
+    load_optimizer,
+    load_state,
+)
+from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.trainer import TorchTrainSpec, TrainResult, train
+
+__all__ = ["TorchEstimator"]
+
+logger = logging.getLogger(__name__)
+
+_DRY_RUN_ROWS = 3
+
+
+def _dtypes(name: str, value: Any) -> dict[str, str]:
+    converted = {}
+    for column, dtype in dict(value).items():
+        text = str(dtype).removeprefix("torch.")
+        if not isinstance(getattr(torch, text, None), torch.dtype):
+            raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
+        converted[column] = text
+    return converted
+
+
+class TorchEstimator(HorovodEstimator):
+    """Trains a torch module on a DataFrame, with Horovod, one process per rank.
+
+    ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
+    tasks, and returns a `TorchModel`. The model is called with one tensor per feature column,
+    rows first (a number per row gives shape ``(rows,)``), and returns one tensor per label, or a
+    list of them. A label is compared in its output's shape where the elements are as many. The
+    given module and optimizer are left as they are. Runs on the driver.
+
+    An epoch trains on every row once. The learning rate is that of one rank: it is multiplied by
+    the number of ranks for training and divided again in what is returned. The gradient of a step
+    is that of the mean loss over the rows of all ranks, weighted by ``sample_weight_col``.
+
+    Raises
+    ------
+    ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError
+        Before training, if params, columns, shapes, rows, store or cluster will not do.
+    WorkerFailedError
+        If a rank fails.
+    """
+
+    input_shapes = declare(
+        "Shape of each input, -1 for the rows of a batch first. Default: the columns' shapes.",
+        convert=shapes,
+    )
+    loss_constructors = declare(
+        "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
+        "with those of model, optimizer, device, rank, size and spec that it takes.",
+        convert=functions,
+    )
+    train_minibatch_fn = declare(
+        "Takes the place of forward pass, backward pass and step: called with (model, optimizer, "
+        "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
+        "batch_idx), or the first of these; returns (outputs, loss)."
+    )
+    column_dtypes = declare(
+        "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",
+        default={},
+        convert=_dtypes,
+    )
+
+    def get_model_class(self) -> type[TorchModel]:
+        """Return the class of the model that `fit` returns; for subclasses to override."""
+        return TorchModel
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        get = self.getOrDefault
+        if not isinstance(get("model"), torch.nn.Module):
+            raise ParamError(f"model: expected a torch.nn.Module, found {type(get('model'))}.")
+        if not isinstance(get("optimizer"), torch.optim.Optimizer):
+            raise ParamError(
+                f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
+            )
+        dump_optimizer(get("optimizer"), get("model"))
+        if (get("loss") is None) == (get("loss_constructors") is None):
+            raise ParamError("Set either loss or loss_constructors.")
+        for name in ("loss", "loss_constructors"):
+            if get(name) is not None:
+                self._per_label(name)
+        if get("loss") is not None and get("sample_weight_col"):
+            check_weightable(self._per_label("loss"))
+        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
+            given = get(name)
+            if given is not None and len(shapes(name, given)) != len(get(columns)):
+                raise ParamError(
+                    f"{name}: expected one shape per column of {columns}, {len(get(columns))}, "
+                    f"found {len(given)}."
+                )
+        self._metric_groups()
+
+    def _check_frame(self, dataset: DataFrame) -> None:
+        """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
+        for name in ("feature_cols", "label_cols"):
+            require_columns(dataset, name, self.getOrDefault(name))
+        known = known_columns(dataset, self._needed_columns())
+        if known is None or self.getOrDefault("transformation_fn") is not None:
+            return
+        zeros = {spec.name: np.zeros((_DRY_RUN_ROWS, *spec.shape), spec.dtype) for spec in known}
+        try:
+            self._dry_run(zeros)
+        except ShapeError:
+            # Zeros may be no valid input of the model: the first real rows decide.
+            rows: Any = dataset.select(*self._needed_columns()).limit(_DRY_RUN_ROWS).toPandas()
+            if len(rows) == _DRY_RUN_ROWS and not rows.isna().any(axis=None):
+                self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
+
+    def _train(self, manifest: DatasetManifest, backend: Backend) -> TorchModel:
+        get = self.getOrDefault
+        module, optimizer = get("model"), get("optimizer")
+        data = self._data_spec(manifest, backend.num_processes())
+        output_shapes = None
+        if get("transformation_fn") is None:
+            output_shapes = self._dry_run(first_rows(get("store"), manifest, _DRY_RUN_ROWS))
+        self._check_steps(data)
+        loss, constructors = get("loss"), get("loss_constructors")
+        labels = len(get("label_cols"))
+        spec = TorchTrainSpec(
+            data=data,
+            store=get("store"),
+            run=get("store").run_paths(self._new_run_id("torch")),
+            epochs=get("epochs"),
+            random_seed=get("random_seed"),
+            scale_learning_rate=get("scale_learning_rate"),
+            backward_passes_per_step=get("backward_passes_per_step"),
+            gradient_compression=get("gradient_compression"),
+            use_gpu=get("use_gpu"),
+            mp_start_method=get("mp_start_method"),
+            callbacks=tuple(get("callbacks")),
+            verbose=get("verbose"),
+            module=dump_module(module),
+            optimizer=dump_optimizer(optimizer, module),
+            tensors=self._tensor_spec(),
+            losses=None if loss is None else tuple(self._per_label("loss")),
+            loss_constructors=None
+            if constructors is None
+            else tuple(self._per_label("loss_constructors")),
+            loss_weights=tuple(get("loss_weights") or [1.0 / labels] * labels),
+            metrics=self._metric_groups(),
+            train_minibatch_fn=get("train_minibatch_fn"),
+        )
+        results = self._run(backend, train, spec)
+        return self._create_model(results, spec, output_shapes)
+
+    def _create_model(
+        self,
+        results: Sequence[TrainResult],
+        spec: TorchTrainSpec,
+        output_shapes: list[tuple[int, ...]] | None,
+    ) -> TorchModel:
+        """Make the model from what the ranks returned; for subclasses to override."""
+        digests = {result.weights_digest for result in results}
+        if len(digests) > 1:
+            raise HvdEstimatorsError(
+                "The ranks ended with different weights. A train_minibatch_fn, callback or custom "
+                "layer that treats ranks differently can cause that."
+            )
+        document = results[0].state
+        assert document is not None
+        state = load_state(document)
+        module = load_module(spec.module)
+        module.load_state_dict(state["model"])
+        optimizer = load_optimizer(spec.optimizer, module)
+        optimizer.load_state_dict(state["optimizer"])
+        return self.get_model_class()(
+            **self._get_model_kwargs(
+                model=module.eval(),
+                optimizer=optimizer,
+                history=[record.as_dict() for record in results[0].history],
+                run_id=spec.run.run_id,
+                output_shapes=None if output_shapes is None else list(map(list, output_shapes)),
+            )
+        )
+
+    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
+        """Return the model's params; for subclasses to override."""
+        get = self.getOrDefault
+        return {
+            "feature_columns": get("feature_cols"),
+            "label_columns": get("label_cols"),
+            "input_shapes": get("input_shapes"),
+            "column_dtypes": get("column_dtypes"),
+            "loss": get("loss"),
+            "loss_constructors": get("loss_constructors"),
+            **fitted,
+        }
+
+    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]] | None:
+        get = self.getOrDefault
+        loss = None
+        if get("loss") is not None:
+            weights = get("loss_weights") or [1.0] * len(get("label_cols"))
+            loss = Loss(self._per_label("loss"), weights)
+        return check_fit(get("model"), loss, self._tensor_spec(), columns)
+
+    def _check_steps(self, data: DataSpec) -> None:
+        """Refuse batches that a model or a training function cannot take."""
+        sizes = [
+            size
+            for rank in range(data.train_plan.num_ranks)
+            for size in data.train_plan.batch_sizes(rank, data.batch_size)
+        ]
+        if self.getOrDefault("train_minibatch_fn") is not None and 0 in sizes:
+            raise DataError(
+                "train_minibatch_fn needs a row on every rank in every step, and there are "
+                f"{sum(sizes)} rows for {data.train_plan.num_ranks} ranks. Set num_proc or "
+                "batch_size so that the rows can be shared out."
+            )
+        has_batch_norm = any(
+            isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+            for layer in self.getOrDefault("model").modules()
+        )
+        if has_batch_norm and 1 in sizes and self.getOrDefault("train_steps_per_epoch") is None:
+            raise DataError(
+                "Batch normalization cannot train on a batch of one row, and "
+                f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
+                f"{data.train_plan.num_ranks} ranks). Set another batch_size."
+            )
+
+    def _tensor_spec(self) -> TensorSpec:
+        get = self.getOrDefault
+        input_shapes, label_shapes = get("input_shapes"), get("label_shapes")
+        return TensorSpec(
+            feature_cols=tuple(get("feature_cols")),
+            label_cols=tuple(get("label_cols")),
+            sample_weight_col=get("sample_weight_col"),
+            input_shapes=tuple(map(tuple, input_shapes)) if input_shapes else None,
+            label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
+            dtypes=get("column_dtypes"),
+        )
+
+    def _per_label(self, name: str) -> list[Any]:
+        """Return a param that is one callable for all labels, or one per label, as the latter."""
+        given = functions(name, self.getOrDefault(name))
+        labels = len(self.getOrDefault("label_cols"))
+        if len(given) not in (1, labels):
+            raise ParamError(f"{name}: expected 1 or one per label, {labels}, found {len(given)}.")
+        return given * labels if len(given) == 1 else given
+
+    def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
+        """Return metrics as groups; a function that stands alone is a group of one."""
+        labels = len(self.getOrDefault("label_cols"))
+        groups = []
+        for group in self.getOrDefault("metrics"):
+            members = functions("metrics", group)
+            if len(members) not in (1, labels):
+                raise ParamError(
+                    f"metrics: expected groups of 1 or of one per label, {labels}, found a group "
+                    f"of {len(members)}."
+                )
+            groups.append(tuple(members))
+        return tuple(groups)
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        return dump_torch_param(self.getOrDefault("model"), name, value)
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        return load_torch_params(super()._load_params, documents)
+
+
+def _stack(series: Any, spec: ColumnSpec) -> Array:
+    rows = [value.toArray() if hasattr(value, "toArray") else value for value in series]
+    return np.stack([np.asarray(row, spec.dtype) for row in rows])

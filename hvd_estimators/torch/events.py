@@ -1,0 +1,76 @@
+"""TensorBoard event files, written without TensorFlow."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from typing_extensions import Self
+
+__all__ = ["EventWriter"]
+
+logger = logging.getLogger(__name__)
+
+
+class EventWriter:
+    """Writes scalars that TensorBoard shows. Used as a context manager on rank 0.
+
+    Does nothing without a directory, or where the ``tensorboard`` package is not installed.
+
+    Parameters
+    ----------
+    directory : str or None
+        A local directory; made where it does not exist.
+    """
+
+    def __init__(self, directory: str | None) -> None:
+        self._directory = directory
+        self._file: IO[bytes] | None = None
+        self._writer: Any = None
+
+    def __enter__(self) -> Self:
+        if self._directory is None:
+            return self
+        try:
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError:
+            logger.info("No TensorBoard logs: the tensorboard package is not installed.")
+            return self
+        Path(self._directory).mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = open(Path(self._directory) / name, "ab")
+        self._writer = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars by tag, such as ``train/loss``, at a step."""
+        if self._writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(
+            value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        )
+        self._write(step=step, summary=summary)
+
+    def _write(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        self._writer.flush()

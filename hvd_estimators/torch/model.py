@@ -1,0 +1,117 @@
+"""`TorchModel`: predicts with a trained torch module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import torch
+
+from hvd_estimators.data.columns import Array
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.model import HorovodModel, Predictor
+from hvd_estimators.params import declare
+from hvd_estimators.torch.checks import output_shapes
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_optimizer,
+    load_module,
+    load_optimizer,
+    save_state,
+)
+from hvd_estimators.torch.tensors import TensorSpec, as_list
+
+__all__ = ["TorchModel"]
+
+
+class TorchModel(HorovodModel):
+    """A fitted torch module as a Spark ML Transformer.
+
+    `transform` adds one column per output: a double for a number per row, an ML vector for a
+    one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
+    is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    """
+
+    optimizer = declare("The optimizer after training, with the learning rate of one rank.")
+    loss = declare("The loss that was trained with.")
+    loss_constructors = declare("The loss constructors that were trained with.")
+    input_shapes = declare("Shape of each input, -1 for the rows of a batch first.")
+    column_dtypes = declare("Column to torch dtype, where it is not float32.", default={})
+
+    def _transform_spec(self) -> TensorSpec:
+        shapes = self.getOrDefault("input_shapes")
+        return TensorSpec(
+            feature_cols=tuple(self.getOrDefault("feature_columns") or ()),
+            label_cols=(),
+            input_shapes=tuple(map(tuple, shapes)) if shapes else None,
+            dtypes=self.getOrDefault("column_dtypes"),
+        )
+
+    def _make_predictor(self) -> tuple[bytes, Any]:
+        spec = self._transform_spec()
+        module = self.getOrDefault("model")
+        if module is None:
+            raise ParamError("model is not set. Set model.")
+
+        def load(document: bytes) -> Predictor:
+            return _TorchPredictor(document, spec)
+
+        return dump_module(module), load
+
+    def _output_shapes(self) -> list[tuple[int, ...]]:
+        known = self.getOrDefault("output_shapes")
+        if known is not None:
+            return [tuple(shape) for shape in known]
+        shapes = self.getOrDefault("input_shapes")
+        if shapes is None:
+            raise ParamError(
+                "output_shapes is not known for a model that was not fitted. Set output_shapes "
+                "(the shape of one row of each output), or input_shapes."
+            )
+        inputs = [torch.zeros(2, *shape[1:]) for shape in shapes]
+        return output_shapes(self.getOrDefault("model"), inputs)
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        return dump_torch_param(self.getOrDefault("model"), name, value)
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        return load_torch_params(super()._load_params, documents)
+
+    def _extra_files(self) -> dict[str, bytes]:
+        """Return the weights as a plain ``torch.save`` file, for use without this package."""
+        return {"weights.pt": save_state(self.getOrDefault("model").state_dict())}
+
+
+def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
+    """Return a param's value as bytes; an optimizer refers to the module's parameters by name."""
+    if name == "model":
+        return dump_module(value)
+    if name == "optimizer":
+        return dump_optimizer(value, module)
+    return cloudpickle.dumps(value)
+
+
+def load_torch_params(load_others: Any, documents: dict[str, bytes]) -> dict[str, Any]:
+    """Return what `dump_torch_param` wrote, the optimizer bound to the module."""
+    documents = dict(documents)
+    model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
+    values: dict[str, Any] = load_others(documents)
+    if model is not None:
+        values["model"] = load_module(model)
+        if optimizer is not None:
+            values["optimizer"] = load_optimizer(optimizer, values["model"])
+    return values
+
+
+class _TorchPredictor:
+    """Runs a module's forward pass; lives in an executor's Python worker."""
+
+    def __init__(self, document: bytes, spec: TensorSpec) -> None:
+        self._module = load_module(document).eval()
+        self._spec = spec
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        columns = dict(zip(self._spec.feature_cols, arrays, strict=True))
+        with torch.inference_mode():
+            outputs = as_list(self._module(*self._spec.inputs(columns)))
+        return [output.double().numpy() for output in outputs]

@@ -1,0 +1,194 @@
+"""Batches of columns to the tensors that a model and its loss take.
+
+Used on both sides: by the trainer, by the driver's dry run, and by ``transform``.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_estimators.data.columns import Array, Columns
+
+__all__ = ["Batch", "Loss", "TensorSpec", "as_list", "call_losses"]
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """How columns become tensors.
+
+    Attributes
+    ----------
+    feature_cols, label_cols : tuple of str
+        Inputs and targets, in order.
+    sample_weight_col : str or None
+        Weight of each row.
+    input_shapes, label_shapes : tuple of tuple of int, or None
+        Shape of each input and target, -1 first; None leaves the columns' own shapes.
+    dtypes : mapping
+        Column name to the name of a torch dtype; columns that are not named become float32.
+    """
+
+    feature_cols: tuple[str, ...]
+    label_cols: tuple[str, ...]
+    sample_weight_col: str | None = None
+    input_shapes: tuple[tuple[int, ...], ...] | None = None
+    label_shapes: tuple[tuple[int, ...], ...] | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def inputs(self, columns: Columns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        """Return the model's inputs, each with the rows of the batch first."""
+        return self._tensors(columns, self.feature_cols, self.input_shapes, device)
+
+    def batch(self, columns: Columns, device: torch.device | str = "cpu") -> Batch:
+        """Return inputs, targets and weights of a batch."""
+        weights = None
+        if self.sample_weight_col is not None:
+            weights = _tensor(columns[self.sample_weight_col], torch.float32, device)
+        return Batch(
+            self.inputs(columns, device),
+            self._tensors(columns, self.label_cols, self.label_shapes, device),
+            weights,
+        )
+
+    def _tensors(
+        self,
+        columns: Columns,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]] | None,
+        device: torch.device | str,
+    ) -> list[torch.Tensor]:
+        tensors = [_tensor(columns[name], self.dtype(name), device) for name in names]
+        if shapes is None:
+            return tensors
+        # Not -1: it stands for nothing in particular where a batch has no rows.
+        return [
+            tensor.reshape(len(tensor), *shape[1:])
+            for tensor, shape in zip(tensors, shapes, strict=True)
+        ]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a column's tensor."""
+        dtype: torch.dtype = getattr(torch, self.dtypes.get(name, "float32"))
+        return dtype
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tensors of one batch."""
+
+    inputs: list[torch.Tensor]
+    labels: list[torch.Tensor]
+    weights: torch.Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.inputs[0])
+
+    @property
+    def weight(self) -> float:
+        """What the batch counts for: the sum of its sample weights, or its rows."""
+        return float(self.rows if self.weights is None else self.weights.sum())
+
+
+def _tensor(array: Array, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    with warnings.catch_warnings():
+        # Columns that were not shuffled are read-only views; training does not write to them.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.to(device, dtype, non_blocking=True)
+
+
+def as_list(outputs: Any) -> list[torch.Tensor]:
+    """Return a model's outputs as a list."""
+    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def align(
+    outputs: Any, labels: Sequence[torch.Tensor], label_shapes: Any = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return outputs as a list, and labels in their outputs' shapes where elements are as many."""
+    outputs = as_list(outputs)
+    if label_shapes is not None:
+        return outputs, list(labels)
+    return outputs, [
+        label.reshape(output.shape) if label.numel() == output.numel() else label
+        for output, label in zip(outputs, labels, strict=True)
+    ]
+
+
+class Loss:
+    """The weighted sum of one loss per label: ``sum(loss_weight[i] * mean(loss[i]))``.
+
+    With sample weights each mean is a weighted one, ``sum(w * loss) / sum(w)`` over the rows.
+
+    Parameters
+    ----------
+    functions : sequence of callable
+        ``function(output, label)`` returns the mean over a batch. With sample weights, functions
+        are called with ``reduction="none"``, and loss modules get that as their attribute.
+    loss_weights : sequence of float
+        One weight per label.
+    """
+
+    def __init__(self, functions: Sequence[LossFunction], loss_weights: Sequence[float]) -> None:
+        self.functions = list(functions)
+        self.loss_weights = list(loss_weights)
+
+    def __call__(
+        self,
+        outputs: Sequence[torch.Tensor],
+        labels: Sequence[torch.Tensor],
+        sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the loss of a batch, a scalar tensor."""
+        terms = [
+            weight * _mean(function, output, label, sample_weights)
+            for function, weight, output, label in zip(
+                self.functions, self.loss_weights, outputs, labels, strict=True
+            )
+        ]
+        return torch.stack([term.reshape(()) for term in terms]).sum()
+
+
+def _mean(
+    function: LossFunction,
+    output: torch.Tensor,
+    label: torch.Tensor,
+    sample_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    if sample_weights is None:
+        return function(output, label)
+    elements = _unreduced(function, output, label)
+    rows = elements.reshape(len(sample_weights), -1).mean(dim=1)
+    total = sample_weights.sum()
+    # Rows of weight zero only: the numerator is zero as well.
+    return (rows * sample_weights).sum() / torch.where(total > 0, total, 1.0)
+
+
+def _unreduced(function: LossFunction, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    if isinstance(function, torch.nn.Module) and hasattr(function, "reduction"):
+        module: Any = function
+        reduction, module.reduction = module.reduction, "none"
+        try:
+            elements: torch.Tensor = function(output, label)
+        finally:
+            module.reduction = reduction
+        return elements
+    return function(output, label, reduction="none")
+
+
+def call_losses(
+    loss: Loss, outputs: Any, batch: Batch, label_shapes: Any = None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Return aligned outputs and labels, and the loss of a batch."""
+    aligned, labels = align(outputs, batch.labels, label_shapes)
+    return aligned, labels, loss(aligned, labels, batch.weights)

@@ -1,0 +1,379 @@
+"""Training on one rank: what runs in each process that a backend starts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import itertools
+import logging
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.data.readers import DataModule, open_data_module
+from hvd_estimators.launch.events import EventSender
+from hvd_estimators.spec import EpochRecord, TrainSpec
+from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
+from hvd_estimators.torch.events import EventWriter
+from hvd_estimators.torch.learning_rate import LearningRate
+from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.serialization import (
+    load_module,
+    load_optimizer,
+    load_state,
+    save_state,
+)
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
+from hvd_estimators.torch.weighing import WeighedBatches
+
+__all__ = ["TorchTrainSpec", "TrainResult", "train"]
+
+logger = logging.getLogger(__name__)
+
+_PROGRESS_SECONDS = 0.25
+
+MinibatchFunction = Callable[..., tuple[Any, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TorchTrainSpec(TrainSpec):
+    """What a torch rank is told.
+
+    Attributes
+    ----------
+    module, optimizer : bytes
+        See `dump_module` and `dump_optimizer`.
+    tensors : TensorSpec
+        How columns become tensors.
+    losses : tuple of callable, or None
+        One loss per label; None where ``loss_constructors`` make them.
+    loss_constructors : tuple of callable, or None
+        Make the losses on the rank.
+    loss_weights : tuple of float
+        One weight per label.
+    metrics : tuple of tuple of callable
+        Groups of metrics, see `Measures`.
+    train_minibatch_fn : callable or None
+        Takes the place of forward pass, backward pass and step.
+    """
+
+    module: bytes
+    optimizer: bytes
+    tensors: TensorSpec
+    losses: tuple[Callable[..., torch.Tensor], ...] | None
+    loss_constructors: tuple[Callable[..., Any], ...] | None
+    loss_weights: tuple[float, ...]
+    metrics: tuple[tuple[Callable[..., Any], ...], ...]
+    train_minibatch_fn: MinibatchFunction | None
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a rank answers.
+
+    Attributes
+    ----------
+    weights_digest : str
+        Digest of the final parameters; the same on all ranks.
+    state : bytes or None
+        See `save_state`: the model's and the optimizer's state, with the learning rate as the
+        user gave it. Rank 0 only.
+    history : tuple of EpochRecord
+        One record per epoch of the whole run.
+    """
+
+    weights_digest: str
+    state: bytes | None
+    history: tuple[EpochRecord, ...]
+
+
+def train(spec: TorchTrainSpec) -> TrainResult:
+    """Train for the epochs that are left. Runs on every rank.
+
+    Returns
+    -------
+    TrainResult
+        The trained state, from rank 0.
+    """
+    if spec.mp_start_method:
+        multiprocessing.set_start_method(spec.mp_start_method, force=True)
+    hvd.init()
+    try:
+        if spec.random_seed is not None:
+            torch.manual_seed(spec.random_seed)
+        return _Trainer(spec).run()
+    finally:
+        hvd.shutdown()
+
+
+class _Trainer:
+    def __init__(self, spec: TorchTrainSpec) -> None:
+        self.spec = spec
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.device = _choose_device(spec.use_gpu)
+        self.module = load_module(spec.module).to(self.device)
+        self.optimizer = load_optimizer(spec.optimizer, self.module)
+        # Loading moves what an optimizer remembers to its parameters' device.
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        self.loss = Loss(self._make_losses(), spec.loss_weights)
+        self.history: list[EpochRecord] = []
+        self._restore()
+        hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
+        scale = self.size if spec.scale_learning_rate else 1
+        self.learning_rate = LearningRate(self.optimizer, scale)
+        self.averager = GradientAverager(
+            self.optimizer,
+            self.module,
+            spec.backward_passes_per_step,
+            spec.gradient_compression,
+        )
+        self.events = EventSender() if self.rank == 0 and spec.verbose else None
+
+    def run(self) -> TrainResult:
+        spec = self.spec
+        done = len(self.history)
+        steps = spec.data.train_steps_per_epoch
+        data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
+        logs = spec.run.logs_path if self.rank == 0 else None
+        with data, EventWriter(logs) as writer:
+            batches = WeighedBatches(
+                data, self.size, spec.backward_passes_per_step, spec.data.sample_weight_col
+            )
+            self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
+            for epoch in range(done, spec.epochs):
+                record = self._run_epoch(epoch, batches, data)
+                self.history.append(record)
+                writer.scalars(epoch, _scalars(record))
+                self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
+                if self.rank == 0:
+                    self._save_checkpoint()
+            self._callbacks("on_train_end")
+        if self.events is not None:
+            self.events.close()
+        state = save_state(self._state()) if self.rank == 0 else None
+        return TrainResult(_digest(self.module), state, tuple(self.history))
+
+    def _run_epoch(self, epoch: int, batches: WeighedBatches, data: DataModule) -> EpochRecord:
+        started = time.monotonic()
+        self._callbacks("on_epoch_begin", epoch=epoch)
+        train = self._train_epoch(epoch, batches, started)
+        average_batch_norm(self.module)
+        means = train.reduced("train")
+        record = EpochRecord(epoch, train.as_record(means))
+        if self.spec.data.val_plan is not None:
+            validation = self._validate(data)
+            val_means = validation.reduced("validation")
+            record = EpochRecord(epoch, record.train, validation.as_record(val_means))
+            means = {**means, **{f"val_{name}": value for name, value in val_means.items()}}
+        self._progress(epoch, started, self.spec.data.train_steps_per_epoch, means, done=True)
+        return record
+
+    def _train_epoch(self, epoch: int, batches: WeighedBatches, started: float) -> Measures:
+        self.module.train()
+        measures = Measures(self.spec.metrics, self.spec.data.label_cols)
+        steps = self.spec.data.train_steps_per_epoch
+        passes = self.spec.backward_passes_per_step
+        shown = started
+        for first in range(0, steps, passes):
+            window = batches.next_window(min(passes, steps - first))
+            for index, (columns, factor) in enumerate(window, start=first):
+                batch = self.spec.tensors.batch(columns, self.device)
+                self._minibatch(batch, factor, index, measures)
+            if self.spec.train_minibatch_fn is None:
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if self.events is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
+                shown = time.monotonic()
+                self._progress(epoch, started, first + len(window), measures.means())
+        if self.averager.pending:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return measures
+
+    def _minibatch(self, batch: Batch, factor: float, index: int, measures: Measures) -> None:
+        """Compute and back-propagate the loss of one batch.
+
+        ``factor`` is what makes the mean of the ranks' gradients the gradient of the mean over
+        all rows of the step: 1 where all batches of the step count for the same.
+        """
+        passes = self.spec.backward_passes_per_step
+        shapes = self.spec.tensors.label_shapes
+        if not batch.rows:
+            return
+        custom = self.spec.train_minibatch_fn
+        if custom is None:
+            outputs, labels = align(self.module(*batch.inputs), batch.labels, shapes)
+            loss = self.loss(outputs, labels, batch.weights)
+            scale = factor / passes
+            (loss if scale == 1.0 else loss * scale).backward()
+        else:
+            computed: list[torch.Tensor] = []
+
+            def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
+                computed.append(self.loss(outputs, labels, weights))
+                return computed[-1] * factor
+
+            raw, returned = _call_with_leading(
+                custom,
+                self.module,
+                self.optimizer,
+                lambda outputs, labels: align(outputs, labels, shapes),
+                scaled_loss,
+                batch.inputs,
+                batch.labels,
+                batch.weights,
+                passes,
+                index,
+            )
+            # What the function returns may be divided or scaled already.
+            loss = computed[-1] if computed else returned
+            outputs, labels = align(raw, batch.labels, shapes)
+        measures.add(loss, batch.weight, outputs, labels)
+
+    def _validate(self, data: DataModule) -> Measures:
+        self.module.eval()
+        measures = Measures(self.spec.metrics, self.spec.data.label_cols)
+        steps = self.spec.data.validation_steps_per_epoch
+        with torch.no_grad(), contextlib.closing(_as_generator(data.val_data())) as batches:
+            for columns in itertools.islice(batches, steps):
+                batch = self.spec.tensors.batch(columns, self.device)
+                outputs, labels = align(
+                    self.module(*batch.inputs), batch.labels, self.spec.tensors.label_shapes
+                )
+                loss = self.loss(outputs, labels, batch.weights)
+                measures.add(loss, batch.weight, outputs, labels)
+        return measures
+
+    def _make_losses(self) -> Sequence[Callable[..., torch.Tensor]]:
+        if self.spec.losses is not None:
+            losses = self.spec.losses
+        else:
+            offered = {
+                "model": self.module,
+                "optimizer": self.optimizer,
+                "device": self.device,
+                "rank": self.rank,
+                "size": self.size,
+                "spec": self.spec,
+            }
+            constructors = self.spec.loss_constructors or ()
+            losses = tuple(_call_with_known(make, offered) for make in constructors)
+        return [
+            loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
+        ]
+
+    def _restore(self) -> None:
+        """Load the newest checkpoint of the run on all ranks, where there is one."""
+        path = self.spec.run.checkpoint_path
+        document = None
+        if self.rank == 0 and path is not None and self.spec.store.exists(path):
+            document = self.spec.store.read(path)
+        document = hvd.broadcast_object(document, root_rank=0, name="checkpoint")
+        if document is None:
+            return
+        state = load_state(document)
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.history = [EpochRecord(**record) for record in state["history"]]
+        if self.rank == 0:
+            logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
+
+    def _save_checkpoint(self) -> None:
+        path = self.spec.run.checkpoint_path
+        if path is not None:
+            with self.spec.store.open_atomic(path) as file:
+                file.write(save_state(self._state()))
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.learning_rate.unscaled_state(),
+            "history": [
+                {"epoch": r.epoch, "train": dict(r.train), "validation": r.validation}
+                for r in self.history
+            ],
+        }
+
+    def _callbacks(self, moment: str, **arguments: Any) -> None:
+        for callback in self.spec.callbacks:
+            method = getattr(callback, moment, None)
+            if method is not None:
+                method(**arguments)
+
+    def _progress(
+        self, epoch: int, started: float, step: int, means: dict[str, float], done: bool = False
+    ) -> None:
+        if self.events is None:
+            return
+        seconds = max(time.monotonic() - started, 1e-9)
+        self.events.send(
+            kind="progress",
+            epoch=epoch,
+            epochs=self.spec.epochs,
+            step=step,
+            steps=self.spec.data.train_steps_per_epoch,
+            rows_per_second=step * self.spec.data.batch_size * self.size / seconds,
+            means=means,
+            done=done,
+        )
+
+
+def _choose_device(use_gpu: bool) -> torch.device:
+    available = hvd.allgather_object(use_gpu and torch.cuda.is_available(), name="cuda")
+    if any(available) and not all(available):
+        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
+        raise RuntimeError(
+            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
+            "(spark.task.resource.gpu.amount), or set use_gpu=False."
+        )
+    if not any(available):
+        return torch.device("cpu")
+    # Pinned ranks see one GPU; the others choose by their number on the machine.
+    index = hvd.local_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
+    """Call a function with those of the offered arguments that it takes."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return function(**offered)
+    return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})
+
+
+def _call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function with as many of the arguments as it takes, the first ones."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return function(*arguments)
+    taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    return function(*arguments[:taken])
+
+
+def _as_generator(batches: Iterator[Columns]) -> Any:
+    yield from batches
+
+
+def _scalars(record: EpochRecord) -> dict[str, float]:
+    scalars = {}
+    for stage, values in (("train", record.train), ("validation", record.validation or {})):
+        for group in values.get("all_metrics", []):
+            scalars.update({f"{stage}/{name}": value for name, value in group.items()})
+        if "loss" in values:
+            scalars[f"{stage}/loss"] = values["loss"]
+    return scalars
+
+
+def _digest(module: torch.nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,61 @@
+"""What each batch counts for in a step over all ranks."""
+
+from __future__ import annotations
+
+import itertools
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.data.columns import Columns, num_rows
+from hvd_estimators.data.readers import DataModule
+
+__all__ = ["WeighedBatches"]
+
+
+class WeighedBatches:
+    """Training batches, each with the factor that weighs its rank's gradient.
+
+    The mean over ranks of ``factor * gradient(mean loss of the batch)``, added up over the
+    batches of a step and divided by their number, is the gradient of the mean loss over all rows
+    of the step. The factor is 1 where all batches count for the same.
+
+    Parameters
+    ----------
+    data : DataModule
+        Gives the batches.
+    size : int
+        Number of ranks.
+    passes_per_step : int
+        Batches of one step of the optimizer.
+    weight_col : str or None
+        Column of sample weights; without it rows count for one.
+    """
+
+    def __init__(
+        self, data: DataModule, size: int, passes_per_step: int, weight_col: str | None
+    ) -> None:
+        self._batches = iter(data.train_data())
+        # With sample weights the sum of a step depends on the rows.
+        self._sizes = None if weight_col else data.global_train_sizes()
+        self._size = size
+        self._passes = passes_per_step
+        self._weight_col = weight_col
+
+    def next_window(self, count: int) -> list[tuple[Columns, float]]:
+        """Return the batches between two steps of the optimizer."""
+        window = list(itertools.islice(self._batches, count))
+        if self._sizes is not None:
+            total = float(sum(itertools.islice(self._sizes, count)))
+            weights = [float(num_rows(columns)) for columns in window]
+        else:
+            weights = [self._weight(columns) for columns in window]
+            own = torch.tensor([sum(weights)], dtype=torch.float64)
+            total = float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
+        share = self._size * self._passes / total if total else 0.0
+        return [(columns, weight * share) for columns, weight in zip(window, weights, strict=True)]
+
+    def _weight(self, columns: Columns) -> float:
+        if self._weight_col is None:
+            return float(num_rows(columns))
+        return float(columns[self._weight_col].sum())
