@@ -57,43 +57,44 @@ def concatenate(parts: Sequence[Columns]) -> dict[str, Array]:
 def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
     if spec.kind == "sparse":
         return _densify(table, spec)
-    column = _one_chunk(table.column(spec.name))
-    if column.null_count:
-        raise DataError(
-            f"Column {spec.name!r} holds {column.null_count} nulls; "
-            "fill or drop them before training."
-        )
-    if spec.kind == "scalar":
-        return _scalars(column)
-    offsets, values = _lists(column, spec.name)
-    lengths = np.diff(offsets)
-    if len(lengths) and not (lengths == spec.width).all():
-        found = sorted({int(lengths.min()), int(lengths.max())} - {spec.width})
-        raise DataError(
-            f"Column {spec.name!r} is ragged: expected {spec.width} elements in every row, "
-            f"found rows of {found[0]}. Pad or cut the arrays to one length."
-        )
-    return values.reshape((len(column), *spec.shape))
+    column = _one_chunk(table, spec.name)
+    values = column
+    for size in spec.shape:
+        offsets, values = _lists(values, spec.name)
+        lengths = np.diff(offsets)
+        if len(lengths) and not (lengths == size).all():
+            found = sorted({int(lengths.min()), int(lengths.max())} - {size})
+            raise DataError(
+                f"Column {spec.name!r} is ragged: expected {size} elements in every row, "
+                f"found rows of {found[0]}. Pad or cut the arrays to one length."
+            )
+    return _scalars(values).reshape((len(column), *spec.shape))
 
 
 def _densify(table: pa.Table, spec: ColumnSpec) -> Array:
     indices_name, values_name = spec.stored_names
-    offsets, indices = _lists(_one_chunk(table.column(indices_name)), indices_name)
-    _, values = _lists(_one_chunk(table.column(values_name)), values_name)
+    offsets, indices = _lists(_one_chunk(table, indices_name), indices_name)
+    _, elements = _lists(_one_chunk(table, values_name), values_name)
+    values = _scalars(elements)
     dense = np.zeros((table.num_rows, spec.width), dtype=values.dtype)
     rows = np.repeat(np.arange(table.num_rows), np.diff(offsets))
-    dense[rows, indices] = values
+    dense[rows, _scalars(indices)] = values
     return dense
 
 
-def _one_chunk(column: pa.ChunkedArray) -> pa.Array:
+def _one_chunk(table: pa.Table, name: str) -> pa.Array:
+    column = table.column(name)
+    if column.null_count:
+        raise DataError(
+            f"Column {name!r} holds {column.null_count} nulls; fill or drop them before training."
+        )
     if column.num_chunks == 0:
         return pa.array([], type=column.type)
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
 
 
-def _lists(column: pa.Array, name: str) -> tuple[Array, Array]:
-    """Return offsets (rows + 1, starting at 0) and the flat values of a list column."""
+def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
+    """Return offsets (rows + 1, starting at 0) and the elements of a list column."""
     if pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size
         values = column.values.slice(column.offset * size, len(column) * size)
@@ -107,10 +108,7 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, Array]:
             f"Column {name!r} holds arrays with null elements ({values.null_count} of them); "
             "fill them before training."
         )
-    if pa.types.is_nested(values.type):
-        inner_offsets, inner = _lists(values, name)
-        return inner_offsets[offsets], inner
-    return offsets, _scalars(values)
+    return offsets, values
 
 
 def _scalars(column: pa.Array) -> Array:

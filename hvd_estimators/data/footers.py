@@ -119,8 +119,8 @@ def _check_column(footer: parquet.FileMetaData, spec: ColumnSpec, file: str) -> 
         group = footer.row_group(group_index)
         for index in range(group.num_columns):
             column = group.column(index)
-            name = column.path_in_schema.split(".")[0]
-            if name in spec.stored_names:
+            name = _stored_name(column.path_in_schema, spec)
+            if name is not None:
                 found.add(name)
                 # An empty list of a sparse column counts as a null of its leaf.
                 if spec.kind != "sparse" and column.statistics is not None:
@@ -131,6 +131,15 @@ def _check_column(footer: parquet.FileMetaData, spec: ColumnSpec, file: str) -> 
         raise DataError(
             f"Column {spec.name!r} holds {nulls} nulls; fill or drop them before training."
         )
+
+
+def _stored_name(path: str, spec: ColumnSpec) -> str | None:
+    """Return which of a column's stored columns a leaf such as ``name.list.element`` is of."""
+    for name in spec.stored_names:
+        # A scalar's name can hold dots, and begin like another's.
+        if path == name if spec.kind == "scalar" else path.startswith(f"{name}."):
+            return name
+    return None
 
 
 def _spec(schema: pa.Schema, name: str, file: str) -> ColumnSpec:

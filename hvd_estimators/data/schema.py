@@ -93,7 +93,8 @@ def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) ->
     data_type = df.schema[name].dataType
     column = df[f"`{name}`"]
     if isinstance(data_type, VectorUDT):
-        array = vector_to_array(column, "float32")
+        # vector_to_array fails on a null, without telling which column it was in.
+        array = F.when(column.isNotNull(), vector_to_array(column, "float32"))
         if compress_sparse:
             return _sparse(name, array)
         spec = ColumnSpec(name, "vector", "float32", (-1,))

@@ -85,7 +85,7 @@ def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
     """
     sizes = []
     for steps_left in range(steps, 0, -1):
-        size = min(batch_size, max(rows - (steps_left - 1), 0))
+        size = min(batch_size, max(rows - (steps_left - 1), min(rows, 1)))
         sizes.append(size)
         rows -= size
     return sizes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,12 +35,15 @@ __all__ = ["TorchEstimator"]
 
 logger = logging.getLogger(__name__)
 
-_DRY_RUN_ROWS = 3
+# Not a width that models often have, lest rows and columns be taken for each other.
+_DRY_RUN_ROWS = 11
 
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
     converted = {}
-    for column, dtype in dict(value).items():
+    for column, dtype in value.items():
         text = str(dtype).removeprefix("torch.")
         if not isinstance(getattr(torch, text, None), torch.dtype):
             raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
@@ -121,8 +124,10 @@ class TorchEstimator(HorovodEstimator):
 
     def _check_frame(self, dataset: DataFrame) -> None:
         """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
-        for name in ("feature_cols", "label_cols"):
-            require_columns(dataset, name, self.getOrDefault(name))
+        for name in ("feature_cols", "label_cols", "sample_weight_col"):
+            columns = self.getOrDefault(name)
+            if columns:
+                require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
         known = known_columns(dataset, self._needed_columns())
         if known is None or self.getOrDefault("transformation_fn") is not None:
             return

@@ -1,0 +1,50 @@
+"""What all tests share: one Spark session, and ranks that can unpickle test modules."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+# Spark's Python workers run this environment's Python, not the first one in PATH.
+os.environ["PYSPARK_PYTHON"] = sys.executable
+os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[object]:
+    """A session with three task slots, shared by all tests."""
+    from pyspark.sql import SparkSession
+
+    session = (
+        SparkSession.builder.master("local[3]")
+        .appName("hvd_estimators tests")
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .config("spark.sql.shuffle.partitions", "2")
+        .config("spark.driver.memory", "2g")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> object:
+    """A store in a folder of the test's own."""
+    from hvd_estimators import Store
+
+    return Store.create(str(tmp_path / "store"))
+
+
+@pytest.fixture(autouse=True)
+def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Send functions and classes of the test's module to the ranks by value: they cannot import it."""
+    cloudpickle.register_pickle_by_value(request.module)
+    yield
+    cloudpickle.unregister_pickle_by_value(request.module)

@@ -1,0 +1,353 @@
+"""Ranks together train exactly as one process would over the same global batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+WIDTH = 4
+
+
+class RecordingBackend(LocalBackend):
+    """Keeps what every rank returned."""
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.results = super().run(*args, **kwargs)
+        return self.results
+
+
+def write_rows(path: Path, rows: int, files: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write rows as Parquet files and return them as arrays."""
+    import pyarrow as pa
+
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(rows, WIDTH)).astype(np.float32)
+    columns = {
+        "id": np.arange(rows),
+        "features": features,
+        "label": (features @ np.arange(1, WIDTH + 1) + 0.5).astype(np.float32),
+        "weight": rng.uniform(0.1, 3.0, size=rows),
+    }
+    path.mkdir(parents=True)
+    for index, part in enumerate(np.array_split(np.arange(rows), min(files, rows))):
+        table = pa.table(
+            {
+                name: pa.array(list(array[part])) if array.ndim > 1 else pa.array(array[part])
+                for name, array in columns.items()
+            }
+        )
+        parquet.write_table(table, path / f"part-{index:03d}.parquet", row_group_size=17)
+    return columns
+
+
+def make_net() -> torch.nn.Sequential:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
+    """Work out, from the guarantees alone, which rows each step holds without shuffling.
+
+    Ranks hold contiguous shares that differ by at most one row; a share is cut into full batches,
+    and the last ones are smaller so that all ranks take the same steps.
+    """
+    bounds = [rows * rank // ranks for rank in range(ranks + 1)]
+    longest = max(np.diff(bounds))
+    steps = int(np.ceil(longest / batch_size))
+    batches: list[list[int]] = [[] for _ in range(steps)]
+    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+        position = start
+        for step in range(steps):
+            most = min(batch_size, max(stop - position - (steps - step - 1), 0))
+            batches[step].extend(range(position, position + most))
+            position += most
+        assert position == stop
+    return [np.array(batch) for batch in batches]
+
+
+def train_alone(
+    columns: dict[str, np.ndarray],
+    batches: Sequence[np.ndarray],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    epochs: int,
+    passes: int = 1,
+    weighted: bool = False,
+) -> torch.nn.Sequential:
+    """Train in one process, with nothing but torch."""
+    net = make_net()
+    optimizer = make_optimizer(net.parameters())
+    for _ in range(epochs):
+        for first in range(0, len(batches), passes):
+            rows = np.concatenate(batches[first : first + passes])
+            output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
+            label = torch.from_numpy(columns["label"][rows])
+            errors = (output - label) ** 2
+            if weighted:
+                weight = torch.from_numpy(columns["weight"][rows]).float()
+                loss = (errors * weight).sum() / weight.sum()
+            else:
+                loss = errors.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return net
+
+
+def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, RecordingBackend]:
+    net = make_net()
+    backend = RecordingBackend(ranks)
+    estimator = TorchEstimator(
+        **{
+            "backend": backend,
+            "store": store,
+            "model": net,
+            "optimizer": OPTIMIZERS[name](net.parameters()),
+            "loss": torch.nn.functional.mse_loss,
+            "feature_cols": ["features"],
+            "label_cols": ["label"],
+            "shuffle": False,
+            "scale_learning_rate": False,
+            "random_seed": 3,
+            "verbose": 0,
+            **params,
+        }
+    )
+    return estimator.fit_on_parquet(), backend
+
+
+def assert_same_weights(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    for (name, a), (_, b) in zip(
+        found.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum", "adam"])
+def test_two_ranks_train_as_one_process_over_the_global_batches(store: Any, optimizer: str) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 1000)
+    model, backend = fit(store, 2, optimizer, batch_size=32, epochs=2)
+    expected = train_alone(columns, global_batches(1000, 2, 32), OPTIMIZERS[optimizer], 2)
+    assert_same_weights(model.getModel(), expected)
+    assert len({result.weights_digest for result in backend.results}) == 1
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(65, 2), (129, 3), (3, 2)])
+def test_uneven_shards_train_as_one_process(store: Any, rows: int, ranks: int) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), rows)
+    model, _ = fit(store, ranks, "adam", batch_size=32 if rows > 3 else 1, epochs=2)
+    batches = global_batches(rows, ranks, 32 if rows > 3 else 1)
+    assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS["adam"], 2))
+
+
+def test_sample_weights_are_a_weighted_mean_over_the_global_batch(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 150)
+    model, _ = fit(store, 2, "sgd", batch_size=20, epochs=2, sample_weight_col="weight")
+    expected = train_alone(columns, global_batches(150, 2, 20), OPTIMIZERS["sgd"], 2, weighted=True)
+    assert_same_weights(model.getModel(), expected)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradients_accumulate_to_the_mean_over_all_passes(store: Any, weighted: bool) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 150)
+    model, _ = fit(
+        store,
+        2,
+        "adam",
+        batch_size=10,
+        epochs=2,
+        backward_passes_per_step=3,
+        sample_weight_col="weight" if weighted else None,
+    )
+    expected = train_alone(
+        columns,
+        global_batches(150, 2, 10),
+        OPTIMIZERS["adam"],
+        2,
+        passes=3,
+        weighted=weighted,
+    )
+    assert_same_weights(model.getModel(), expected)
+
+
+def test_a_minibatch_function_of_the_users_trains_the_same(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+
+    def minibatch(
+        model: Any,
+        optimizer: Any,
+        transform_outputs: Any,
+        loss_fn: Any,
+        inputs: Any,
+        labels: Any,
+        sample_weights: Any,
+    ) -> Any:
+        optimizer.zero_grad()
+        outputs, labels = transform_outputs(model(*inputs), labels)
+        loss = loss_fn(outputs, labels, sample_weights)
+        loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    model, _ = fit(store, 2, "adam", batch_size=16, epochs=2, train_minibatch_fn=minibatch)
+    expected = train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], 2)
+    assert_same_weights(model.getModel(), expected)
+
+
+def test_validation_loss_is_that_of_one_process(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    held_out = write_rows(Path(store.get_val_data_path()), 101, seed=1)
+    model, _ = fit(
+        store,
+        3,
+        "sgd",
+        batch_size=16,
+        epochs=1,
+        validation=0.5,
+        metrics=[[torch.nn.functional.l1_loss]],
+        val_batch_size=10,
+    )
+    with torch.no_grad():
+        outputs = model.getModel()(torch.from_numpy(held_out["features"])).reshape(-1).numpy()
+    errors = outputs - held_out["label"]
+    measured = model.getHistory()[-1]["validation"]
+    assert measured["loss"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
+    assert measured["all_metrics"][0]["group_0_label"] == pytest.approx(
+        float(np.abs(errors).mean()), rel=1e-5
+    )
+
+
+class RowCounter(torch.nn.Module):
+    """One embedding row per id: under SGD each row moves by what reached its gradient."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(rows, 1)
+        torch.nn.init.zeros_(self.embedding.weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.embedding(ids.long()).reshape(-1)
+
+
+@pytest.mark.parametrize("rows", [2, 3, 63, 64, 65, 129, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_row_reaches_the_gradient_once_per_epoch(store: Any, rows: int, ranks: int) -> None:
+    write_rows(Path(store.get_train_data_path()), rows, files=3)
+    net = RowCounter(rows)
+    batch_size, epochs, learning_rate = 16, 2, 0.5
+    estimator = TorchEstimator(
+        backend=LocalBackend(ranks),
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=learning_rate),
+        # The gradient of a row's output is 1 divided by the rows of its global batch.
+        loss=lambda output, label: -output.mean(),
+        feature_cols=["id"],
+        label_cols=["label"],
+        batch_size=batch_size,
+        epochs=epochs,
+        scale_learning_rate=False,
+        random_seed=5,
+        verbose=0,
+    )
+    if rows < ranks:
+        from hvd_estimators.exceptions import DataError
+
+        with pytest.raises(DataError, match=f"{rows} rows"):
+            estimator.fit_on_parquet()
+        return
+    moved = estimator.fit_on_parquet().getModel().embedding.weight.detach().reshape(-1)
+    moved = moved.numpy() / learning_rate
+    sizes = [len(batch) for batch in global_batches(rows, ranks, batch_size)]
+    # Each epoch moves every row by 1/n, n being the size of one of the global batches.
+    possible = {1 / a + 1 / b for a in sizes for b in sizes}
+    distances = np.abs(moved[:, None] - np.array(sorted(possible))[None, :]).min(axis=1)
+    assert distances.max() < 1e-5, sorted(set(moved[distances > 1e-5]))
+    # What all rows moved by together is one per step: none is missing and none counts twice.
+    assert moved.sum() == pytest.approx(epochs * len(sizes), rel=1e-4)
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_does_not(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 500)
+    states = [
+        fit(store, 3, "adam", shuffle=True, epochs=2, random_seed=seed)[0].getModel().state_dict()
+        for seed in (1, 1, 2)
+    ]
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name])
+    assert any(not torch.equal(states[0][name], states[2][name]) for name in states[0])
+
+
+def test_the_learning_rate_is_scaled_for_training_and_given_back_unscaled(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 128)
+    model, _ = fit(store, 2, "sgd", batch_size=16, epochs=1, scale_learning_rate=True)
+    expected = train_alone(
+        columns,
+        global_batches(128, 2, 16),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        epochs=1,
+    )
+    assert_same_weights(model.getModel(), expected)
+    assert model.getOptimizer().param_groups[0]["lr"] == 0.05
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 200)
+    settings: dict[str, Any] = {"shuffle": True, "scale_learning_rate": True, "batch_size": 16}
+    whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **settings)
+    fit(store, 2, "adam", epochs=1, run_id="parts", **settings)
+    resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **settings)
+    assert [record["epoch"] for record in resumed.getHistory()] == [0, 1, 2]
+    for a, b in zip(whole.getModel().parameters(), resumed.getModel().parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert resumed.getOptimizer().param_groups[0]["lr"] == 0.01
+
+
+def test_a_sparse_embedding_is_averaged_when_a_rank_has_no_rows(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 3)
+    nets = {}
+    for sparse in (False, True):
+        net = RowCounter(3)
+        net.embedding.sparse = sparse
+        nets[sparse], _ = fit(
+            store,
+            2,
+            "sgd",
+            model=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+            feature_cols=["id"],
+            batch_size=1,
+            epochs=2,
+        )
+    dense, sparse = (nets[key].getModel().embedding.weight for key in (False, True))
+    assert not torch.equal(dense, torch.zeros_like(dense))
+    torch.testing.assert_close(dense, sparse)
+
+
+def test_the_users_model_and_optimizer_are_left_alone(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 32)
+    net = make_net()
+    before = copy.deepcopy(net.state_dict())
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    fit(store, 1, "adam", model=net, optimizer=optimizer)
+    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
+    assert not optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.01
