@@ -208,8 +208,10 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         """Check everything that needs no data, and return the backend."""
         self._check_params()
         backend = self._get_or_create_backend()
-        if hasattr(backend, "check"):
-            backend.check()
+        store: Store = self.getOrDefault("store")
+        backend.check()
+        store.check()
+        backend.check_store(store)
         return backend
 
     def _get_or_create_backend(self) -> Backend:
@@ -218,6 +220,11 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         if backend is None:
             num_proc, verbose = self.getOrDefault("num_proc"), self.getOrDefault("verbose")
             return SparkBackend(num_proc, verbose=verbose)
+        if not isinstance(backend, Backend):
+            raise ParamError(
+                "backend: expected an instance of hvd_estimators.launch.backend.Backend, found "
+                f"{backend!r}."
+            )
         if self.getOrDefault("num_proc") is not None:
             raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
         return backend
@@ -244,6 +251,13 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
                 "shuffle_buffer_size has no effect: rows are shuffled in a buffer that is bounded "
                 "by bytes. Leave it out; shuffle=False turns shuffling off."
             )
+        for name in ("transformation_edit_fields", "transformation_removed_fields"):
+            if self.getOrDefault(name) is not None:
+                logger.warning(
+                    "%s has no effect: fields are those that transformation_fn returns. Leave it "
+                    "out.",
+                    name,
+                )
         run_id = self.getOrDefault("run_id")
         if run_id is not None:
             self.getOrDefault("store").run_paths(run_id)
@@ -258,8 +272,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
 
     def _run(self, backend: Backend, train: Any, spec: Any) -> Sequence[Any]:
         """Run the trainer on every rank, showing progress, and return the ranks' results."""
-        host = backend.driver_host() if hasattr(backend, "driver_host") else "127.0.0.1"
-        with show_progress(spec.verbose, host) as env:
+        with show_progress(spec.verbose, backend.driver_host()) as env:
             return backend.run(train, args=(spec,), kwargs={}, env=env)
 
     def _data_spec(self, manifest: DatasetManifest, num_ranks: int) -> DataSpec:

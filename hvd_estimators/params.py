@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -152,10 +153,8 @@ def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None
 
 def _describe(cls: type[DeclaredParams]) -> None:
     """Give the constructor a signature, and the class a Parameters section, from the table."""
-    init = vars(cls).get("__init__")
-    if init is None or not any(
-        p.kind is p.VAR_KEYWORD for p in inspect.signature(init).parameters.values()
-    ):
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
     keyword = inspect.Parameter.KEYWORD_ONLY
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -210,7 +209,8 @@ def text(name: str, value: Any) -> str:
 
 def names(name: str, value: Any) -> list[str]:
     """Accept a list of column names, or one of them."""
-    values = [value] if isinstance(value, str) else list(value)
+    single = isinstance(value, str) or not isinstance(value, Iterable)
+    values = [value] if single else list(value)
     for entry in values:
         if not isinstance(entry, str):
             raise ParamError(f"{name}: expected names of columns, found {entry!r}.")
@@ -251,14 +251,15 @@ def one_of(*choices: str) -> Converter:
 
 def shapes(name: str, value: Any) -> list[list[int]]:
     """Accept a list of shapes, whose first dimension, -1, counts the rows of a batch."""
-    converted = []
-    for shape in value:
-        if not isinstance(shape, (list, tuple)) or not shape or shape[0] != -1:
-            raise ParamError(
-                f"{name}: expected a list of shapes that start with -1 (the rows of a batch), "
-                f"such as [[-1, 8]], found {value!r}."
-            )
-        converted.append([int(size) for size in shape])
+    try:
+        converted = [[operator.index(size) for size in shape] for shape in value]
+    except TypeError:
+        converted = [[]]
+    if not all(shape and shape[0] == -1 for shape in converted):
+        raise ParamError(
+            f"{name}: expected a list of shapes that start with -1 (the rows of a batch), "
+            f"such as [[-1, 8]], found {value!r}."
+        )
     return converted
 
 

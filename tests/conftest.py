@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> object:
 
 @pytest.fixture(autouse=True)
 def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Send functions and classes of the test's module to the ranks by value: they cannot import it."""
+    """Send the test module's functions and classes by value: ranks cannot import it."""
     cloudpickle.register_pickle_by_value(request.module)
     yield
     cloudpickle.unregister_pickle_by_value(request.module)

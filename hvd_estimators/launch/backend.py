@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hvd_estimators.store import Store
 
 __all__ = ["Backend"]
 
@@ -53,6 +56,9 @@ class Backend(ABC):
 
     def check(self) -> None:  # noqa: B027 - not every backend can tell
         """Raise `SlotsError` if the ranks cannot run at the same time; by default does nothing."""
+
+    def check_store(self, store: Store) -> None:  # noqa: B027 - not every backend can tell
+        """Raise `StoreError` if ranks cannot see the store; by default does nothing."""
 
     def driver_host(self) -> str:
         """Return the address at which ranks reach the driver."""

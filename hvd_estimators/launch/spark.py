@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ import pyarrow as pa
 from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession
 
-from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError
+from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.events import EventSender
 from hvd_estimators.launch.gpu import visible_gpu
@@ -43,6 +44,8 @@ from hvd_estimators.launch.rendezvous import (
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
+    from hvd_estimators.store import Store
+
 __all__ = ["SparkBackend"]
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 _ABORT_POLLS = 5
 _GRACE_SECONDS = 3.0
-_EXECUTOR_WAIT_SECONDS = 15.0
+_EXECUTOR_WAIT_SECONDS = 10.0
 # One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
 _CHUNK_BYTES = 64 * 2**20
 
@@ -140,16 +143,51 @@ class SparkBackend(Backend):
             )
         _check_executor_python(context)
         wanted = self.num_processes()
-        deadline = time.monotonic() + (0 if _is_local(context) else _EXECUTOR_WAIT_SECONDS)
-        # Executors of a cluster may still be registering.
-        while (slots := _task_slots(context)) < wanted and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+        slots = _await_slots(context, wanted, 0 if _is_local(context) else self._start_timeout)
+        if slots == 0:
+            raise SlotsError(
+                f"No executor has registered with the cluster (master {context.master}) within "
+                f"{self._start_timeout:g} seconds. See its logs, or set a longer start_timeout."
+            )
         if slots < wanted:
             raise SlotsError(
                 f"num_proc: {wanted} ranks need as many task slots at the same time, and the "
                 f"cluster (master {context.master}) has {slots}. Set num_proc to {slots} or less, "
                 "or start Spark with more cores (spark.executor.instances, spark.executor.cores; "
                 "for a local master the number in local[N]) or with a smaller spark.task.cpus."
+            )
+
+    def check_store(self, store: Store) -> None:
+        """Make sure that the ranks' machines see what the driver writes to the store.
+
+        Raises
+        ------
+        StoreError
+            If a machine does not.
+        """
+        if _is_local(_context()):
+            return
+        num_proc = self.num_processes()
+        probe = f"{store.prefix_path}/.probe-{uuid.uuid4().hex}"
+        store.write_text(probe, "probe")
+        try:
+            rows = (
+                _session()
+                .range(0, num_proc, 1, num_proc)
+                .mapInArrow(
+                    functools.partial(_hosts_without, store=store, path=probe),
+                    "host string",
+                    barrier=True,
+                )
+                .collect()
+            )
+        finally:
+            store.delete(probe)
+        if rows:
+            hosts = sorted({row["host"] for row in rows})
+            raise StoreError(
+                f"store: executors on {', '.join(hosts)} do not see what the driver writes under "
+                f"{store.prefix_path!r}. Set a prefix on storage that all machines share."
             )
 
     def run(
@@ -168,7 +206,7 @@ class SparkBackend(Backend):
             executable=self._executable,
             verbose=self._verbose,
         )
-        session = SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+        session = _session()
         num_proc = self.num_processes()
         frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
             functools.partial(_run_task, job=job),
@@ -189,8 +227,12 @@ class SparkBackend(Backend):
         return results_in_order(_outcomes(rows))
 
 
+def _session() -> SparkSession:
+    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+
+
 def _context() -> SparkContext:
-    return (SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()).sparkContext
+    return _session().sparkContext
 
 
 def _check_executor_python(context: SparkContext) -> None:
@@ -219,6 +261,21 @@ def _check_executor_python(context: SparkContext) -> None:
 
 def _is_local(context: SparkContext) -> bool:
     return str(context.master).split("[")[0] == "local"
+
+
+def _await_slots(context: SparkContext, wanted: int, timeout: float) -> int:
+    """Return the task slots, once there are enough or no more executors seem to register."""
+    started = last_change = time.monotonic()
+    slots = _task_slots(context)
+    while slots < wanted:
+        now = time.monotonic()
+        # Executors register within seconds of each other; the first may take long.
+        if now - started > timeout or (slots and now - last_change > _EXECUTOR_WAIT_SECONDS):
+            break
+        time.sleep(_POLL_SECONDS)
+        before, slots = slots, _task_slots(context)
+        last_change = now if slots != before else last_change
+    return slots
 
 
 def _task_slots(context: SparkContext) -> int:
@@ -286,6 +343,16 @@ def _outcomes(rows: Sequence[Any]) -> list[RankOutcome]:
         RankOutcome(**pickle.loads(b"".join(part for _, part in sorted(parts))))
         for parts in chunks.values()
     ]
+
+
+def _hosts_without(
+    batches: Iterator[pa.RecordBatch], *, store: Store, path: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield this machine's name if it does not see a file. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    if not store.exists(path):
+        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()]})
 
 
 def _run_task(batches: Iterator[pa.RecordBatch], *, job: _Job) -> Iterator[pa.RecordBatch]:

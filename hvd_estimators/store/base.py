@@ -220,7 +220,7 @@ class Store(ABC):
 
     def run_paths(self, run_id: str) -> RunPaths:
         """Return all paths of a run."""
-        if not re.fullmatch(r"[\w.=-]+", run_id):
+        if not re.fullmatch(r"[\w.=-]+", run_id) or run_id in (".", ".."):
             raise ParamError(
                 f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
             )

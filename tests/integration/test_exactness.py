@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
     longest = max(np.diff(bounds))
     steps = int(np.ceil(longest / batch_size))
     batches: list[list[int]] = [[] for _ in range(steps)]
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         position = start
         for step in range(steps):
             most = min(batch_size, max(stop - position - (steps - step - 1), 0))

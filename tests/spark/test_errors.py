@@ -145,7 +145,7 @@ def test_an_empty_frame_is_refused(spark: Any, store: Any) -> None:
 
 def test_a_null_in_the_validation_column_is_refused(spark: Any, store: Any) -> None:
     frame = numbers(spark).withColumn("held_out", F.when(F.col("x") > 3, F.col("x") > 10))
-    with pytest.raises(DataError, match="validation.*4 nulls"):
+    with pytest.raises(DataError, match=r"validation.*4 nulls"):
         make_estimator(store, validation="held_out").fit(frame)
     assert_nothing_written(store)
 
@@ -302,7 +302,7 @@ def test_transform_refuses_what_it_cannot_do(spark: Any) -> None:
         label_columns=["y"],
         input_shapes=[[-1, 1]],
     )
-    with pytest.raises(ColumnError, match="feature_columns.*'x'"):
+    with pytest.raises(ColumnError, match=r"feature_columns.*'x'"):
         model.transform(spark.range(3))
     frame = numbers(spark).withColumn("y__output", F.lit(1))
     with pytest.raises(ColumnError, match="'y__output' already"):

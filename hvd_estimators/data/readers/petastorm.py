@@ -29,6 +29,7 @@ from pyarrow import parquet
 from hvd_estimators.data.columns import Columns, table_to_columns
 from hvd_estimators.data.readers.base import PlannedDataModule
 from hvd_estimators.data.sharding import RowRange
+from hvd_estimators.exceptions import StoreError
 
 __all__ = ["PetastormDataModule"]
 
@@ -66,7 +67,7 @@ class PetastormDataModule(PlannedDataModule):
         files = sorted({row_range.file for row_range in first})
         ranges = (row_range for ranges in _chain(first, passes) for row_range in ranges)
         names = [name for column in self.columns for name in column.stored_names]
-        reader = self._open_reader(files, names, ranges, workers)
+        reader = self._open_reader(files, names, first, ranges, workers)
         self._open.add(reader)
         try:
             for table in _in_sequence(reader):
@@ -81,7 +82,12 @@ class PetastormDataModule(PlannedDataModule):
             reader.join()
 
     def _open_reader(
-        self, files: list[str], names: list[str], ranges: Iterator[RowRange], workers: int
+        self,
+        files: list[str],
+        names: list[str],
+        needed: Sequence[RowRange],
+        ranges: Iterator[RowRange],
+        workers: int,
     ) -> _PlannedReader:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -95,6 +101,7 @@ class PetastormDataModule(PlannedDataModule):
             return _PlannedReader(
                 filesystem,
                 paths,
+                needed=needed,
                 ranges=ranges,
                 # Petastorm takes field names as regular expressions.
                 schema_fields=[f"{re.escape(name)}$" for name in names],
@@ -133,7 +140,14 @@ def _in_sequence(reader: _PlannedReader) -> Iterator[pa.Table]:
 class _PlannedReader(Reader):
     """Petastorm's reader with the plan's row ranges in the place of its own sharding."""
 
-    def __init__(self, *args: Any, ranges: Iterator[RowRange], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        needed: Sequence[RowRange],
+        ranges: Iterator[RowRange],
+        **kwargs: Any,
+    ) -> None:
+        self._needed = needed
         self._ranges = ranges
         self._pieces: dict[tuple[str, int], int] = {}
         super().__init__(*args, **kwargs)
@@ -143,6 +157,9 @@ class _PlannedReader(Reader):
     ) -> tuple[list[int], None]:
         for position, piece in enumerate(row_groups):
             self._pieces[piece.path, piece.row_group] = position
+        for row_range in self._needed:
+            if (row_range.file, row_range.row_group) not in self._pieces:
+                raise _changed(row_range.file, row_range.row_group)
         return list(range(len(row_groups))), None
 
     def _create_ventilator(self, *args: Any) -> _RangeVentilator:
@@ -165,17 +182,22 @@ class _RangeVentilator(Ventilator):
         self._pieces = pieces
         self._room = threading.Semaphore(in_flight)
         self._stopping = False
-        self._done = False
+        self._ventilated = 0
+        self._processed = 0
+        self._all_ventilated = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def processed_item(self) -> None:
+        self._processed += 1
         self._room.release()
 
     def completed(self) -> bool:
-        return self._done
+        # Pools ask when they are out of work, and stop reading if so. They may have looked before
+        # the last range came to them: it has to be processed as well.
+        return self._all_ventilated and self._processed == self._ventilated
 
     def stop(self) -> None:
         self._stopping = True
@@ -183,17 +205,23 @@ class _RangeVentilator(Ventilator):
         self._thread.join()
 
     def _run(self) -> None:
-        for sequence, row_range in enumerate(self._ranges):
+        upcoming = next(self._ranges, None)
+        self._all_ventilated = upcoming is None
+        while (row_range := upcoming) is not None:
+            upcoming = next(self._ranges, None)
             self._room.acquire()
             if self._stopping:
-                break
+                return
+            sequence = self._ventilated
+            self._ventilated += 1
+            # Before it goes out: once it is processed, nobody waits for another.
+            self._all_ventilated = upcoming is None
             self._ventilate_fn(
                 piece_index=self._pieces[row_range.file, row_range.row_group],
                 start=row_range.start,
                 stop=row_range.stop,
                 sequence=sequence,
             )
-        self._done = True
 
 
 class _RangeWorker(ArrowReaderWorker):
@@ -214,8 +242,17 @@ class _RangeWorker(ArrowReaderWorker):
         table = self._files[piece.path].read_row_group(
             piece.row_group, columns=list(self._schema.fields), use_threads=False
         )
+        if table.num_rows < stop:
+            raise _changed(piece.path, piece.row_group)
         table = table.slice(start, stop - start)
         self.publish_func(table.replace_schema_metadata({_SEQUENCE: str(sequence)}))
+
+
+def _changed(file: str, row_group: int) -> StoreError:
+    return StoreError(
+        f"{file!r} does not hold the planned rows of row group {row_group}: it was changed after "
+        "training had begun. Train again, and leave the files as they are."
+    )
 
 
 class _TableQueueReader:

@@ -1,0 +1,124 @@
+"""The command line: ``hvd-estimators build-horovod`` and ``hvd-estimators doctor``."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hvd_estimators import __version__
+from hvd_estimators.exceptions import HvdEstimatorsError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status.
+
+    Parameters
+    ----------
+    arguments : sequence of str, optional
+        What follows the program's name; ``sys.argv`` by default.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(options)
+    except HvdEstimatorsError as error:
+        print(f"hvd-estimators: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hvd-estimators", description="Set up and check what hvd_estimators runs on."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_build(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    build = commands.add_parser(
+        "build-horovod",
+        help="build (or find in the cache) and install Horovod for the installed frameworks",
+        description="Build a Horovod wheel for the torch and TensorFlow that are installed beside "
+        "this Python, keep it in a cache, and install it. A first build takes some minutes.",
+    )
+    build.add_argument(
+        "--gpu",
+        choices=("auto", "none", "cuda"),
+        default="auto",
+        help="auto (default): CUDA where torch was built with it and nvcc is found",
+    )
+    build.add_argument(
+        "--cache-dir",
+        type=Path,
+        metavar="DIR",
+        help="where wheels are kept (default: $HVD_ESTIMATORS_CACHE, or hvd_estimators in "
+        "$XDG_CACHE_HOME or ~/.cache)",
+    )
+    build.add_argument("--force", action="store_true", help="build although the cache has it")
+    build.add_argument(
+        "--no-install", action="store_true", help="only build, and print the wheel's path"
+    )
+    build.add_argument(
+        "--jobs", type=_positive, metavar="N", help="compilers to run at the same time"
+    )
+    build.set_defaults(run=_build)
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what is installed and say how to mend what does not fit",
+        description="Check what is installed and whether it fits together, and run a small "
+        "allreduce. The exit status is 1 if there is a problem.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the rows as JSON")
+    doctor.set_defaults(run=_doctor)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text}")
+    return number
+
+
+def _build(options: argparse.Namespace) -> int:
+    from hvd_estimators.build import build_horovod
+
+    # As an exception it reaches the code that ends the compilers; by default they would go on.
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        # Progress goes to standard error, so that a script can read the path from the output.
+        wheel = build_horovod(
+            gpu=options.gpu,
+            cache_dir=options.cache_dir,
+            force=options.force,
+            install=not options.no_install,
+            jobs=options.jobs,
+            report=lambda line: print(line, file=sys.stderr, flush=True),
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if options.no_install:
+        print(wheel)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from hvd_estimators import doctor
+
+    return doctor.main(as_json=options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

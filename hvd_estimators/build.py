@@ -1,0 +1,322 @@
+"""Build Horovod for the frameworks of this interpreter, keep the wheel, and install it.
+
+``hvd-estimators build-horovod`` is the command. What a build needs for given versions is in
+`hvd_estimators.build_recipe`, how the machine is asked for them in `hvd_estimators.build_tools`;
+here is the run: the cache, pip, and what is said meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import BinaryIO
+
+from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.build_tools import (
+    build_path,
+    check_system,
+    default_jobs,
+    detect_recipe,
+    find_compiler,
+    find_nvcc,
+    missing_build_packages,
+)
+from hvd_estimators.exceptions import BuildError, DependencyError
+
+__all__ = ["build_horovod", "build_wheel", "default_cache_dir", "install_wheel"]
+
+Report = Callable[[str], None]
+
+_TOOLS = "tools"
+_FIRST_ERRORS = 5
+_TAIL_LINES = 20
+_LINE_LENGTH = 200
+_SIGN_OF_LIFE_SECONDS = 15.0
+_ERROR = re.compile(r"\berror\b:|CMake Error", re.IGNORECASE)
+_PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a line of CMake's
+
+
+def build_horovod(
+    *,
+    gpu: str = "auto",
+    cache_dir: Path | None = None,
+    force: bool = False,
+    install: bool = True,
+    jobs: int | None = None,
+    report: Report = print,
+) -> Path:
+    """Build Horovod for the installed frameworks, or find it in the cache, and install it.
+
+    Parameters
+    ----------
+    gpu : {'auto', 'none', 'cuda'}
+        ``auto`` builds for CUDA where torch was built with it and ``nvcc`` is found.
+    cache_dir : Path, optional
+        Where wheels are kept; `default_cache_dir` by default.
+    force : bool
+        Build although the cache has the wheel.
+    install : bool
+        Install the wheel into this interpreter's environment.
+    jobs : int, optional
+        Compilers to run at the same time; by default as many as cores and memory allow.
+    report : callable
+        Called with each line of progress.
+
+    Returns
+    -------
+    Path
+        The wheel, in the cache.
+
+    Raises
+    ------
+    DependencyError
+        No framework, or no pip, is installed in this environment.
+    BuildError
+        The build could not start or failed; the message ends with the end of its log.
+    """
+    if find_spec("pip") is None:
+        raise DependencyError(
+            f"{sys.executable} has no pip, which builds and installs the wheel. "
+            f"Install it: {sys.executable} -m ensurepip"
+        )
+    recipe = detect_recipe(gpu)
+    folder = (cache_dir or default_cache_dir()).expanduser().absolute() / "wheels" / recipe.key
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BuildError(
+            f"Cannot keep wheels in {folder}: {error}. Name a folder that can be written: "
+            "--cache-dir DIR, or HVD_ESTIMATORS_CACHE=DIR"
+        ) from error
+    report(f"Horovod {recipe.horovod} for {_describe(recipe)}")
+    with _locked(folder / ".lock", report):
+        wheel = None if force else _wheel_in(folder)
+        if wheel:
+            report(f"found {wheel}")
+        else:
+            wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
+    if install:
+        install_wheel(wheel, recipe, report=report)
+    return wheel
+
+
+def default_cache_dir() -> Path:
+    """Return ``$HVD_ESTIMATORS_CACHE``, or ``hvd_estimators`` in the user's cache folder."""
+    own = os.environ.get("HVD_ESTIMATORS_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "hvd_estimators"
+
+
+def build_wheel(
+    recipe: BuildRecipe,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    report: Report = print,
+    pip: Sequence[str] = (sys.executable, "-m", "pip"),
+) -> Path:
+    """Build the recipe's wheel and move it into `folder`, where it appears whole or not at all.
+
+    Parameters
+    ----------
+    recipe : BuildRecipe
+        What to build.
+    folder : Path
+        Folder of the cache that receives the wheel and ``build.log``.
+    jobs : int, optional
+        Compilers to run at the same time.
+    report : callable
+        Called with each line of progress.
+    pip : sequence of str
+        The command that runs pip.
+
+    Raises
+    ------
+    BuildError
+        A tool is missing, or pip failed; the message ends with the end of the log.
+    """
+    compiler = find_compiler()
+    check_system(recipe, compiler)
+    jobs = jobs or default_jobs()
+    log = folder / "build.log"
+    # Within the cache, so that the move at the end stays on one file system.
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=folder.parent) as scratch:
+        work = Path(scratch)
+        environment = _prepare(work, recipe, compiler, jobs)
+        with log.open("wb") as output:
+            missing = missing_build_packages()
+            if missing:
+                report(f"fetching build tools for this build only: {' '.join(missing)}")
+                command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
+                _run_logged(command, environment, output, report, "Fetching the build tools")
+            report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
+            if recipe.cuda:
+                report("  CUDA needs NCCL too: from libnccl-dev, or where HOROVOD_NCCL_HOME says")
+            command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
+            # pip's own cache knows a wheel by its name alone, not by the framework it is for.
+            command += ["--no-cache-dir", "--no-binary", "horovod", "--wheel-dir", scratch]
+            command += [f"horovod=={recipe.horovod}"]
+            _run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
+        built = _wheel_in(work)
+        if built is None:
+            raise BuildError(f"The build ended well but made no wheel; its log is {log}")
+        wheel = folder / built.name
+        os.replace(built, wheel)
+    report(f"built {wheel}")
+    return wheel
+
+
+def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -> None:
+    """Install `wheel` into this interpreter's environment, unless this very build is there.
+
+    Raises
+    ------
+    BuildError
+        pip failed, or Horovod cannot be imported afterwards.
+    """
+    if _is_installed(wheel) and _import_error(recipe) is None:
+        report("already installed")
+        return
+    report(f"installing into {sys.prefix}")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*command, "--force-reinstall", str(wheel)], text=True, capture_output=True
+    )
+    if done.returncode:
+        raise BuildError(f"pip could not install {wheel}:\n{done.stderr.strip()}")
+    error = _import_error(recipe)
+    if error:
+        raise BuildError(
+            f"Horovod is installed but does not import:\n{error}\nIf the framework was built on "
+            "this machine, build Horovod anew: hvd-estimators build-horovod --force"
+        )
+    report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
+
+
+def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[str, str]:
+    """Write the compiler's wrapper into `work` and return the whole environment of the build."""
+    cxx = work / "cxx"
+    cxx.write_text(recipe.compiler_wrapper(compiler))
+    cxx.chmod(0o755)
+    nvcc = find_nvcc() if recipe.cuda else None
+    cuda_home = str(nvcc.parent.parent) if nvcc else None
+    tools = work / _TOOLS
+    # What a user's shell says about frameworks and GPUs is dropped: the recipe has decided.
+    decided = ("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS")
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(decided)}
+    return {
+        **inherited,
+        **recipe.environment(cxx=str(cxx), jobs=jobs, cuda_home=cuda_home),
+        "PATH": build_path(tools / "bin"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.getenv("PYTHONPATH")])),
+        "TMPDIR": str(work),
+    }
+
+
+def _describe(recipe: BuildRecipe) -> str:
+    named = (("torch", recipe.torch), ("TensorFlow", recipe.tensorflow))
+    frameworks = " and ".join(f"{name} {version}" for name, version in named if version)
+    return f"{frameworks}, {f'CUDA {recipe.cuda}' if recipe.cuda else 'CPU'}"
+
+
+def _wheel_in(folder: Path) -> Path | None:
+    return next(iter(sorted(folder.glob("horovod-*.whl"))), None)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Report) -> Iterator[None]:
+    """Hold an exclusive lock, which the system lets go even if this process is killed."""
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report("another process builds the same wheel; waiting for it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _run_logged(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO,
+    report: Report,
+    what: str,
+) -> None:
+    """Run `command` with its output in a file, and say now and then how far it is."""
+    log = Path(output.name)
+    started = time.monotonic()
+    # A group of its own, so that make and its compilers end with pip when the build is stopped.
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        while True:
+            try:
+                process.wait(timeout=_SIGN_OF_LIFE_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                minutes, seconds = divmod(int(time.monotonic() - started), 60)
+                report(f"  {minutes}:{seconds:02d} {_progress(log)}")
+    except BaseException:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait()
+        raise
+    if process.returncode:
+        raise BuildError(
+            f"{what} failed with exit status {process.returncode}. The whole log is {log}; "
+            f"what it says:\n{_digest(log)}"
+        )
+
+
+def _digest(log: Path) -> str:
+    """Return the first compiler errors and the end of a log, with its long commands cut."""
+    lines = [line.strip()[:_LINE_LENGTH] for line in log.read_text(errors="replace").splitlines()]
+    end = lines[-_TAIL_LINES:]
+    errors = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)][:_FIRST_ERRORS]
+    return "\n".join([*errors, *(["..."] if errors else []), *end])
+
+
+def _progress(log: Path) -> str:
+    with log.open("rb") as lines:
+        lines.seek(max(0, log.stat().st_size - 2**18))
+        steps = _PROGRESS.findall(lines.read())
+    return steps[-1].decode(errors="replace") if steps else "preparing"
+
+
+def _is_installed(wheel: Path) -> bool:
+    """Whether this environment's Horovod was installed from exactly this file."""
+    try:
+        origin = metadata.distribution("horovod").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        return False
+    # Written by pip: https://packaging.python.org/en/latest/specifications/direct-url/
+    hashes = json.loads(origin or "{}").get("archive_info", {}).get("hashes", {})
+    return bool(hashes.get("sha256") == hashlib.sha256(wheel.read_bytes()).hexdigest())
+
+
+def _import_error(recipe: BuildRecipe) -> str | None:
+    """Import Horovod in a process of its own and return the end of its error, if there is one."""
+    modules = ", ".join(f"horovod.{name}" for name in recipe.frameworks)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import {modules}"], text=True, capture_output=True
+    )
+    return done.stderr.strip()[-2000:] if done.returncode else None
