@@ -1,0 +1,86 @@
+# Everything that is installed goes into .venv (and .venv-modern) in this folder; the Horovod wheel,
+# which takes some minutes to compile, is kept in the user's cache and outlives them.
+# CONTRIBUTING.rst tells what the targets are for.
+
+PYTHON ?= python3
+PYTEST_ARGS ?=
+
+comma := ,
+BIN := .venv/bin
+SOURCES := hvd_estimators tests benchmarks examples setup.py
+EXTRAS := build,dev,examples,hdfs,keras,lightning,s3,torch
+
+# An environment is as its files say if it has the stamp of their contents.
+checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
+STAMP := .venv/.setup-$(call checksum,constraints/petastorm.txt)
+STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup setup-modern demo test test-modern lint format bench clean distclean tools
+
+help:  ## show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+setup: $(STAMP)  ## create .venv: Petastorm, PyArrow 14, PySpark 3.5, Horovod (minutes; then seconds)
+
+setup-modern: $(STAMP_MODERN)  ## create .venv-modern: PySpark 4, PyArrow 26, NumPy 2, Horovod
+
+demo: setup  ## train on real flights and predict the delays of others
+	$(BIN)/python examples/flight_delays.py
+
+test: setup  ## run the tests; PYTEST_ARGS="-k name" picks some
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-modern: setup-modern  ## run the tests in .venv-modern
+	.venv-modern/bin/python -m pytest $(PYTEST_ARGS)
+
+lint: setup  ## check style, imports, docstrings and types
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+format: setup  ## rewrite the sources in the project's style
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+bench: setup  ## measure against horovod.spark and a hand-written loop
+	$(BIN)/python -m benchmarks
+
+clean:  ## remove what builds, tests and tools left behind
+	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+		derby.log lightning_logs metastore_db spark-warehouse
+	find hvd_estimators tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean  ## remove the environments too
+	rm -rf .venv .venv-modern
+
+# $(call install,FOLDER,CONSTRAINTS,EXTRAS,PACKAGES WITHOUT THEIR DEPENDENCIES)
+define install
+	@echo "== $(1): creating the environment"
+	@$(PYTHON) -m venv $(1)
+	@echo "== $(1): installing the packages of $(2), about two minutes"
+	@$(1)/bin/python -m pip install --quiet --constraint $(2) setuptools wheel
+	@$(1)/bin/python -m pip install --quiet --constraint $(2) --no-build-isolation \
+		--editable '.[$(3)]'
+	@$(if $(4),$(1)/bin/python -m pip install --quiet --no-deps --constraint $(2) $(4))
+	@echo "== $(1): Horovod"
+	@$(1)/bin/hvd-estimators build-horovod
+	@rm -f $(1)/.setup-* && touch $@
+	@echo "== $(1): ready"
+endef
+
+$(STAMP): | tools
+	$(call install,.venv,constraints/petastorm.txt,$(EXTRAS)$(comma)petastorm,petastorm)
+
+$(STAMP_MODERN): | tools
+	$(call install,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,)
+
+tools:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+		"Python 3.11 or newer is needed to develop: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { echo \
+		"Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
+	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo \
+		"No C++ compiler, which Horovod is built with. On Debian: apt-get install g++"; exit 1; }
+	@command -v "$${JAVA_HOME:+$$JAVA_HOME/bin/}java" > /dev/null || { echo \
+		"No Java, which Spark runs on. On Debian: apt-get install openjdk-17-jre-headless"; exit 1; }
