@@ -15,6 +15,7 @@ import secrets
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
 """Environment variable that tells ranks where to send events: ``host:port:secret``."""
 
 _CONNECT_SECONDS = 5.0
+_DRAIN_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,18 +50,30 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
     """
     secret = secrets.token_hex(16)
     lock = threading.Lock()
+    connected: set[socketserver.StreamRequestHandler] = set()
+    ended = threading.Event()
 
     class Connection(socketserver.StreamRequestHandler):
+        def setup(self) -> None:
+            super().setup()
+            connected.add(self)
+
         def handle(self) -> None:
             given = self.rfile.readline(256).strip()
             if not hmac.compare_digest(given, secret.encode()):
                 return
             for line in self.rfile:
                 with lock:
+                    if ended.is_set():
+                        return
                     try:
                         handler(json.loads(line))
                     except Exception:
                         logger.exception("An event of a rank could not be handled")
+
+        def finish(self) -> None:
+            connected.discard(self)
+            super().finish()
 
     loopback = host in ("127.0.0.1", "localhost")
     server = socketserver.ThreadingTCPServer(("127.0.0.1" if loopback else "", 0), Connection)
@@ -71,6 +85,12 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
     try:
         yield {EVENTS_VARIABLE: f"{host}:{server.server_address[1]}:{secret}"}
     finally:
+        # Ranks that have ended have closed their connections: what is still on its way is taken.
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while connected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with lock:
+            ended.set()
         server.shutdown()
         server.server_close()
         thread.join()

@@ -129,7 +129,7 @@ def _check_loss(
         for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
     )
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             # Labels that only broadcast to the output train on something nobody meant.
             warnings.filterwarnings("error", message="Using a target size")
             value = loss(aligned, targets, batch.weights)

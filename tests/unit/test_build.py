@@ -1,0 +1,395 @@
+"""The build of Horovod, with a stand-in for pip: nothing here compiles Horovod itself."""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from hvd_estimators import build, build_tools
+from hvd_estimators.build import build_horovod, build_wheel, default_cache_dir, install_wheel
+from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
+from hvd_estimators.exceptions import BuildError, DependencyError
+
+RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
+WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A wheel's folder in an empty cache."""
+    path = tmp_path / "wheels" / RECIPE.key
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def fake_pip(tmp_path):
+    """Make a command that stands in for ``python -m pip`` and does what its `body` says.
+
+    The body finds the value of ``--wheel-dir`` in `wheel_dir`.
+    """
+
+    def make(body):
+        script = tmp_path / "fake_pip.py"
+        head = "import os, pathlib, sys, time\n"
+        head += "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n"
+        script.write_text(head + body)
+        return [sys.executable, str(script)]
+
+    return make
+
+
+def no_wheels(folder):
+    return not list(folder.parent.rglob("*.whl"))
+
+
+def scratch_folders(folder):
+    return list(folder.parent.glob(".build-*"))
+
+
+class TestDetection:
+    def test_versions_are_those_of_the_frameworks_and_none_is_imported(self):
+        script = (
+            "import sys\n"
+            "from hvd_estimators.build_tools import detect_recipe\n"
+            "recipe = detect_recipe('none')\n"
+            "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))\n"
+            "import torch\n"
+            "print(recipe.torch == torch.__version__)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+        assert done.stdout.split("\n")[:2] == ["set()", "True"], done.stderr
+
+    def test_without_a_framework_the_error_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr(build_tools, "installed_version", lambda *names: None)
+
+        with pytest.raises(DependencyError, match=re.escape('pip install "hvd_estimators[torch]"')):
+            detect_recipe()
+
+    @pytest.mark.parametrize(
+        ("gpu", "torch_cuda", "nvcc", "expected"),
+        [
+            ("auto", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+            ("auto", "12.6", None, None),
+            ("auto", None, Path("/cuda/bin/nvcc"), None),
+            ("none", "12.6", Path("/cuda/bin/nvcc"), None),
+            ("cuda", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+        ],
+    )
+    def test_cuda_needs_both_a_cuda_framework_and_nvcc(
+        self, monkeypatch, gpu, torch_cuda, nvcc, expected
+    ):
+        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+
+        assert detect_recipe(gpu).cuda == expected
+
+    @pytest.mark.parametrize(
+        ("torch_cuda", "nvcc", "message"),
+        [(None, Path("/cuda/bin/nvcc"), "is built for CPUs"), ("12.6", None, "no nvcc was found")],
+    )
+    def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, nvcc, message):
+        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+
+        with pytest.raises(BuildError, match=message):
+            detect_recipe("cuda")
+
+    @pytest.mark.parametrize(
+        ("framework", "note", "content", "expected"),
+        [
+            ("torch", "version.py", "cuda: Optional[str] = '12.6'\nhip = None\n", "12.6"),
+            ("torch", "version.py", "cuda = '11.8'\n", "11.8"),
+            ("torch", "version.py", "cuda: Optional[str] = None\nhip = '6.4'\n", None),
+            (
+                "tensorflow",
+                "python/platform/build_info.py",
+                "build_info = dict([('cuda_version', '12.5.1'), ('is_cuda_build', True)])\n",
+                "12.5.1",
+            ),
+            ("tensorflow", "python/platform/build_info.py", "build_info = dict()\n", None),
+        ],
+    )
+    def test_cuda_version_is_read_from_the_frameworks_files(
+        self, monkeypatch, tmp_path, framework, note, content, expected
+    ):
+        path = tmp_path / note
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(build_tools, "find_spec", lambda name: found)
+
+        assert cuda_of(framework) == expected
+
+    def test_nvcc_of_cuda_home_goes_before_the_one_on_path(self, monkeypatch, tmp_path):
+        for folder in ("home/bin", "path"):
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder / "nvcc").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        assert find_nvcc() == tmp_path / "path/nvcc"
+
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+        assert find_nvcc() == tmp_path / "home/bin/nvcc"
+
+    @pytest.mark.parametrize(
+        ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]
+    )
+    def test_jobs_are_bounded_by_cores_and_by_memory(self, monkeypatch, cores, gigabytes, jobs):
+        memory = SimpleNamespace(available=gigabytes * 2**30)
+        monkeypatch.setattr(build_tools.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+
+        assert default_jobs() == jobs
+
+
+class TestBuildWheel:
+    def test_the_wheel_is_moved_into_the_cache_and_the_scratch_folder_removed(
+        self, folder, fake_pip
+    ):
+        pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text('whole')")
+
+        wheel = build_wheel(RECIPE, folder, pip=pip)
+
+        assert wheel == folder / WHEEL_NAME
+        assert wheel.read_text() == "whole"
+        assert not scratch_folders(folder)
+
+    def test_a_failed_build_tells_its_errors_and_leaves_no_wheel(self, folder, fake_pip):
+        pip = fake_pip(
+            f"(wheel_dir / {WHEEL_NAME!r}).write_text('half')\n"
+            "print('  ops.cc:12:3: error: no member named x')\n"
+            "for i in range(1000): print('note', i)\n"
+            "sys.exit(3)"
+        )
+
+        with pytest.raises(BuildError) as raised:
+            build_wheel(RECIPE, folder, pip=pip)
+
+        message = str(raised.value)
+        assert "exit status 3" in message
+        assert "ops.cc:12:3: error: no member named x" in message
+        assert message.endswith("note 999")
+        assert len(message.splitlines()) < 40
+        log = folder / "build.log"
+        assert str(log) in message
+        assert "note 0\n" in log.read_text()
+        assert no_wheels(folder)
+        assert not scratch_folders(folder)
+
+    def test_a_build_without_a_wheel_is_an_error(self, folder, fake_pip):
+        with pytest.raises(BuildError, match="made no wheel"):
+            build_wheel(RECIPE, folder, pip=fake_pip(""))
+
+    def test_a_failed_rebuild_keeps_the_wheel_that_was_there(self, folder, fake_pip):
+        (folder / WHEEL_NAME).write_text("from before")
+
+        with pytest.raises(BuildError):
+            build_wheel(RECIPE, folder, pip=fake_pip("sys.exit(1)"))
+
+        assert (folder / WHEEL_NAME).read_text() == "from before"
+
+    def test_missing_build_tools_are_fetched_for_the_build_alone(
+        self, folder, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(build, "missing_build_packages", lambda: ["cmake", "cffi"])
+        calls = tmp_path / "calls"
+        pip = tmp_path / "fake_pip.py"
+        pip.write_text(
+            "import os, pathlib, sys\n"
+            f"with open({str(calls)!r}, 'a') as calls:\n"
+            "    print(*sys.argv[1:], file=calls)\n"
+            "if sys.argv[1] == 'install':\n"
+            "    os.makedirs(os.path.join(sys.argv[sys.argv.index('--target') + 1], 'bin'))\n"
+            "else:\n"
+            "    assert os.path.isdir(os.environ['PATH'].split(':')[0]), 'tools are not on PATH'\n"
+            "    folder = sys.argv[sys.argv.index('--wheel-dir') + 1]\n"
+            f"    pathlib.Path(folder, {WHEEL_NAME!r}).touch()\n"
+        )
+
+        build_wheel(RECIPE, folder, pip=[sys.executable, str(pip)])
+
+        install, wheel = calls.read_text().splitlines()
+        assert re.fullmatch(r"install --target \S+ cmake cffi", install)
+        assert wheel.startswith("wheel ")
+        assert wheel.endswith(" horovod==0.28.1")
+
+    def test_the_users_own_horovod_choices_do_not_reach_the_build(
+        self, folder, fake_pip, monkeypatch
+    ):
+        monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
+        monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+        names = "sorted(name for name in os.environ if name.startswith('HOROVOD_'))"
+        pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text(' '.join({names}))")
+
+        seen = build_wheel(RECIPE, folder, pip=pip).read_text().split()
+
+        expected = RECIPE.environment(cxx="", jobs=1).keys()
+        assert set(seen) == {name for name in expected if name.startswith("HOROVOD_")} | {
+            "HOROVOD_NCCL_HOME"
+        }
+
+    def test_a_long_build_shows_how_far_it_is(self, folder, fake_pip, monkeypatch):
+        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.3)
+        lines = []
+        pip = fake_pip(
+            "print('  [ 43%] Building CXX object a.cc.o', flush=True)\n"
+            "print('  long command of the compiler', flush=True)\n"
+            f"time.sleep(1.5)\n(wheel_dir / {WHEEL_NAME!r}).touch()"
+        )
+
+        build_wheel(RECIPE, folder, pip=pip, report=lines.append)
+
+        assert any("[ 43%] Building CXX object a.cc.o" in line for line in lines)
+        assert any(str(folder / "build.log") in line for line in lines)
+
+    def test_what_the_build_started_ends_when_it_is_interrupted(
+        self, folder, fake_pip, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.1)
+        pid_file = tmp_path / "compiler.pid"
+        pip = fake_pip(
+            "import subprocess\n"
+            "compiler = subprocess.Popen(['sleep', '600'])\n"
+            f"pathlib.Path({str(pid_file)!r}).write_text(str(compiler.pid))\n"
+            "compiler.wait()"
+        )
+
+        def interrupt_once_it_compiles(line):
+            if pid_file.exists() and pid_file.read_text():
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build_wheel(RECIPE, folder, pip=pip, report=interrupt_once_it_compiles)
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(pid_file.read_text())).wait(timeout=10)
+
+    def test_a_compiler_without_the_standard_is_named(self, folder, tmp_path, monkeypatch):
+        old = tmp_path / "old-g++"
+        old.write_text("#!/bin/sh\necho 'unrecognized option -std=gnu++20' >&2\nexit 1\n")
+        old.chmod(0o755)
+        monkeypatch.setenv("CXX", str(old))
+
+        with pytest.raises(BuildError, match=r"(?s)old-g\+\+ cannot compile C\+\+20.*unrecognized"):
+            build_wheel(RECIPE, folder)
+
+    def test_a_missing_compiler_names_the_package_that_brings_it(
+        self, folder, tmp_path, monkeypatch
+    ):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+        with pytest.raises(BuildError, match=r"apt-get install g\+\+"):
+            build_wheel(RECIPE, folder)
+
+
+class TestBuildHorovod:
+    @pytest.fixture
+    def builds(self, monkeypatch):
+        """Replace the build by one that takes half a second; the list counts its runs."""
+        runs = []
+
+        def slow_build(recipe, folder, *, jobs, report):
+            runs.append(recipe)
+            time.sleep(0.5)
+            wheel = folder / WHEEL_NAME
+            wheel.write_text(f"build {len(runs)}")
+            return wheel
+
+        monkeypatch.setattr(build, "build_wheel", slow_build)
+        return runs
+
+    def test_a_second_call_finds_the_wheel(self, builds, tmp_path):
+        first = build_horovod(cache_dir=tmp_path, install=False)
+        second = build_horovod(cache_dir=tmp_path, install=False)
+
+        assert first == second
+        assert len(builds) == 1
+        assert first.parent.name == detect_recipe().key
+
+    def test_force_builds_again(self, builds, tmp_path):
+        build_horovod(cache_dir=tmp_path, install=False)
+        wheel = build_horovod(cache_dir=tmp_path, install=False, force=True)
+
+        assert wheel.read_text() == "build 2"
+
+    def test_of_two_calls_at_the_same_time_one_builds_and_the_other_waits(self, builds, tmp_path):
+        lines = []
+        calls = [
+            threading.Thread(
+                target=build_horovod,
+                kwargs={"cache_dir": tmp_path, "install": False, "report": lines.append},
+            )
+            for _ in range(2)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+
+        assert len(builds) == 1
+        assert sum("waiting" in line for line in lines) == 1
+        assert sum(line.startswith("found ") for line in lines) == 1
+
+    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path):
+        (tmp_path / "file").touch()
+
+        with pytest.raises(BuildError, match="HVD_ESTIMATORS_CACHE"):
+            build_horovod(cache_dir=tmp_path / "file", install=False)
+
+    def test_cache_dir_is_the_projects_variable_then_the_users_cache_folder(self, monkeypatch):
+        monkeypatch.setenv("HVD_ESTIMATORS_CACHE", "/own")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+        assert default_cache_dir() == Path("/own")
+        monkeypatch.delenv("HVD_ESTIMATORS_CACHE")
+        assert default_cache_dir() == Path("/xdg/hvd_estimators")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert default_cache_dir() == Path("~/.cache/hvd_estimators")
+
+
+class TestInstall:
+    @pytest.fixture
+    def installed_from(self, monkeypatch):
+        """Make it look as if Horovod was installed from a wheel of these contents, and imports."""
+
+        def pretend(content):
+            hashes = {"sha256": hashlib.sha256(content).hexdigest()}
+            note = json.dumps({"url": "file:///a.whl", "archive_info": {"hashes": hashes}})
+            distribution = SimpleNamespace(read_text=lambda name: note)
+            monkeypatch.setattr(build.metadata, "distribution", lambda name: distribution)
+            monkeypatch.setattr(build, "_import_error", lambda recipe: None)
+
+        return pretend
+
+    def test_the_build_that_is_installed_is_not_installed_again(self, tmp_path, installed_from):
+        wheel = tmp_path / WHEEL_NAME
+        wheel.write_bytes(b"this build")
+        installed_from(b"this build")
+        lines = []
+
+        install_wheel(wheel, RECIPE, report=lines.append)
+
+        assert lines == ["already installed"]
+
+    def test_another_build_of_the_same_version_is_installed(self, tmp_path, installed_from):
+        wheel = tmp_path / WHEEL_NAME
+        wheel.write_bytes(b"this build")
+        installed_from(b"another build")
+
+        # The file is no wheel, so pip is seen to be asked, and this environment stays as it is.
+        with pytest.raises(BuildError, match=f"(?s)could not install .*{re.escape(WHEEL_NAME)}"):
+            install_wheel(wheel, RECIPE)

@@ -1,0 +1,213 @@
+"""Arrow tables to NumPy arrays."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hvd_estimators.data.columns import concatenate, num_rows, table_to_columns, take
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.exceptions import DataError
+
+DTYPES = ["int8", "int16", "int32", "int64", "uint8", "float32", "float64", "bool"]
+
+
+def convert(table, *specs):
+    return table_to_columns(table, specs)
+
+
+def only(table, spec):
+    return table_to_columns(table, [spec])[spec.name]
+
+
+@pytest.fixture(params=["list", "large_list", "fixed_size_list"])
+def list_of(request):
+    """Return a function that makes the list type of a given width."""
+
+    def make(element, width):
+        if request.param == "fixed_size_list":
+            return pa.list_(element, width)
+        return pa.large_list(element) if request.param == "large_list" else pa.list_(element)
+
+    return make
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scalars_keep_their_values_and_dtype(dtype):
+    values = np.array([0, 1, 1, 0, 1], dtype=dtype)
+    table = pa.table({"x": pa.array(values)})
+
+    array = only(table, ColumnSpec("x", "scalar", dtype))
+
+    assert array.dtype == values.dtype
+    np.testing.assert_array_equal(array, values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lists_become_a_matrix_of_the_elements_dtype(list_of, dtype):
+    values = np.arange(12).reshape(4, 3).astype(dtype)
+    data_type = list_of(pa.from_numpy_dtype(values.dtype), 3)
+    table = pa.table({"x": pa.array(values.tolist(), data_type)})
+
+    array = only(table, ColumnSpec("x", "array", dtype, (3,)))
+
+    assert array.dtype == values.dtype
+    np.testing.assert_array_equal(array, values)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 3), (2, 5), (4, 7), (3, 3)])
+def test_slices_of_a_table_give_the_slices_of_its_arrays(list_of, start, stop):
+    values = np.arange(14.0).reshape(7, 2)
+    cubes = np.arange(42).reshape(7, 2, 3)
+    table = pa.table(
+        {
+            "number": values[:, 0],
+            "flag": values[:, 0] % 3 == 0,
+            "list": pa.array(values.tolist(), list_of(pa.float64(), 2)),
+            "cube": pa.array(cubes.tolist(), list_of(list_of(pa.int64(), 3), 2)),
+        }
+    )
+
+    arrays = convert(
+        table.slice(start, stop - start),
+        ColumnSpec("number", "scalar", "float64"),
+        ColumnSpec("flag", "scalar", "bool"),
+        ColumnSpec("list", "vector", "float64", (2,)),
+        ColumnSpec("cube", "array", "int64", (2, 3)),
+    )
+
+    np.testing.assert_array_equal(arrays["number"], values[start:stop, 0])
+    np.testing.assert_array_equal(arrays["flag"], values[start:stop, 0] % 3 == 0)
+    np.testing.assert_array_equal(arrays["list"], values[start:stop])
+    np.testing.assert_array_equal(arrays["cube"], cubes[start:stop])
+
+
+def test_columns_in_several_chunks_are_put_together(list_of):
+    values = np.arange(10).reshape(5, 2)
+    data_type = list_of(pa.int64(), 2)
+    chunks = [pa.array(values[rows].tolist(), data_type) for rows in ([0, 1], [], [2], [3, 4])]
+    table = pa.table({"x": pa.chunked_array(chunks)})
+
+    np.testing.assert_array_equal(only(table, ColumnSpec("x", "array", "int64", (2,))), values)
+    # Its slice starts inside the first chunk and ends inside the last.
+    np.testing.assert_array_equal(
+        only(table.slice(1, 3), ColumnSpec("x", "array", "int64", (2,))), values[1:4]
+    )
+
+
+def test_a_table_without_rows_gives_arrays_without_rows(list_of):
+    schema = pa.schema([("x", pa.float32()), ("y", list_of(pa.int32(), 3))])
+
+    arrays = convert(
+        schema.empty_table(),
+        ColumnSpec("x", "scalar", "float32"),
+        ColumnSpec("y", "array", "int32", (3,)),
+    )
+
+    assert arrays["x"].shape == (0,)
+    assert arrays["y"].shape == (0, 3)
+    assert arrays["y"].dtype == np.int32
+
+
+def test_lists_of_lists_of_lists_become_arrays_of_four_dimensions(list_of):
+    values = np.arange(48, dtype=np.float32).reshape(3, 2, 4, 2)
+    data_type = list_of(list_of(list_of(pa.float32(), 2), 4), 2)
+    table = pa.table({"x": pa.array(values.tolist(), data_type)})
+
+    array = only(table, ColumnSpec("x", "array", "float32", (2, 4, 2)))
+
+    np.testing.assert_array_equal(array, values)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(2, 5), slice(1, 1)])
+def test_sparse_columns_equal_the_dense_matrix(rows):
+    dense = np.array(
+        [[0, 1.5, 0, 2], [0, 0, 0, 0], [3, 0, 0, 0], [0, 0, 0, -1], [0, 0, 0, 0]], np.float32
+    )
+    places = [np.flatnonzero(row) for row in dense]
+    table = pa.table(
+        {
+            "x__indices": pa.array([place.tolist() for place in places], pa.list_(pa.int32())),
+            "x__values": pa.array(
+                [row[place].tolist() for row, place in zip(dense, places, strict=True)],
+                pa.list_(pa.float32()),
+            ),
+        }
+    )
+    start, stop, _ = rows.indices(len(dense))
+
+    array = only(table.slice(start, stop - start), ColumnSpec("x", "sparse", "float32", (4,)))
+
+    assert array.dtype == np.float32
+    np.testing.assert_array_equal(array, dense[rows])
+
+
+@pytest.mark.parametrize(
+    ("values", "spec"),
+    [
+        ([1.0, None], ColumnSpec("price", "scalar", "float64")),
+        ([True, None], ColumnSpec("price", "scalar", "bool")),
+        ([[1.0], None], ColumnSpec("price", "array", "float64", (1,))),
+        ([[1.0, None], [1.0, 2.0]], ColumnSpec("price", "array", "float64", (2,))),
+        ([[[1.0], None], [[1.0], [2.0]]], ColumnSpec("price", "array", "float64", (2, 1))),
+        ([[[1.0], [None]], [[1.0], [2.0]]], ColumnSpec("price", "array", "float64", (2, 1))),
+    ],
+)
+def test_nulls_anywhere_in_a_column_are_an_error_that_names_it(values, spec):
+    with pytest.raises(DataError, match=r"'price' holds .*null"):
+        only(pa.table({"price": values}), spec)
+
+
+@pytest.mark.parametrize("missing", ["indices", "values"])
+def test_a_null_row_of_a_sparse_column_is_an_error_that_names_it(missing):
+    columns = {"indices": [[0], [1]], "values": [[2.0], [3.0]]}
+    columns[missing][1] = None
+    table = pa.table({f"x__{name}": values for name, values in columns.items()})
+
+    with pytest.raises(DataError, match="'x"):
+        only(table, ColumnSpec("x", "sparse", "float64", (2,)))
+
+
+@pytest.mark.parametrize(
+    ("values", "shape"),
+    [
+        ([[1, 2], [3]], (2,)),
+        ([[1, 2], [3, 4, 5]], (2,)),
+        ([[1], [2, 3], [4, 5, 6]], (2,)),  # as many elements as the shape asks for
+        ([[1, 2], [3, 4]], (3,)),
+        ([[], []], (1,)),
+        ([[[1, 2], [3, 4]], [[5, 6]]], (2, 2)),
+        ([[[1, 2], [3, 4]], [[5, 6, 7], [8]]], (2, 2)),  # ragged inside a row only
+    ],
+)
+def test_rows_of_another_length_are_an_error_that_names_the_column(values, shape):
+    table = pa.table({"pixels": pa.array(values, _nested(len(shape)))})
+
+    with pytest.raises(DataError, match="'pixels' is ragged"):
+        only(table, ColumnSpec("pixels", "array", "int64", shape))
+
+
+def test_columns_come_in_the_order_of_the_specs_and_others_are_left_out():
+    table = pa.table({"a": [1], "b": [2], "c": [3]})
+
+    arrays = convert(table, ColumnSpec("c", "scalar", "int64"), ColumnSpec("a", "scalar", "int64"))
+
+    assert list(arrays) == ["c", "a"]
+
+
+def test_parts_can_be_put_together_and_rows_selected():
+    parts = [{"x": np.array([1, 2]), "y": np.eye(2)}, {"x": np.array([3]), "y": np.ones((1, 2))}]
+
+    whole = concatenate(parts)
+
+    assert num_rows(whole) == 3
+    np.testing.assert_array_equal(whole["x"], [1, 2, 3])
+    picked = take(whole, np.array([2, 0]))
+    np.testing.assert_array_equal(picked["x"], [3, 1])
+    np.testing.assert_array_equal(picked["y"], [[1, 1], [1, 0]])
+
+
+def _nested(depth):
+    data_type = pa.int64()
+    for _ in range(depth):
+        data_type = pa.list_(data_type)
+    return data_type

@@ -1,0 +1,248 @@
+"""The doctor's judgement of given facts, and its probes on this machine."""
+
+import contextlib
+import json
+import time
+from dataclasses import replace
+
+import psutil
+import pytest
+
+from hvd_estimators import doctor
+from hvd_estimators.doctor import Status, diagnose
+from hvd_estimators.doctor_probes import Facts, HorovodFacts
+from hvd_estimators.doctor_processes import ProbeError, run_python, two_rank_allreduce
+
+VERSIONS = {
+    "pyspark": "3.5.9",
+    "pyarrow": "14.0.2",
+    "numpy": "1.26.4",
+    "petastorm": "0.13.1",
+    "torch": "2.13.0+cpu",
+    "tensorflow": "2.21.0",
+    "keras": "3.15.1",
+    "lightning": "2.6.6",
+    "horovod": "0.28.1",
+}
+HEALTHY = Facts(
+    python="3.11.7",
+    java="17.0.15",
+    versions=VERSIONS,
+    horovod={
+        "torch": HorovodFacts("2.13.0+cpu", ("gloo",)),
+        "tensorflow": HorovodFacts("2.21.0", ("gloo",)),
+    },
+    allreduce=2.5,
+)
+
+
+def without(facts, *names):
+    """Return the facts of a machine without some components."""
+    return replace(
+        facts,
+        versions={name: version for name, version in facts.versions.items() if name not in names},
+        horovod={name: found for name, found in facts.horovod.items() if name not in names},
+    )
+
+
+def with_version(facts, name, version):
+    return replace(facts, versions={**facts.versions, name: version})
+
+
+def row(facts, component):
+    (found,) = [row for row in diagnose(facts) if row.component == component]
+    return found
+
+
+def problems(facts):
+    return {row.component for row in diagnose(facts) if row.status is Status.PROBLEM}
+
+
+def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):
+    assert problems(HEALTHY) == set()
+    assert doctor.main(facts=HEALTHY) == 0
+    assert "two processes in 2.5 s" in capsys.readouterr().out
+
+
+def test_a_problem_makes_the_exit_status_1_and_its_remedy_is_printed(capsys):
+    facts = replace(without(HEALTHY, "horovod"), horovod={}, allreduce=None)
+
+    assert doctor.main(facts=facts) == 1
+    assert "-> hvd-estimators build-horovod" in capsys.readouterr().out
+
+
+def test_json_has_the_rows_of_the_table(capsys):
+    facts = replace(HEALTHY, java=None)
+
+    assert doctor.main(facts=facts, as_json=True) == 1
+
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["component"] for row in rows] == [row.component for row in diagnose(facts)]
+    (java,) = [row for row in rows if row["component"] == "Java"]
+    assert java["status"] == "problem"
+    assert "openjdk-17" in java["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("pyspark", "java", "fits"),
+    [
+        ("3.5.9", "1.8.0_392", True),
+        ("3.5.9", "11.0.21", True),
+        ("3.5.9", "17.0.15", True),
+        ("3.5.9", "21.0.2", False),
+        ("4.3.0", "11.0.21", False),
+        ("4.3.0", "17.0.15", True),
+        ("4.3.0", "21-ea", True),
+        ("4.3.0", None, False),
+    ],
+)
+def test_java_has_to_be_one_that_this_pyspark_runs_on(pyspark, java, fits):
+    facts = replace(with_version(HEALTHY, "pyspark", pyspark), java=java)
+
+    assert (row(facts, "Java").status is Status.OK) == fits
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "component"),
+    [
+        ("pyspark", "3.4.3", "PySpark"),
+        ("pyarrow", "13.0.0", "PyArrow"),
+        ("keras", "2.15.0", "Keras"),
+        ("lightning", "1.9.5", "Lightning"),
+    ],
+)
+def test_a_version_that_is_too_old_is_a_problem(name, version, component):
+    assert problems(with_version(HEALTHY, name, version)) == {component}
+
+
+@pytest.mark.parametrize("name", ["pyspark", "pyarrow", "horovod"])
+def test_what_cannot_be_done_without_is_a_problem_where_it_is_missing(name):
+    facts = without(HEALTHY, name)
+    if name == "horovod":
+        facts = replace(facts, horovod={})
+
+    assert {component.lower() for component in problems(facts)} == {name}
+
+
+def test_missing_optional_components_are_no_problem():
+    facts = without(HEALTHY, "petastorm", "tensorflow", "keras", "lightning")
+
+    assert problems(facts) == set()
+    assert row(facts, "TensorFlow").status is Status.ABSENT
+    assert row(facts, "Petastorm").status is Status.ABSENT
+    assert "--no-deps petastorm==0.13.1" in row(facts, "Petastorm").remedy
+
+
+def test_no_framework_at_all_is_a_problem():
+    facts = replace(without(HEALTHY, "torch", "tensorflow", "keras", "lightning"), allreduce=None)
+
+    assert problems(facts) == {"Frameworks"}
+    assert "hvd_estimators[torch]" in row(facts, "Frameworks").remedy
+
+
+def test_petastorm_that_cannot_be_imported_is_told_with_pyarrows_version():
+    facts = replace(
+        with_version(HEALTHY, "pyarrow", "26.0.1"),
+        import_errors={"petastorm": "ModuleNotFoundError: No module named 'pyarrow.filesystem'"},
+    )
+
+    found = row(facts, "Petastorm")
+    assert found.status is Status.PROBLEM
+    assert "PyArrow 26.0.1" in found.found
+    assert "pyarrow.filesystem" in found.found
+
+
+def test_a_framework_that_cannot_be_imported_is_a_problem():
+    facts = replace(HEALTHY, import_errors={"torch": "OSError: libtorch.so: no such file"})
+
+    assert "libtorch.so" in row(facts, "torch").found
+    assert problems(facts) == {"torch"}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        HorovodFacts("2.12.0", ("gloo",)),
+        HorovodFacts("2.13.0+cpu", error="ImportError: undefined symbol"),
+        HorovodFacts("2.13.0+cpu", ("mpi",)),
+    ],
+    ids=["built for another torch", "cannot be imported", "without Gloo"],
+)
+def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build):
+    facts = replace(HEALTHY, horovod={**HEALTHY.horovod, "torch": build})
+
+    assert problems(facts) == {"Horovod for torch"}
+    assert row(facts, "Horovod for torch").remedy.startswith("hvd-estimators build-horovod")
+
+
+def test_a_failed_allreduce_is_a_problem():
+    facts = replace(HEALTHY, allreduce=ProbeError("a rank failed: connection refused"))
+
+    assert "connection refused" in row(facts, "Allreduce").found
+    assert problems(facts) == {"Allreduce"}
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "features", "status"),
+    [
+        (False, ("gloo",), Status.WARNING),
+        (True, ("gloo",), Status.WARNING),
+        (True, ("gloo", "nccl", "cuda"), Status.OK),
+    ],
+)
+def test_gpus_that_would_not_be_used_are_a_warning(torch_cuda, features, status):
+    horovod = {name: replace(found, features=features) for name, found in HEALTHY.horovod.items()}
+    facts = replace(HEALTHY, gpus=("H100",), torch_cuda=torch_cuda, horovod=horovod)
+
+    assert row(facts, "GPUs").status is status
+    assert problems(facts) == set()
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow"])
+def test_two_processes_really_reduce_on_this_machine(framework):
+    assert 0 < two_rank_allreduce(framework, seconds=120) < 120
+
+
+@pytest.mark.slow
+def test_this_environment_is_healthy(capsys):
+    status = doctor.main(as_json=True)
+
+    rows = {row["component"]: row for row in json.loads(capsys.readouterr().out)}
+    assert status == 0, rows
+    assert rows["Horovod for torch"]["status"] == "ok"
+    assert rows["Horovod for tensorflow"]["status"] == "ok"
+    assert rows["Allreduce"]["status"] == "ok"
+
+
+class TestRunPython:
+    def test_last_lines_come_back_in_the_order_of_the_environments(self):
+        script = "import os, time\nprint('noise')\nn = int(os.environ['N'])\ntime.sleep(n / 5)\n"
+        script += "print(n)"
+
+        assert run_python(script, [{"N": "2"}, {"N": "1"}], seconds=60) == ["2", "1"]
+
+    def test_the_first_failure_ends_the_others_and_is_what_is_told(self):
+        script = "import os, time\nif os.environ['FAIL'] == 'yes': raise ValueError('the cause')\n"
+        script += "time.sleep(600)"
+        started = time.monotonic()
+
+        with pytest.raises(ProbeError, match="a rank failed: ValueError: the cause"):
+            run_python(script, [{"FAIL": "no"}, {"FAIL": "yes"}], seconds=60, what="a rank")
+
+        assert time.monotonic() - started < 30
+
+    def test_what_a_process_started_ends_with_it_when_time_is_up(self, tmp_path):
+        pid_file = tmp_path / "pid"
+        script = "import subprocess, time\nchild = subprocess.Popen(['sleep', '600'])\n"
+        script += f"open({str(pid_file)!r}, 'w').write(str(child.pid))\ntime.sleep(600)"
+
+        with pytest.raises(ProbeError, match="did not end in 2 s"):
+            run_python(script, seconds=2)
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(pid_file.read_text())).wait(timeout=10)
+
+    def test_much_output_does_not_block(self):
+        script = "import sys\nfor _ in range(20000): print('x' * 50, file=sys.stderr)\nprint('end')"
+
+        assert run_python(script, seconds=60) == ["end"]

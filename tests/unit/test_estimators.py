@@ -1,0 +1,137 @@
+"""Params of the torch estimator and model, as far as they need no Spark session."""
+
+import inspect
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.store import Store
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+
+@pytest.fixture
+def params(tmp_path):
+    """Return params with which an estimator can train."""
+    module = torch.nn.Linear(2, 1)
+    return {
+        "store": Store.create(str(tmp_path)),
+        "model": module,
+        "optimizer": torch.optim.SGD(module.parameters(), lr=0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["features"],
+        "label_cols": ["label"],
+    }
+
+
+def check(params):
+    """Make an estimator and let it check its params, as `fit` does first."""
+    estimator = TorchEstimator(**params)
+    estimator._check_params()
+    return estimator
+
+
+def test_the_params_of_the_example_are_accepted(params):
+    check(params)
+
+
+@pytest.mark.parametrize("name", ["store", "model", "feature_cols", "label_cols"])
+def test_a_required_param_that_is_not_set_is_named(params, name):
+    with pytest.raises(ParamError, match=f"^{name} is not set"):
+        check({**params, name: None})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"store": "/a/path"}, r"store: expected a Store, found '/a/path'"),
+        ({"model": len}, r"model: expected a torch\.nn\.Module"),
+        ({"optimizer": "sgd"}, r"optimizer: expected a torch\.optim\.Optimizer, found 'sgd'"),
+        ({"loss": None}, r"Set either loss or loss_constructors"),
+        ({"loss_constructors": lambda: len}, r"Set either loss or loss_constructors"),
+        ({"loss_weights": [1.0, 2.0]}, r"loss_weights: expected one per label, 1, found 2"),
+        ({"loss": [torch.nn.functional.mse_loss] * 2}, r"loss: expected 1 or one per label, 1"),
+        ({"metrics": [[len, len]]}, r"metrics: expected groups of 1 or of one per label, 1"),
+        ({"input_shapes": [[-1, 2], [-1]]}, r"input_shapes: expected one shape per column"),
+        ({"label_shapes": [[-1, 2], [-1]]}, r"label_shapes: expected one shape per column"),
+        ({"data_module": "csv"}, r"data_module: expected .* found 'csv'"),
+        ({"run_id": "../a"}, r"run_id: expected letters"),
+        ({"sample_weight_col": "w", "loss": lambda o, y: o.sum()}, r"cannot be weighted by sample"),
+    ],
+)
+def test_params_that_do_not_go_together_are_refused(params, changes, message):
+    with pytest.raises(ParamError, match=message):
+        check({**params, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_proc", 0),
+        ("batch_size", 0),
+        ("epochs", 1.5),
+        ("shuffle", 1),
+        ("reader_pool_type", "threads"),
+        ("feature_cols", 5),
+        ("column_dtypes", {"label": "integer"}),
+        ("column_dtypes", 5),
+        ("input_shapes", 5),
+        ("loss_weights", "heavy"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_when_it_is_set(name, value):
+    with pytest.raises(ParamError, match=f"^{name}: expected"):
+        TorchEstimator(**{name: value})
+
+
+def test_an_optimizer_of_another_model_is_refused(params):
+    other = torch.optim.SGD(torch.nn.Linear(2, 1).parameters(), lr=0.1)
+
+    with pytest.raises(ParamError, match="not one of the model's"):
+        check({**params, "optimizer": other})
+
+
+def test_ranks_are_counted_on_the_backend_or_by_num_proc_but_not_both(params):
+    backend = LocalBackend(2)
+
+    assert TorchEstimator(**params, backend=backend)._ready_backend() is backend
+    with pytest.raises(ParamError, match="backend and num_proc are both set"):
+        TorchEstimator(**params, backend=backend, num_proc=2)._ready_backend()
+
+
+def test_column_dtypes_are_kept_as_names():
+    estimator = TorchEstimator(column_dtypes={"a": torch.int64, "b": "torch.float16", "c": "bool"})
+
+    assert estimator.getColumnDtypes() == {"a": "int64", "b": "float16", "c": "bool"}
+
+
+def test_the_accessors_of_horovod_spark_exist():
+    """Their spelling is irregular there; code that calls them migrates as it is."""
+    estimator = TorchEstimator()
+
+    estimator.setShufflingBufferSize(5).setTrainReaderNumWorker(3).setValReaderNumWorker(4)
+    estimator.setInMemoryCacheAll(True)
+
+    assert estimator.getShufflingBufferSize() == 5
+    assert estimator.getTrainReaderNumWorker() == 3
+    assert estimator.getValReaderNumWorker() == 4
+    assert estimator.getInMemoryCacheAll() is True
+    assert TorchModel(label_columns=["y"]).getLabelColoumns() == ["y"]
+
+
+@pytest.mark.parametrize(
+    ("cls", "own", "inherited"),
+    [(TorchEstimator, "input_shapes", "batch_size"), (TorchModel, "optimizer", "label_columns")],
+)
+def test_signature_and_docstring_tell_own_and_inherited_params(cls, own, inherited):
+    parameters = inspect.signature(cls).parameters
+
+    assert {own, inherited} <= set(parameters)
+    assert set(parameters) == {param.name for param in cls().params}
+    assert f"\n{own} : default None\n" in inspect.getdoc(cls)
+
+
+def test_output_columns_are_named_after_labels_unless_they_are_set():
+    assert TorchModel(label_columns=["a", "b"])._output_names() == ["a__output", "b__output"]
+    assert TorchModel(label_columns=["a"], outputCols=["p"])._output_names() == ["p"]

@@ -1,0 +1,160 @@
+"""Events from ranks to the driver."""
+
+import contextlib
+import json
+import queue
+import socket
+import threading
+import time
+
+import pytest
+
+from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, receive_events
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def received():
+    return queue.Queue()
+
+
+@pytest.fixture
+def target(received):
+    """Receive events for the length of a test; the value is where they go."""
+    with receive_events(received.put, "127.0.0.1") as env:
+        yield env[EVENTS_VARIABLE]
+
+
+def get(received, count):
+    return [received.get(timeout=10) for _ in range(count)]
+
+
+def test_events_arrive_in_order_with_their_values(received, target):
+    sender = EventSender(target)
+    sent = [{"kind": "progress", "step": i, "means": {"loss": i / 3}} for i in range(500)]
+
+    for event in sent:
+        sender.send(**event)
+    sender.close()
+
+    assert get(received, 500) == sent
+
+
+def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatch):
+    monkeypatch.setenv(EVENTS_VARIABLE, target)
+
+    with contextlib.closing(EventSender()) as sender:
+        sender.send(line="größe\n", rank=1)
+
+    assert get(received, 1) == [{"line": "größe\n", "rank": 1}]
+
+
+def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
+    handled, inside, overlaps = queue.Queue(), threading.Lock(), []
+
+    def handle(event):
+        if not inside.acquire(blocking=False):
+            overlaps.append(event)
+            return
+        time.sleep(0.001)
+        inside.release()
+        handled.put((event["rank"], event["step"]))
+
+    with receive_events(handle, "127.0.0.1") as env:
+        senders = [EventSender(env[EVENTS_VARIABLE]) for _ in range(4)]
+        for step in range(20):
+            for rank, sender in enumerate(senders):
+                sender.send(rank=rank, step=step)
+        got = get(handled, 80)
+        for sender in senders:
+            sender.close()
+
+    assert not overlaps
+    for rank in range(4):
+        assert [step for sender, step in got if sender == rank] == list(range(20))
+
+
+@pytest.mark.parametrize("secret", ["wrong", "", "0" * 32])
+def test_events_with_another_secret_are_not_taken(received, target, secret):
+    host, port, _ = target.rsplit(":", 2)
+
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(f"{secret}\n".encode() + json.dumps({"evil": True}).encode() + b"\n")
+        stranger.settimeout(10)
+        assert stranger.recv(1) == b""  # the connection was closed
+    with contextlib.closing(EventSender(target)) as sender:
+        sender.send(good=True)
+
+    assert get(received, 1) == [{"good": True}]
+    assert received.empty()
+
+
+def test_an_event_that_cannot_be_handled_does_not_stop_the_others(caplog):
+    handled = queue.Queue()
+
+    def handle(event):
+        handled.put(1 / event["number"])
+
+    with receive_events(handle, "127.0.0.1") as env:
+        with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
+            sender.send(number=0)
+            sender.send(number=2)
+        assert get(handled, 1) == [0.5]
+
+    assert "could not be handled" in caplog.text
+
+
+def test_without_a_target_sending_does_nothing(monkeypatch):
+    monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
+
+    sender = EventSender()
+    sender.send(step=1)
+    sender.close()
+
+
+def test_without_a_listener_sending_does_nothing_and_does_not_wait():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    started = time.monotonic()
+
+    sender = EventSender(f"127.0.0.1:{port}:secret")
+    sender.send(step=1)
+    sender.close()
+
+    assert time.monotonic() - started < 4
+
+
+def test_a_driver_that_has_gone_does_not_disturb_the_rank():
+    with receive_events(lambda event: None, "127.0.0.1") as env:
+        sender = EventSender(env[EVENTS_VARIABLE])
+
+    for step in range(1000):
+        sender.send(step=step, text="x" * 1000)
+    sender.close()
+
+
+def test_all_that_ranks_sent_is_handled_before_the_block_ends():
+    handled = []
+
+    def handle(event):
+        time.sleep(0.01)
+        handled.append(event["step"])
+
+    with receive_events(handle, "127.0.0.1") as env:
+        sender = EventSender(env[EVENTS_VARIABLE])
+        for step in range(30):
+            sender.send(step=step)
+        sender.close()
+
+    assert handled == list(range(30))
+
+
+def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
+    with receive_events(lambda event: None, "127.0.0.1") as env:
+        sender = EventSender(env[EVENTS_VARIABLE])
+        sender.send(step=1)
+        started = time.monotonic()
+
+    assert time.monotonic() - started < 5
+    sender.close()

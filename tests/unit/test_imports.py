@@ -1,0 +1,60 @@
+"""What importing a part of the package brings along: seen in a fresh process."""
+
+import subprocess
+import sys
+
+import pytest
+
+FRAMEWORKS = {"torch", "tensorflow", "keras", "lightning", "pytorch_lightning", "horovod"}
+SPARK = {"pyspark", "py4j"}
+DATA = {"pyarrow", "petastorm", "pandas", "numpy"}
+
+
+def imported(*statements):
+    """Return the top-level packages that are loaded after some statements."""
+    script = "\n".join(
+        [
+            *statements,
+            "import sys",
+            "print(*{name.partition('.')[0] for name in sys.modules})",
+        ]
+    )
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("hvd_estimators", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
+        ("hvd_estimators.torch", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
+        ("hvd_estimators.launch.worker", FRAMEWORKS | SPARK | DATA),
+        ("hvd_estimators.launch.local", FRAMEWORKS - {"horovod"} | SPARK | DATA),
+        ("hvd_estimators.data.readers", FRAMEWORKS | SPARK | {"petastorm", "pandas"}),
+        ("hvd_estimators.data.readers.petastorm", FRAMEWORKS | SPARK),
+        ("hvd_estimators.torch.trainer", FRAMEWORKS - {"torch", "horovod"} | SPARK),
+    ],
+)
+def test_what_a_rank_imports_brings_no_spark_and_no_framework_but_its_own(module, heavy):
+    assert not imported(f"import {module}") & heavy
+
+
+def test_the_public_names_come_when_they_are_first_used_and_without_a_framework():
+    assert not imported("import hvd_estimators", "hvd_estimators.Store") & (FRAMEWORKS | SPARK)
+
+    driver = imported("from hvd_estimators import Store, prepare_data")
+    assert not driver & (FRAMEWORKS | {"petastorm"})
+    assert "pyspark" in driver
+
+
+def test_a_name_that_does_not_exist_is_the_usual_error():
+    import hvd_estimators
+    import hvd_estimators.torch
+
+    for package in (hvd_estimators, hvd_estimators.torch):
+        assert set(package.__all__) <= set(dir(package))
+        for name in package.__all__:
+            assert getattr(package, name) is not None
+        with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+            _ = package.Nothing

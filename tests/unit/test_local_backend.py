@@ -1,0 +1,181 @@
+"""Ranks as subprocesses of this process."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+
+from hvd_estimators.exceptions import ParamError, WorkerFailedError
+from hvd_estimators.launch.local import LocalBackend
+
+# A rank must not import this module, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def rank():
+    return int(os.environ["HOROVOD_RANK"])
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left():
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not left
+
+
+def test_results_come_in_the_order_of_the_ranks_not_of_their_ends():
+    def work(base, *, factor):
+        time.sleep(0.3 * (2 - rank()))
+        return base + factor * rank(), os.environ["HOROVOD_SIZE"], os.environ["HOROVOD_LOCAL_RANK"]
+
+    backend = LocalBackend(3)
+
+    assert backend.num_processes() == 3
+    assert backend.run(work, (100,), {"factor": 5}) == [
+        (100, "3", "0"),
+        (105, "3", "1"),
+        (110, "3", "2"),
+    ]
+
+
+def test_ranks_reduce_with_each_other():
+    def work():
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        own = torch.tensor([1.0 + hvd.rank()])
+        return hvd.rank(), hvd.size(), hvd.allreduce(own, op=hvd.Sum).item()
+
+    assert LocalBackend(2).run(work) == [(0, 2, 3.0), (1, 2, 3.0)]
+
+
+def test_variables_are_inherited_overridden_and_deleted(monkeypatch):
+    for name in ("KEPT", "REPLACED", "DELETED", "RESTORED"):
+        monkeypatch.setenv(name, "driver")
+    backend = LocalBackend(
+        1, env={"REPLACED": "backend", "DELETED": "backend", "RESTORED": None, "OWN": "backend"}
+    )
+
+    (env,) = backend.run(
+        lambda: dict(os.environ), env={"REPLACED": "run", "DELETED": None, "RESTORED": "run"}
+    )
+
+    assert (env["KEPT"], env["REPLACED"], env["RESTORED"]) == ("driver", "run", "run")
+    assert env["OWN"] == "backend"
+    assert "DELETED" not in env
+
+
+def test_ranks_import_what_the_driver_can_import(tmp_path, monkeypatch):
+    (tmp_path / "module_of_the_driver.py").write_text("ANSWER = 42")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def work():
+        import module_of_the_driver
+
+        return module_of_the_driver.ANSWER
+
+    assert LocalBackend(1).run(work) == [42]
+
+
+def test_an_exception_on_one_rank_ends_the_others_and_is_raised_with_its_traceback():
+    def work():
+        print("output of rank", rank())
+        if rank() == 1:
+            raise LookupError("no such thing")
+        time.sleep(300)
+
+    started = time.monotonic()
+    with pytest.raises(WorkerFailedError) as raised:
+        LocalBackend(2).run(work)
+
+    error = raised.value
+    assert time.monotonic() - started < 30
+    assert error.rank == 1
+    assert error.host in str(error)
+    assert "Rank 1" in str(error)
+    assert "LookupError: no such thing" in str(error)
+    assert "in work\n" in str(error)
+    assert error.output_tail.startswith("output of rank 1\n")
+    assert "output of rank 0" not in str(error)
+
+
+def test_a_rank_that_is_killed_is_named_with_the_signal():
+    def work():
+        if rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+
+    with pytest.raises(WorkerFailedError, match="killed by SIGKILL") as raised:
+        LocalBackend(2).run(work)
+
+    assert raised.value.rank == 1
+
+
+def test_a_rank_whose_peer_died_inside_a_reduction_is_not_blamed():
+    def work():
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        hvd.allreduce(torch.ones(1), name="first")
+        if hvd.rank() == 1:
+            os._exit(9)
+        hvd.allreduce(torch.ones(1), name="second")
+
+    with pytest.raises(WorkerFailedError, match="exited with status 9") as raised:
+        LocalBackend(2).run(work)
+
+    assert raised.value.rank == 1
+
+
+def test_what_a_rank_started_does_not_outlive_the_job(tmp_path):
+    def work(folder):
+        child = subprocess.Popen(["sleep", "300"])
+        Path(folder, str(child.pid)).touch()
+
+    LocalBackend(2).run(work, (str(tmp_path),))
+
+    started = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(started) == 2
+    for pid in started:
+        assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie"
+
+
+def test_an_interrupted_driver_leaves_no_rank(tmp_path, monkeypatch):
+    def work(folder):
+        Path(folder, os.environ["HOROVOD_RANK"]).touch()
+        time.sleep(300)
+
+    sleep = time.sleep
+
+    def interrupt(seconds):
+        sleep(seconds)
+        if len(list(tmp_path.iterdir())) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("hvd_estimators.launch.local.time.sleep", interrupt)
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalBackend(2).run(work, (str(tmp_path),))
+
+
+@pytest.mark.parametrize(("verbose", "shown"), [(1, False), (2, True)])
+def test_ranks_output_is_shown_when_asked_for(capfd, verbose, shown):
+    LocalBackend(1, verbose=verbose).run(lambda: print("hello"))
+
+    assert ("[0] hello\n" in capfd.readouterr().err) == shown
+
+
+def test_there_must_be_a_rank():
+    with pytest.raises(ParamError, match="num_proc: expected 1 or more, found 0"):
+        LocalBackend(0)

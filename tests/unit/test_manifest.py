@@ -1,0 +1,55 @@
+"""The manifest as a document."""
+
+import json
+import pickle
+
+import pytest
+
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
+
+COLUMNS = (
+    ColumnSpec("age", "scalar", "int32"),
+    ColumnSpec("pixels", "array", "uint8", (28, 28, 3)),
+    ColumnSpec("words", "sparse", "float32", (1000,)),
+)
+TRAIN = Split("/data/train", (RowGroup("/data/train/a.parquet", 0, 10), RowGroup("/b", 3, 5)))
+VALIDATION = Split("/data/val", (RowGroup("/data/val/ä ?#.parquet", 0, 2),))
+
+
+@pytest.mark.parametrize("validation", [None, VALIDATION, Split("/data/empty", ())])
+def test_a_manifest_survives_json_and_pickle(validation):
+    manifest = DatasetManifest(COLUMNS, TRAIN, validation)
+
+    assert DatasetManifest.from_json(manifest.to_json()) == manifest
+    assert pickle.loads(pickle.dumps(manifest)) == manifest
+
+
+def test_the_document_is_plain_json():
+    document = json.loads(DatasetManifest(COLUMNS, TRAIN).to_json())
+
+    assert document["columns"][1] == {
+        "name": "pixels",
+        "kind": "array",
+        "dtype": "uint8",
+        "shape": [28, 28, 3],
+    }
+    assert document["train"]["row_groups"][1] == {"file": "/b", "index": 3, "rows": 5}
+    assert document["validation"] is None
+
+
+def test_columns_tell_their_width_and_stored_names():
+    scalar, array, sparse = COLUMNS
+
+    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000]
+    assert scalar.stored_names == ("age",)
+    assert array.stored_names == ("pixels",)
+    assert sparse.stored_names == ("words__indices", "words__values")
+
+
+def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():
+    manifest = DatasetManifest(COLUMNS, TRAIN)
+
+    assert manifest.train.rows == 15
+    assert manifest.column("words") is COLUMNS[2]
+    with pytest.raises(KeyError, match="absent"):
+        manifest.column("absent")

@@ -1,0 +1,260 @@
+"""Params that are declared once."""
+
+import inspect
+
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.params import (
+    DeclaredParams,
+    boolean,
+    declare,
+    functions,
+    integer,
+    names,
+    number,
+    numbers,
+    one_of,
+    shapes,
+    text,
+)
+
+
+class Base(DeclaredParams):
+    """Trains nothing."""
+
+    epochs = declare("Epochs of the run.", default=1, convert=integer(1))
+    batch_size = declare("Rows of a batch.", default=32, convert=integer(1))
+    model = declare("The model.")
+
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.setParams(**kwargs)
+
+
+class Derived(Base):
+    """Trains nothing in another way."""
+
+    feature_cols = declare("Input columns.", convert=names)
+    pool_size = declare(
+        "Readers.", default=2, convert=integer(1), accessor="PoolSizes", aliases=["Readers"]
+    )
+
+
+class Wider(Derived):
+    batch_size = declare("Rows of a wide batch.", default=64, convert=integer(8))
+
+
+def test_params_start_with_their_defaults():
+    params = Derived()
+
+    assert params.getEpochs() == 1
+    assert params.getModel() is None
+    assert params.getFeatureCols() is None
+    assert not params.isSet("epochs")
+
+
+def test_params_can_be_set_by_the_constructor_by_setters_and_by_name():
+    params = Derived(epochs=3).setBatchSize(8).setParams(feature_cols=["a"], model="net")
+
+    assert (params.getEpochs(), params.getBatchSize()) == (3, 8)
+    assert (params.getFeatureCols(), params.getModel()) == (["a"], "net")
+
+
+def test_none_means_the_default():
+    params = Derived(epochs=3, batch_size=None)
+    params.setEpochs(None)
+
+    assert (params.getEpochs(), params.getBatchSize()) == (1, 32)
+    assert not params.isSet("epochs")
+
+
+def test_instances_do_not_share_values():
+    first, second = Derived(epochs=3), Derived()
+
+    first.setBatchSize(8)
+
+    assert (second.getEpochs(), second.getBatchSize()) == (1, 32)
+
+
+def test_a_subclass_can_declare_a_param_anew():
+    assert Wider().getBatchSize() == 64
+    assert Derived().getBatchSize() == 32
+    with pytest.raises(ParamError, match="batch_size: expected 8 or more"):
+        Wider(batch_size=4)
+
+
+def test_accessors_can_have_other_names_and_aliases():
+    params = Derived().setPoolSizes(3)
+
+    assert params.getReaders() == params.getPoolSizes() == 3
+    assert params.setReaders(4).getPoolSizes() == 4
+    assert not hasattr(params, "getPoolSize")
+
+
+def test_a_setter_that_a_class_writes_itself_is_kept():
+    class Own(DeclaredParams):
+        epochs = declare("Epochs.", default=1)
+
+        def getEpochs(self):
+            return "own"
+
+    assert Own().getEpochs() == "own"
+    assert Own().setEpochs(2).getOrDefault("epochs") == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("epoch", "Did you mean 'epochs'?"), ("batchSize", "Did you mean 'batch_size'?"), ("zzz", "")],
+)
+def test_an_unknown_name_is_an_error_with_a_near_one(name, hint):
+    with pytest.raises(ParamError) as raised:
+        Derived(**{name: 1})
+
+    assert str(raised.value) == f"Derived has no parameter '{name}'. {hint}".rstrip()
+
+
+def test_a_refused_value_leaves_the_one_that_was_set():
+    params = Derived(epochs=3)
+
+    with pytest.raises(ParamError):
+        params.setEpochs(0)
+
+    assert params.getEpochs() == 3
+
+
+def test_copies_are_independent_and_take_extra_values():
+    original = Derived(epochs=3, feature_cols=["a"])
+
+    copied = original.copy({original.epochs: 5, "batch_size": 16})
+    copied.setFeatureCols(["b"])
+
+    assert (copied.getEpochs(), copied.getBatchSize(), copied.getFeatureCols()) == (5, 16, ["b"])
+    assert (original.getEpochs(), original.getFeatureCols()) == (3, ["a"])
+    assert copied.uid == original.uid
+
+
+def test_extra_values_of_a_copy_are_checked_and_none_means_the_default():
+    original = Derived(epochs=3)
+
+    assert original.copy({original.epochs: None}).getEpochs() == 1
+    assert original.getEpochs() == 3
+    with pytest.raises(ParamError, match="epochs: expected 1 or more, found 0"):
+        original.copy({original.epochs: 0})
+
+
+def test_explain_params_tells_documentation_default_and_value():
+    explained = Derived(epochs=3).explainParams()
+
+    assert "epochs: Epochs of the run. (default: 1, current: 3)" in explained
+    assert "batch_size: Rows of a batch. (default: 32)" in explained
+
+
+@pytest.mark.parametrize("cls", [Base, Derived, Wider])
+def test_the_signature_lists_all_params_with_their_defaults(cls):
+    parameters = inspect.signature(cls).parameters
+
+    expected = {"epochs": 1, "batch_size": 32, "model": None}
+    if cls is not Base:
+        expected.update(feature_cols=None, pool_size=2)
+    if cls is Wider:
+        expected["batch_size"] = 64
+    assert {name: p.default for name, p in parameters.items()} == expected
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@pytest.mark.parametrize("cls", [Base, Derived])
+def test_the_docstring_ends_with_a_section_of_all_params(cls):
+    doc = inspect.getdoc(cls)
+
+    assert doc.startswith("Trains nothing")
+    assert doc.count("Parameters\n----------\n") == 1
+    assert "\nepochs : default 1\n    Epochs of the run.\n" in doc
+    assert ("\nfeature_cols : default None\n    Input columns.\n" in doc) == (cls is Derived)
+
+
+def test_getters_and_setters_are_documented():
+    assert Base.getEpochs.__doc__ == "Return ``epochs``: Epochs of the run."
+    assert Base.setEpochs.__doc__ == "Set ``epochs``: Epochs of the run."
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "kept"),
+    [
+        (integer(), -3, -3),
+        (integer(1), 1, 1),
+        (integer(1), 2.0, 2),
+        (integer(1), np.int64(2), 2),
+        (number(), 1, 1.0),
+        (number(0), 0.5, 0.5),
+        (number(0), np.float32(0.5), 0.5),
+        (boolean, False, False),
+        (text, "a", "a"),
+        (names, "a", ["a"]),
+        (names, ("a", "b"), ["a", "b"]),
+        (names, [], []),
+        (numbers, 1, [1.0]),
+        (numbers, (1, 0.5), [1.0, 0.5]),
+        (functions, len, [len]),
+        (functions, (len, max), [len, max]),
+        (one_of("a", "b"), "b", "b"),
+        (shapes, [(-1, 2), [-1]], [[-1, 2], [-1]]),
+    ],
+)
+def test_converters_give_values_in_one_form(convert, given, kept):
+    converted = convert("name", given)
+
+    assert converted == kept
+    assert type(converted) is type(kept)
+
+
+@pytest.mark.parametrize(
+    ("convert", "given", "expected"),
+    [
+        (integer(), True, "a whole number"),
+        (integer(), 1.5, "a whole number"),
+        (integer(), "3", "a whole number"),
+        (integer(), "three", "a whole number"),
+        (integer(), [3], "a whole number"),
+        (integer(), float("nan"), "a whole number"),
+        (integer(), float("inf"), "a whole number"),
+        (integer(1), 0, "1 or more"),
+        (number(), "a", "a number"),
+        (number(), [1], "a number"),
+        (number(0), -0.5, "0 or more"),
+        (boolean, 1, "True or False"),
+        (boolean, "yes", "True or False"),
+        (text, 1, "a string"),
+        (names, [1], "names of columns"),
+        (names, 1, "names of columns"),
+        (names, len, "names of columns"),
+        (numbers, ["a"], "a number"),
+        (numbers, [[1]], "a number"),
+        (functions, [len, "max"], "callables"),
+        (functions, 1, "callables"),
+        (one_of("a", "b"), "c", "one of 'a', 'b'"),
+        (one_of("a", "b"), ["a"], "one of 'a', 'b'"),
+        (shapes, [[2, 3]], "a list of shapes that start with -1"),
+        (shapes, [-1, 3], "a list of shapes that start with -1"),
+        (shapes, [[]], "a list of shapes that start with -1"),
+        (shapes, [[-1, "a"]], "a list of shapes that start with -1"),
+        (shapes, -1, "a list of shapes that start with -1"),
+    ],
+)
+def test_converters_refuse_other_values_and_name_param_expectation_and_value(
+    convert, given, expected
+):
+    with pytest.raises(ParamError) as raised:
+        convert("the_param", given)
+
+    message = str(raised.value)
+    assert message.startswith(f"the_param: expected {expected}")
+    found = given[0] if isinstance(given, list) and convert in (names, numbers) else given
+    found = "max" if found == [len, "max"] else found
+    assert f"found {found!r}" in message
+
+
+def test_columns_that_are_named_twice_are_refused():
+    with pytest.raises(ParamError, match="feature_cols: found 'a' more than once"):
+        Derived(feature_cols=["a", "b", "a"])

@@ -1,0 +1,508 @@
+"""What a rank reads, through Petastorm's worker pools."""
+
+import gc
+import itertools
+import threading
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hvd_estimators.data.footers import read_manifest
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.readers import DataModule, check_data_module, open_data_module
+from hvd_estimators.data.readers.petastorm import PetastormDataModule, _RangeVentilator
+from hvd_estimators.data.sharding import RowRange, plan_shards
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.spec import DataSpec
+from hvd_estimators.store import LocalStore
+
+pytestmark = pytest.mark.timeout(60)
+
+ROWS = 53
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    before = set(threading.enumerate())
+    yield
+    gc.collect()  # the threads with which Petastorm looks at files end with their executor
+    left = set(threading.enumerate()) - before
+    for thread in left:
+        thread.join(5)
+    assert not [thread.name for thread in left if thread.is_alive()]
+
+
+class Dataset:
+    """Numbered rows in several files and row groups, and what is to be told of them."""
+
+    def __init__(self, folder, rows, files, row_group_size, first=0):
+        folder.mkdir()
+        self.folder = folder
+        parts = np.array_split(np.arange(first, first + rows), files)
+        for number, ids in enumerate(parts):
+            table = pa.table(
+                {
+                    "id": ids,
+                    "pair": pa.array(pairs(ids).tolist(), pa.list_(pa.float32())),
+                    "unused": [f"text {i}" for i in ids],
+                }
+            )
+            path = folder / f"part-{number:03}.parquet"
+            parquet.write_table(table, path, row_group_size=row_group_size)
+        self.manifest = read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "pair"])
+
+    def plan(self, num_ranks, **options):
+        return plan_shards(self.manifest.train.row_groups, num_ranks, **options)
+
+
+def pairs(ids):
+    return np.stack([ids, -ids], axis=1).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    return Dataset(tmp_path_factory.mktemp("data") / "train", ROWS, files=3, row_group_size=7)
+
+
+def module(dataset, rank=0, size=1, batch_size=4, **options):
+    options = {"reader_pool_type": "thread", "random_seed": 7, **options}
+    return PetastormDataModule(
+        train_dir=str(dataset.folder),
+        val_dir=None,
+        columns=dataset.manifest.columns,
+        train_plan=dataset.plan(size),
+        cur_shard=rank,
+        shard_count=size,
+        train_batch_size=batch_size,
+        **options,
+    )
+
+
+def steps(dataset, size=1, batch_size=4):
+    return dataset.plan(size).steps(batch_size)
+
+
+def take(dataset, count, **options):
+    """Return the rows of the first training batches, one list per batch."""
+    with module(dataset, **options) as data:
+        return [batch["id"].tolist() for batch in itertools.islice(data.train_data(), count)]
+
+
+def flat(batches):
+    return list(itertools.chain(*batches))
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_each_row_is_delivered_once_per_pass_whatever_the_number_of_ranks(
+    dataset, size, pool, shuffle
+):
+    count = steps(dataset, size)
+    passes = [[], []]
+    for rank in range(size):
+        batches = take(
+            dataset, 2 * count, rank=rank, size=size, reader_pool_type=pool, shuffle=shuffle
+        )
+        sizes = dataset.plan(size).batch_sizes(rank, 4)
+        assert [len(batch) for batch in batches] == sizes * 2
+        passes[0] += flat(batches[:count])
+        passes[1] += flat(batches[count:])
+
+    assert sorted(passes[0]) == sorted(passes[1]) == list(range(ROWS))
+
+
+def test_processes_deliver_the_same_batches_as_threads(dataset):
+    """Two passes: processes answer in any order, which must not show."""
+    count = 2 * steps(dataset)
+
+    assert take(dataset, count, reader_pool_type="process") == take(dataset, count)
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+def test_unshuffled_rows_come_in_stored_order_with_their_columns(dataset, pool):
+    with module(dataset, shuffle=False, reader_pool_type=pool) as data:
+        batches = list(itertools.islice(data.train_data(), steps(dataset)))
+
+    assert flat(batch["id"].tolist() for batch in batches) == list(range(ROWS))
+    for batch in batches:
+        assert list(batch) == ["id", "pair"]
+        assert batch["pair"].dtype == np.float32
+        np.testing.assert_array_equal(batch["pair"], pairs(batch["id"]))
+
+
+def test_shuffled_rows_keep_their_columns(dataset):
+    with module(dataset) as data:
+        for batch in itertools.islice(data.train_data(), steps(dataset)):
+            np.testing.assert_array_equal(batch["pair"], pairs(batch["id"]))
+
+
+def test_the_seed_decides_the_batches_and_passes_differ(dataset):
+    count = steps(dataset)
+
+    once = take(dataset, 2 * count)
+
+    assert once == take(dataset, 2 * count)
+    assert once == take(dataset, 2 * count, reader_pool_type="dummy")
+    assert once == take(dataset, 2 * count, train_reader_worker_count=5)
+    assert once != take(dataset, 2 * count, random_seed=8)
+    assert flat(once[:count]) != flat(once[count:])
+    assert flat(once[:count]) != list(range(ROWS))
+
+
+def test_ranks_shuffle_in_orders_of_their_own(tmp_path):
+    dataset = Dataset(tmp_path / "twice", 40, files=1, row_group_size=20)
+
+    first = flat(take(dataset, 5, rank=0, size=2))
+    second = flat(take(dataset, 5, rank=1, size=2))
+
+    assert first != [row - 20 for row in second]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("skip", [1, 5, 14, 15, 33])
+def test_a_resumed_run_goes_on_where_the_uninterrupted_one_would(dataset, skip, cache, shuffle):
+    """In the middle of a pass, at its end, and in a later one (a pass has 14 steps)."""
+    assert steps(dataset) == 14
+    options = {"shuffle": shuffle, "inmemory_cache_all": cache}
+
+    whole = take(dataset, 45, **options)
+
+    assert take(dataset, 45 - skip, skip_train_steps=skip, **options) == whole[skip:]
+
+
+@pytest.mark.parametrize("skip", [0, 3, 17])
+def test_global_sizes_are_the_ranks_batches_added_up(dataset, skip):
+    size, count = 3, 12
+    per_rank = [
+        take(dataset, count, rank=rank, size=size, skip_train_steps=skip) for rank in range(size)
+    ]
+
+    with module(dataset, size=size, skip_train_steps=skip) as data:
+        totals = list(itertools.islice(data.global_train_sizes(), count))
+
+    assert totals == [sum(map(len, batches)) for batches in zip(*per_rank, strict=True)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_kept_in_memory_are_the_same_and_outlive_their_files(tmp_path, shuffle):
+    dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=4)
+    expected = take(dataset, 3 * steps(dataset), shuffle=shuffle)
+
+    with module(dataset, shuffle=shuffle, inmemory_cache_all=True) as data:
+        batches = data.train_data()
+        got = [next(batches)["id"].tolist() for _ in range(steps(dataset))]
+        for file in dataset.folder.iterdir():
+            file.unlink()
+        got += [next(batches)["id"].tolist() for _ in range(2 * steps(dataset))]
+
+    assert got == expected
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+def test_every_validation_pass_is_the_ranks_rows_in_stored_order(dataset, tmp_path, pool, cache):
+    validation = Dataset(tmp_path / "val", 11, files=2, row_group_size=3, first=1000)
+    rows = []
+    for rank in range(3):
+        with module(
+            dataset,
+            rank=rank,
+            size=3,
+            val_plan=validation.plan(3),
+            val_batch_size=2,
+            reader_pool_type=pool,
+            inmemory_cache_all=cache,
+        ) as data:
+            passes = [[batch["id"].tolist() for batch in data.val_data()] for _ in range(3)]
+        assert passes[0] == passes[1] == passes[2]
+        assert all(0 < len(batch) <= 2 for batch in passes[0])
+        rows += flat(passes[0])
+
+    assert rows == list(range(1000, 1011))
+
+
+def test_training_goes_on_undisturbed_by_validation_between_its_batches(dataset, tmp_path):
+    validation = Dataset(tmp_path / "val", 5, files=1, row_group_size=2, first=1000)
+    expected = take(dataset, 20)
+
+    got = []
+    with module(dataset, val_plan=validation.plan(1)) as data:
+        batches = data.train_data()
+        for _ in range(20):
+            got.append(next(batches)["id"].tolist())
+            next(iter(data.val_data()))
+
+    assert got == expected
+
+
+def test_a_rank_without_validation_rows_has_no_validation_batches(dataset, tmp_path):
+    validation = Dataset(tmp_path / "val", 1, files=1, row_group_size=1, first=1000)
+    plan = validation.plan(2, allow_empty=True)
+
+    batches = []
+    for rank in range(2):
+        with module(dataset, rank=rank, size=2, val_plan=plan) as data:
+            batches += [batch["id"].tolist() for batch in data.val_data()]
+    assert batches == [[1000]]
+
+    with module(dataset) as data:
+        assert list(data.val_data()) == []
+
+
+@pytest.mark.parametrize("cache", [False, True])
+def test_rows_are_transformed_once_in_every_pass(dataset, cache):
+    def transform(row):
+        return {"id": row["id"], "sum": row["pair"].sum() + 1, "three": [row["id"]] * 3}
+
+    count = steps(dataset)
+    plain = take(dataset, 2 * count)
+
+    with module(dataset, transform_fn=transform, inmemory_cache_all=cache) as data:
+        batches = list(itertools.islice(data.train_data(), 2 * count))
+
+    assert [batch["id"].tolist() for batch in batches] == plain
+    for batch in batches:
+        assert list(batch) == ["id", "sum", "three"]
+        np.testing.assert_array_equal(batch["sum"], np.ones(len(batch["id"])))
+        np.testing.assert_array_equal(batch["three"], np.stack([batch["id"]] * 3, axis=1))
+
+
+def test_an_epoch_can_be_cut_and_can_cycle_the_data(dataset):
+    """The stream has no end and no memory of epochs: 20 steps are a pass of 14, and 6 more."""
+    count = steps(dataset)
+
+    batches = take(dataset, 20, shuffle=False)
+
+    assert flat(batches[:count]) == list(range(ROWS))
+    assert batches[count:] == batches[: 20 - count]
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+def test_leaving_in_the_middle_of_a_pass_ends_all_threads(dataset, pool):
+    before = set(threading.enumerate())
+
+    with module(dataset, reader_pool_type=pool) as data:
+        batches = data.train_data()
+        next(batches)
+        assert set(threading.enumerate()) - before
+
+    assert set(threading.enumerate()) == before
+
+
+def test_an_error_in_the_training_loop_ends_all_threads(dataset):
+    before = set(threading.enumerate())
+
+    def train():
+        with module(dataset) as data:
+            next(data.train_data())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train()
+
+    assert set(threading.enumerate()) == before
+
+
+def test_a_validation_pass_that_is_broken_off_ends_its_threads(dataset):
+    with module(dataset, val_plan=dataset.plan(1), val_batch_size=2) as data:
+        before = set(threading.enumerate())
+        batches = data.val_data()
+        next(batches)
+        batches.close()
+
+        assert set(threading.enumerate()) == before
+
+
+@pytest.mark.parametrize("pool", ["thread", "dummy"])
+@pytest.mark.parametrize("damage", ["garbage", "truncated", "missing", "fewer row groups"])
+def test_a_file_that_was_damaged_since_the_plan_raises(tmp_path, pool, damage):
+    dataset = Dataset(tmp_path / "train", 40, files=2, row_group_size=5)
+    file = dataset.folder / "part-001.parquet"
+    content = file.read_bytes()
+    if damage == "garbage":
+        # The footer is whole, what it points at is not.
+        file.write_bytes(b"\xff" * (len(content) - 3000) + content[-3000:])
+    elif damage == "truncated":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        parquet.write_table(parquet.read_table(file), file)
+
+    with pytest.raises((OSError, pa.ArrowException)):
+        take(dataset, 20, reader_pool_type=pool)
+
+
+def test_a_row_group_that_became_shorter_since_the_plan_raises(tmp_path):
+    dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=10)
+    file = dataset.folder / "part-001.parquet"
+    parquet.write_table(parquet.read_table(file).slice(0, 8), file)
+
+    with pytest.raises(StoreError, match=r"part-001\.parquet' does not hold the planned rows"):
+        take(dataset, 5)
+
+
+@pytest.mark.parametrize("name", ["with space", "a#b?c%20d", "day=2024-01-01", "[1]*"])
+def test_paths_with_characters_that_urls_and_globs_treat_specially(tmp_path, name):
+    dataset = Dataset(tmp_path / name, 6, files=2, row_group_size=2)
+
+    assert flat(take(dataset, 2, shuffle=False)) == list(range(6))
+
+
+def test_columns_with_characters_that_regular_expressions_treat_specially(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    names = ["a.b", "a b", "a+b (c)", "class", "ü", "1st", "_x", "a"]
+    table = pa.table({name: [float(i), 10.0 * i] for i, name in enumerate(names)})
+    parquet.write_table(table.append_column("ab", [["x", "y"]]), folder / "a.parquet")
+    manifest = read_manifest(LocalStore(str(tmp_path)), str(folder), None, names)
+
+    with PetastormDataModule(
+        train_dir=str(folder),
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=2,
+        shuffle=False,
+    ) as data:
+        batch = next(data.train_data())
+
+    assert {name: array.tolist() for name, array in batch.items()} == table.to_pydict()
+
+
+def test_sparse_columns_are_read_as_dense_arrays(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    dense = np.array([[0, 2, 0], [0, 0, 0], [1, 0, 3]], np.float32)
+    stored = pa.table(
+        {
+            "v__indices": pa.array([[1], [], [0, 2]], pa.list_(pa.int32())),
+            "v__values": pa.array([[2], [], [1, 3]], pa.list_(pa.float32())),
+            "id": [0, 1, 2],
+        }
+    )
+    parquet.write_table(stored, folder / "a.parquet", row_group_size=2)
+    manifest = read_manifest(LocalStore(str(tmp_path)), str(folder), None, ["id"])
+
+    with PetastormDataModule(
+        train_dir=str(folder),
+        val_dir=None,
+        columns=[ColumnSpec("v", "sparse", "float32", (3,))],
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=3,
+        shuffle=False,
+    ) as data:
+        batch = next(data.train_data())
+
+    np.testing.assert_array_equal(batch["v"], dense)
+
+
+class Ventilator(_RangeVentilator):
+    """Asks for three row ranges; the pool is the test."""
+
+    def __init__(self, in_flight, on_item):
+        ranges = [RowRange("a", index, 0, 1) for index in range(3)]
+        pieces = {("a", index): index for index in range(3)}
+        super().__init__(lambda **item: on_item(item), iter(ranges), pieces, in_flight)
+
+
+def test_reading_is_not_over_before_the_last_range_has_been_processed():
+    """Pools ask this when they are out of work, and stop if so: a range too early or too late."""
+    over = []
+
+    def process_at_once(item):
+        over.append(ventilator.completed())
+        ventilator.processed_item()
+        over.append(ventilator.completed())
+
+    ventilator = Ventilator(1, process_at_once)
+    ventilator.start()
+    ventilator._thread.join(10)
+
+    assert over == [False, False, False, False, False, True]
+
+
+def test_reading_runs_ahead_by_a_bounded_number_of_ranges():
+    items = []
+    both = threading.Event()
+
+    def note(item):
+        items.append(item["piece_index"])
+        if len(items) == 2:
+            both.set()
+
+    ventilator = Ventilator(2, note)
+    ventilator.start()
+    assert both.wait(10)
+    ventilator._thread.join(0.1)
+    assert items == [0, 1]
+
+    ventilator.processed_item()
+    ventilator._thread.join(10)
+    assert items == [0, 1, 2]
+    assert not ventilator.completed()
+
+
+class Constant(DataModule):
+    """A user's own module."""
+
+    def __init__(self, *, label_cols, **kwargs):
+        super().__init__(**kwargs)
+        self.label_cols = label_cols
+
+    def train_data(self):
+        return itertools.repeat({"x": np.zeros(self.train_batch_size)})
+
+    def val_data(self):
+        return iter(())
+
+
+def data_spec(dataset, data_module):
+    return DataSpec(
+        columns=dataset.manifest.columns,
+        train_path=str(dataset.folder),
+        val_path=None,
+        train_plan=dataset.plan(2),
+        val_plan=None,
+        feature_cols=("pair",),
+        label_cols=("id",),
+        sample_weight_col=None,
+        batch_size=4,
+        val_batch_size=8,
+        train_steps_per_epoch=7,
+        validation_steps_per_epoch=0,
+        random_seed=7,
+        data_module=data_module,
+        options={"shuffle": False, "categorical_cols": None, "verbose": 0},
+    )
+
+
+def test_the_ranks_module_is_made_from_the_jobs_description(dataset):
+    with open_data_module(data_spec(dataset, "petastorm"), 1, 2, 3, 1) as data:
+        batches = [batch["id"].tolist() for batch in itertools.islice(data.train_data(), 4)]
+
+    # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were taken before.
+    assert flat(batches) == list(range(26 + 12, 53))
+
+
+def test_a_users_own_module_gets_all_that_is_known(dataset):
+    with open_data_module(data_spec(dataset, Constant), 1, 2, 3, 5) as data:
+        assert type(data) is Constant
+        assert len(next(data.train_data())["x"]) == 4
+        assert (data.cur_shard, data.shard_count, data.num_train_epochs) == (1, 2, 5)
+        assert (data.has_val, data.val_batch_size, data.shuffle) == (False, 8, False)
+        assert list(data.schema_fields) == ["id", "pair"]
+        assert data.label_cols == ("id",)
+        assert data.global_train_sizes() is None
+
+
+@pytest.mark.parametrize("wrong", ["csv", "", int, 5, None])
+def test_a_data_module_is_a_known_name_or_a_class(wrong):
+    check_data_module("petastorm")
+    check_data_module(Constant)
+    with pytest.raises(ParamError, match="data_module: expected 'petastorm' or a class"):
+        check_data_module(wrong)

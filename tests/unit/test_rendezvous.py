@@ -1,0 +1,154 @@
+"""Who is which rank, what a rank's environment says, and word of failures."""
+
+import itertools
+import os
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.rendezvous import (
+    Rendezvous,
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+    serve,
+)
+
+
+def numbers(slot):
+    return slot.rank, slot.local_rank, slot.cross_rank
+
+
+def test_tasks_on_one_host_are_ranks_in_their_order():
+    slots = assign_ranks(["a", "a", "a"])
+
+    assert [numbers(slot) for slot in slots] == [(0, 0, 0), (1, 1, 0), (2, 2, 0)]
+    assert {(slot.size, slot.local_size, slot.cross_size) for slot in slots} == {(3, 3, 1)}
+
+
+def test_ranks_of_a_host_are_contiguous_whatever_the_order_of_its_tasks():
+    slots = assign_ranks(["b", "a", "b", "a", "b"])
+
+    assert [slot.hostname for slot in slots] == ["b", "a", "b", "a", "b"]
+    assert [slot.rank for slot in slots] == [0, 3, 1, 4, 2]
+    assert [slot.local_rank for slot in slots] == [0, 0, 1, 1, 2]
+    assert [slot.local_size for slot in slots] == [3, 2, 3, 2, 3]
+    # Across hosts: ranks with the same local rank; only "b" has a third.
+    assert [slot.cross_rank for slot in slots] == [0, 1, 0, 1, 0]
+    assert [slot.cross_size for slot in slots] == [2, 2, 2, 2, 1]
+
+
+@given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
+def test_every_task_gets_one_rank_on_its_own_host(hosts):
+    slots = assign_ranks(hosts)
+
+    assert [slot.hostname for slot in slots] == hosts
+    assert sorted(slot.rank for slot in slots) == list(range(len(hosts)))
+    assert slots[0].rank == 0
+    for host in hosts:
+        ranks = [slot.rank for slot in slots if slot.hostname == host]
+        assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+        locals_ = [slot.local_rank for slot in slots if slot.hostname == host]
+        assert locals_ == list(range(hosts.count(host)))
+
+
+def test_a_ranks_environment_says_who_it_is_and_where_its_peers_meet():
+    slot = assign_ranks(["a", "b", "a"])[2]
+
+    env = rank_environment(slot, Rendezvous("127.0.0.1", 1234))
+
+    loopback = next(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(entry.address == "127.0.0.1" for entry in addresses)
+    )
+    assert env == {
+        "HOROVOD_HOSTNAME": "a",
+        "HOROVOD_RANK": "1",
+        "HOROVOD_SIZE": "3",
+        "HOROVOD_LOCAL_RANK": "1",
+        "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "0",
+        "HOROVOD_CROSS_SIZE": "1",
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_IFACE": loopback,
+    }
+
+
+def test_word_of_a_failure_reaches_everybody_who_asks():
+    with serve(assign_ranks(["a", "a"]), "127.0.0.1") as rendezvous:
+        elsewhere = Rendezvous(rendezvous.address, rendezvous.port)
+        assert not elsewhere.failure_told()
+
+        rendezvous.tell_failure()
+        rendezvous.tell_failure()
+
+        assert elsewhere.failure_told()
+
+
+def test_two_jobs_do_not_hear_of_each_others_failures():
+    slots = assign_ranks(["a"])
+    with serve(slots, "127.0.0.1") as first, serve(slots, "127.0.0.1") as second:
+        first.tell_failure()
+
+        assert not second.failure_told()
+
+
+def test_a_server_that_has_gone_counts_as_a_failure_and_telling_it_is_no_error():
+    with serve(assign_ranks(["a"]), "127.0.0.1") as rendezvous:
+        pass
+
+    rendezvous.tell_failure()
+    assert rendezvous.failure_told()
+
+
+def test_later_environments_win_and_none_deletes():
+    env = child_environment(
+        {"a": "1", "b": "1", "c": "1"},
+        {"a": "2", "b": None},
+        None,
+        {"b": "3", "c": None, "d": None},
+    )
+
+    assert env == {"a": "2", "b": "3"}
+
+
+def test_import_paths_are_joined_each_once_in_order():
+    joined = python_path(["/a", "", "/b"], ["/b", "/c", "/a"])
+
+    assert joined.split(os.pathsep) == ["/a", "/b", "/c"]
+
+
+@pytest.mark.parametrize(
+    ("addresses", "local_rank", "env", "expected"),
+    [
+        ([], 1, {}, None),
+        ([], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, None),
+        (["3"], 1, {}, "3"),
+        (["3", "5"], 1, {}, "3"),
+        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "0"}, "3"),
+        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, "1"),
+        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": None}, "3"),
+    ],
+)
+def test_a_rank_sees_the_gpu_that_spark_assigned(addresses, local_rank, env, expected):
+    pinned = visible_gpu(addresses, local_rank, env)
+
+    assert pinned == ({} if expected is None else {"CUDA_VISIBLE_DEVICES": expected})
+
+
+def test_ranks_of_one_host_see_different_gpus_by_local_rank():
+    env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
+
+    slots = assign_ranks(["a", "b", "a", "b"])
+
+    for host, group in itertools.groupby(sorted(slots, key=lambda s: s.rank), lambda s: s.hostname):
+        gpus = [visible_gpu(["0"], s.local_rank, env)["CUDA_VISIBLE_DEVICES"] for s in group]
+        assert gpus == ["0", "1"], host

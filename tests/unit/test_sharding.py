@@ -1,0 +1,145 @@
+"""The arithmetic of shards and batches, over random layouts and small grids."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_estimators.data.manifest import RowGroup
+from hvd_estimators.data.sharding import RowRange, batch_sizes, plan_shards
+from hvd_estimators.exceptions import DataError
+
+# One list per file, with the rows of each of its row groups.
+LAYOUTS = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+def row_groups(layout):
+    return [
+        RowGroup(f"part-{number}.parquet", index, rows)
+        for number, file in enumerate(layout)
+        for index, rows in enumerate(file)
+    ]
+
+
+def stored_rows(groups):
+    """Name every row by its place, in stored order."""
+    return [(group.file, group.index, row) for group in groups for row in range(group.rows)]
+
+
+def rows_of(shard):
+    return [(r.file, r.row_group, row) for r in shard for row in range(r.start, r.stop)]
+
+
+@given(LAYOUTS, st.integers(1, 9))
+def test_shards_end_to_end_are_the_stored_rows_each_once(layout, num_ranks):
+    groups = row_groups(layout)
+
+    plan = plan_shards(groups, num_ranks, allow_empty=True)
+
+    assert plan.num_ranks == num_ranks
+    read = [row for shard in plan.shards for row in rows_of(shard)]
+    assert read == stored_rows(groups)
+
+
+@given(LAYOUTS, st.integers(1, 9))
+def test_ranks_differ_by_at_most_one_row(layout, num_ranks):
+    plan = plan_shards(row_groups(layout), num_ranks, allow_empty=True)
+
+    rows = [plan.rows(rank) for rank in range(num_ranks)]
+    assert rows == [len(rows_of(shard)) for shard in plan.shards]
+    assert max(rows) - min(rows) <= 1
+
+
+@given(LAYOUTS, st.integers(1, 9))
+def test_no_range_is_empty_or_leaves_its_row_group(layout, num_ranks):
+    rows = {(group.file, group.index): group.rows for group in row_groups(layout)}
+
+    plan = plan_shards(row_groups(layout), num_ranks, allow_empty=True)
+
+    for row_range in itertools.chain(*plan.shards):
+        assert 0 <= row_range.start < row_range.stop <= rows[row_range.file, row_range.row_group]
+
+
+def test_two_ranks_share_the_row_group_in_which_they_meet():
+    groups = [RowGroup("a", 0, 3), RowGroup("a", 1, 4), RowGroup("b", 0, 3)]
+
+    plan = plan_shards(groups, 2)
+
+    assert plan.shards == (
+        (RowRange("a", 0, 0, 3), RowRange("a", 1, 0, 2)),
+        (RowRange("a", 1, 2, 4), RowRange("b", 0, 0, 3)),
+    )
+
+
+def test_a_row_group_can_be_cut_for_more_than_two_ranks():
+    plan = plan_shards([RowGroup("a", 0, 9)], 3)
+
+    assert [shard[0].rows for shard in plan.shards] == [3, 3, 3]
+
+
+@pytest.mark.parametrize(("rows", "num_ranks"), [(0, 1), (1, 2), (3, 4)])
+def test_fewer_rows_than_ranks_is_an_error_that_says_how_many_ranks_will_do(rows, num_ranks):
+    groups = [RowGroup("a", 0, rows)] if rows else []
+
+    with pytest.raises(DataError, match=rf"{rows} rows.*num_proc to {max(rows, 1)} or less"):
+        plan_shards(groups, num_ranks)
+
+
+def test_for_validation_some_ranks_may_have_no_rows():
+    plan = plan_shards([RowGroup("a", 0, 2)], 5, allow_empty=True)
+
+    assert sorted(plan.rows(rank) for rank in range(5)) == [0, 0, 0, 1, 1]
+    assert plan_shards([], 3, allow_empty=True).shards == ((), (), ())
+
+
+@given(st.integers(0, 400), st.integers(1, 50), st.integers(0, 20))
+def test_batch_sizes_add_up_within_bounds_with_full_batches_first(rows, batch_size, spare):
+    steps = -(-rows // batch_size) + spare
+
+    sizes = batch_sizes(rows, steps, batch_size)
+
+    assert len(sizes) == steps
+    assert sum(sizes) == rows
+    assert all(0 <= size <= batch_size for size in sizes)
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.integers(1, 400), st.integers(1, 50), st.data())
+def test_no_batch_is_empty_where_there_is_a_row_for_every_step(rows, batch_size, data):
+    steps = data.draw(st.integers(-(-rows // batch_size), rows))
+
+    assert min(batch_sizes(rows, steps, batch_size)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps", "batch_size", "expected"),
+    [
+        (10, 3, 4, [4, 4, 2]),
+        (9, 3, 4, [4, 4, 1]),
+        (8, 3, 4, [4, 3, 1]),  # the other rank has 9 rows
+        (2, 3, 1, [1, 1, 0]),
+        (0, 2, 4, [0, 0]),
+        (0, 0, 4, []),
+    ],
+)
+def test_batch_sizes_of_small_cases_by_hand(rows, steps, batch_size, expected):
+    assert batch_sizes(rows, steps, batch_size) == expected
+
+
+@pytest.mark.parametrize("num_ranks", range(1, 6))
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
+def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_ranks, batch_size):
+    for rows in range(num_ranks, 40):
+        plan = plan_shards([RowGroup("a", 0, rows)], num_ranks)
+
+        per_rank = [plan.batch_sizes(rank, batch_size) for rank in range(num_ranks)]
+
+        most = -(-rows // num_ranks)  # rows of the rank that has most
+        steps = -(-most // batch_size)
+        assert plan.steps(batch_size) == steps
+        assert [len(sizes) for sizes in per_rank] == [steps] * num_ranks
+        assert sum(map(sum, per_rank)) == rows
+        totals = [sum(sizes[step] for sizes in per_rank) for step in range(steps)]
+        assert plan.global_batch_sizes(batch_size) == totals
+        assert all(total > 0 for total in totals)

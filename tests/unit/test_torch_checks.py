@@ -1,0 +1,221 @@
+"""Dry runs: what does not fit is told before training, and nothing is changed by asking."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.torch.checks import check_fit, check_weightable, output_shapes
+from hvd_estimators.torch.tensors import Loss, TensorSpec
+
+F = torch.nn.functional
+ROWS = 3
+COLUMNS = {
+    "x": np.ones((ROWS, 4), np.float32),
+    "y": np.ones(ROWS),
+    "wide": np.ones((ROWS, 2)),
+    "w": np.ones(ROWS),
+}
+SPEC = TensorSpec(("x",), ("y",))
+
+
+class TwoOutputs(torch.nn.Module):
+    def forward(self, x):
+        return x.sum(dim=1), x.reshape(-1, 2, 2)
+
+
+def fit(module, loss=F.mse_loss, spec=SPEC):
+    losses = None if loss is None else Loss([loss] * len(spec.label_cols), [1.0])
+    if losses is not None:
+        losses.loss_weights = [1.0] * len(spec.label_cols)
+    return check_fit(module, losses, spec, COLUMNS)
+
+
+def test_the_shape_of_one_row_of_each_output_is_told():
+    assert fit(torch.nn.Linear(4, 1)) == [(1,)]
+    assert fit(torch.nn.Linear(4, 7), loss=None) == [(7,)]
+    assert fit(TwoOutputs(), None, TensorSpec(("x",), ("y", "wide"))) == [(), (2, 2)]
+    assert output_shapes(TwoOutputs(), [torch.zeros(5, 4)]) == [(), (2, 2)]
+
+
+def test_class_numbers_fit_a_classification():
+    spec = TensorSpec(("x",), ("y",), dtypes={"y": "int64"})
+
+    assert fit(torch.nn.Linear(4, 3), F.cross_entropy, spec) == [(3,)]
+
+
+def test_sample_weights_go_through_the_loss():
+    spec = TensorSpec(("x",), ("y",), "w")
+
+    assert fit(torch.nn.Linear(4, 1), F.mse_loss, spec) == [(1,)]
+    with pytest.raises(ShapeError, match="The loss cannot take"):
+        fit(torch.nn.Linear(4, 1), lambda output, label: output.sum(), spec)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "spec", "message"),
+    [
+        (
+            torch.nn.Linear(5, 1),
+            F.mse_loss,
+            SPEC,
+            r"cannot take the feature columns.*x \(3, 4\) float32.*feature_cols in the order",
+        ),
+        (
+            torch.nn.Linear(4, 1),
+            F.mse_loss,
+            TensorSpec(("x", "w"), ("y",)),
+            r"cannot take the feature columns.*x \(3, 4\) float32, w \(3,\) float32",
+        ),
+        (
+            torch.nn.Linear(4, 1),
+            F.mse_loss,
+            TensorSpec(("x",), ("y",), input_shapes=((-1, 5),)),
+            r"x \(3, 4\).*cannot be reshaped to input_shapes=\(\(-1, 5\),\)",
+        ),
+        (
+            torch.nn.Linear(4, 1),
+            F.mse_loss,
+            TensorSpec(("x",), ("y",), label_shapes=((-1, 2),)),
+            r"y \(3,\).*cannot be reshaped to .*label_shapes=\(\(-1, 2\),\)",
+        ),
+        (TwoOutputs(), F.mse_loss, SPEC, r"2 outputs, and there are 1 label columns: y"),
+        (
+            torch.nn.Linear(4, 1),
+            F.mse_loss,
+            TensorSpec(("x",), ("y", "wide")),
+            r"1 outputs, and there are 2 label columns: y, wide",
+        ),
+        (
+            torch.nn.Linear(4, 2),
+            F.mse_loss,
+            SPEC,
+            r"loss cannot take outputs and labels \(y: output \(3, 2\), label \(3,\)\)",
+        ),
+        (
+            torch.nn.Linear(4, 3),
+            F.cross_entropy,
+            TensorSpec(("x",), ("wide",)),
+            r"wide: output \(3, 3\), label \(3, 2\)",
+        ),
+        (
+            torch.nn.Linear(4, 1),
+            torch.nn.MSELoss(reduction="none"),
+            SPEC,
+            r"loss must return a number, found shape|number of elements|invalid for input",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_an_error_that_tells_names_and_shapes(module, loss, spec, message):
+    with pytest.raises(ShapeError, match=message):
+        fit(module, loss, spec)
+
+
+class Mean(torch.nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, x):
+        return x.mean() if self.dim is None else x.mean(dim=self.dim)
+
+
+@pytest.mark.parametrize("dim", [None, 0])
+def test_outputs_must_have_a_row_per_row(dim):
+    with pytest.raises(ShapeError, match=r"output for label 'y' has shape .* for 3 rows"):
+        fit(Mean(dim), spec=SPEC)
+
+
+def test_a_label_that_only_broadcasts_to_the_output_is_refused():
+    """Torch warns of it, and trains on the mean of the labels."""
+    with pytest.raises(ShapeError, match="The loss cannot take"):
+        fit(torch.nn.Linear(4, 2), F.mse_loss, TensorSpec(("x",), ("y",), label_shapes=((-1, 1),)))
+
+
+class NeedsCuda(torch.nn.Module):
+    def forward(self, x):
+        raise RuntimeError("No CUDA GPUs are available")
+
+
+def test_a_model_that_runs_on_gpus_only_is_not_judged():
+    assert fit(NeedsCuda()) is None
+
+
+class Noisy(torch.nn.Module):
+    """Draws random numbers even in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = torch.nn.Sequential(
+            torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1)
+        )
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.stack(x + torch.randn_like(x))
+
+
+class NoisyLoss(torch.nn.Module):
+    """Draws random numbers and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.reduction = "mean"
+        self.calls = 0
+
+    def forward(self, output, label):
+        self.calls += 1
+        return F.mse_loss(output + torch.randn_like(output), label)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_model_loss_and_random_numbers_are_left_as_they_are(training):
+    module, loss = Noisy().train(training), NoisyLoss()
+    before = copy.deepcopy(module.state_dict())
+    torch.manual_seed(5)
+    random.seed(5)
+    states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+
+    fit(module, loss)
+    output_shapes(module, [torch.zeros(2, 4)])
+
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    assert all(part.training is training for part in module.modules())
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert loss.calls == 0
+    assert torch.equal(torch.random.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    np.testing.assert_array_equal(np.random.get_state()[1], states[2])
+
+
+def test_batch_normalization_can_be_tried_on_a_single_row():
+    columns = {name: array[:1] for name, array in COLUMNS.items()}
+    module = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)).train()
+
+    assert check_fit(module, Loss([F.mse_loss], [1.0]), SPEC, columns) == [(1,)]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        F.mse_loss,
+        F.cross_entropy,
+        torch.nn.MSELoss(),
+        torch.nn.BCEWithLogitsLoss(reduction="sum"),
+        lambda output, label, reduction="mean": output,
+        lambda output, label, **options: output,
+    ],
+)
+def test_losses_that_can_be_had_row_by_row_can_be_weighted(function):
+    check_weightable([F.mse_loss, function])
+
+
+@pytest.mark.parametrize("function", [lambda output, label: output, torch.nn.Identity()])
+def test_other_losses_are_refused_with_sample_weights(function):
+    with pytest.raises(ParamError, match="cannot be weighted by sample_weight_col"):
+        check_weightable([F.mse_loss, function])

@@ -1,0 +1,230 @@
+"""Losses and metrics of an epoch, and what batches count for, in a job of one rank."""
+
+import itertools
+import math
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators.data.readers import DataModule
+from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.weighing import WeighedBatches
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+def mae(output, label):
+    return (output - label).abs().mean()
+
+
+def bias(output, label):
+    return (output - label).mean().item()  # metrics may return plain numbers
+
+
+def batches(rng, sizes=(4, 1, 3)):
+    return [(rng.normal(size=n), rng.normal(size=n), rng.uniform(size=n)) for n in sizes]
+
+
+def add(measures, *pairs, loss, weight):
+    measures.add(
+        torch.tensor(loss),
+        weight,
+        [torch.tensor(output) for output, _ in pairs],
+        [torch.tensor(label) for _, label in pairs],
+    )
+
+
+def test_means_are_those_over_all_rows_whatever_the_batches():
+    measures = Measures([[mae], [bias]], ["y"])
+    data = batches(np.random.default_rng(0))
+
+    for output, label, _ in data:
+        loss = ((output - label) ** 2).mean()
+        add(measures, (output, label), loss=loss, weight=len(label))
+
+    difference = np.concatenate([output - label for output, label, _ in data])
+    expected = {
+        "loss": (difference**2).mean(),
+        "group_0_y": np.abs(difference).mean(),
+        "group_1_y": difference.mean(),
+    }
+    assert measures.means() == pytest.approx(expected)
+    assert measures.reduced("test") == pytest.approx(expected)
+
+
+def test_with_sample_weights_the_loss_is_weighted_and_metrics_count_rows():
+    measures = Measures([[mae]], ["y"])
+    data = batches(np.random.default_rng(1))
+
+    for output, label, weights in data:
+        loss = np.average((output - label) ** 2, weights=weights)
+        add(measures, (output, label), loss=loss, weight=weights.sum())
+
+    difference = np.concatenate([output - label for output, label, _ in data])
+    weights = np.concatenate([weights for _, _, weights in data])
+    assert measures.reduced("weighted") == pytest.approx(
+        {
+            "loss": np.average(difference**2, weights=weights),
+            "group_0_y": np.abs(difference).mean(),
+        }
+    )
+
+
+def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each():
+    measures = Measures([[mae], [mae, bias]], ["a", "b"])
+    zeros = np.zeros(2)
+
+    add(measures, (zeros, zeros + 1), (zeros, zeros + 3), loss=0.5, weight=2)
+
+    means = measures.means()
+    assert means == {
+        "loss": 0.5,
+        "group_0_a": 1.0,
+        "group_0_b": 3.0,
+        "group_1_a": 1.0,
+        "group_1_b": -3.0,
+    }
+    assert measures.as_record(means) == {
+        "loss": 0.5,
+        "all_metrics": [
+            {"group_0_a": 1.0, "group_0_b": 3.0},
+            {"group_1_a": 1.0, "group_1_b": -3.0},
+        ],
+    }
+
+
+def test_without_metrics_the_record_holds_the_loss():
+    measures = Measures([], ["y"])
+
+    add(measures, (np.zeros(1), np.zeros(1)), loss=0.25, weight=1)
+
+    assert measures.as_record(measures.means()) == {"loss": 0.25, "all_metrics": []}
+
+
+def test_without_batches_means_are_not_numbers():
+    means = Measures([[mae]], ["y"]).reduced("empty")
+
+    assert list(means) == ["loss", "group_0_y"]
+    assert all(math.isnan(value) for value in means.values())
+
+
+def test_sums_of_many_batches_do_not_lose_precision():
+    measures = Measures([], ["y"])
+
+    add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(1), weight=2**24)
+    for _ in range(1024):
+        add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(3), weight=1)
+
+    # In 32 bits, adding 3 to 2**24 adds 4.
+    expected = (2**24 + 3 * 1024) / (2**24 + 1024)
+    assert measures.means()["loss"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_measuring_keeps_no_graph_and_no_gradient():
+    seen = []
+
+    def metric(output, label):
+        seen.append(output.requires_grad)
+        return output.mean()
+
+    output = torch.ones(2, requires_grad=True)
+    measures = Measures([[metric]], ["y"])
+    measures.add((output**2).mean(), 2, [output * 2], [torch.zeros(2)])
+
+    assert seen == [False]
+    assert not measures._sums.requires_grad
+    assert output.grad is None
+
+
+class Batches(DataModule):
+    """Delivers given batches, and what is known of all ranks' sizes."""
+
+    def __init__(self, columns, global_sizes):
+        super().__init__(train_dir="", val_dir=None)
+        self.columns, self.global_sizes = columns, global_sizes
+
+    def train_data(self):
+        return itertools.cycle(self.columns)
+
+    def val_data(self):
+        return iter(())
+
+    def global_train_sizes(self):
+        return None if self.global_sizes is None else itertools.cycle(self.global_sizes)
+
+
+def columns(sizes, weights=None):
+    return [
+        {"x": np.zeros(n), "w": np.full(n, 1.0 if weights is None else weights[i])}
+        for i, n in enumerate(sizes)
+    ]
+
+
+def factors(data, count, **options):
+    weighed = WeighedBatches(
+        data, **{"size": 1, "passes_per_step": 1, "weight_col": None, **options}
+    )
+    windows = []
+    while sum(map(len, windows)) < count:
+        windows.append(
+            [factor for _, factor in weighed.next_window(options.get("passes_per_step", 1))]
+        )
+    return windows
+
+
+def test_batches_that_count_for_the_same_have_a_factor_of_one():
+    assert factors(Batches(columns([4, 4]), [8, 8]), 4, size=2) == [[1], [1], [1], [1]]
+    assert factors(Batches(columns([4, 3]), None), 2) == [[1], [1]]
+
+
+def test_a_rank_with_fewer_rows_in_a_step_counts_for_less():
+    """Its share of the step's rows, times the ranks over which the mean is taken."""
+    (four,), (one,), (none,) = factors(Batches(columns([4, 1, 0]), [8, 4, 1]), 3, size=2)
+
+    assert (four, one, none) == (2 * 4 / 8, 2 * 1 / 4, 0)
+
+
+def test_batches_that_add_up_to_one_step_count_by_their_rows():
+    ((first, second),) = factors(Batches(columns([4, 2]), [8, 4]), 2, size=2, passes_per_step=2)
+
+    # Over 2 ranks and 2 passes 12 rows.
+    assert first == pytest.approx(4 * 4 / 12)
+    assert second == pytest.approx(4 * 2 / 12)
+
+
+def test_sample_weights_decide_what_a_batch_of_a_step_counts_for():
+    data = Batches(columns([2, 2], weights=[3.0, 1.0]), [2, 2])
+
+    ((first, second),) = factors(data, 2, passes_per_step=2, weight_col="w")
+
+    assert (first, second) == (2 * 6 / 8, 2 * 2 / 8)
+
+
+def test_a_step_of_weight_zero_has_factors_of_zero():
+    assert factors(Batches(columns([2], weights=[0.0]), [2]), 1, weight_col="w") == [[0.0]]
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_factors_make_the_gradients_mean_that_over_all_rows_of_a_step(passes):
+    """Three imagined ranks with a linear loss, against NumPy over the rows they have together."""
+    rng = np.random.default_rng(passes)
+    sizes = rng.integers(0, 5, size=(3, passes)) + np.array([[1], [0], [0]])
+    rows = [[rng.normal(size=n) for n in rank] for rank in sizes]
+    totals = sizes.sum(axis=0).tolist()
+
+    sums = []
+    for rank in range(3):
+        data = Batches(columns(sizes[rank]), totals)
+        (window,) = factors(data, passes, size=3, passes_per_step=passes)
+        gradients = [part.mean() if len(part) else 0.0 for part in rows[rank]]
+        sums.append(sum(f * g for f, g in zip(window, gradients, strict=True)) / passes)
+
+    everything = np.concatenate([part for rank in rows for part in rank])
+    assert np.mean(sums) == pytest.approx(everything.mean())

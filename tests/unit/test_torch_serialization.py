@@ -1,0 +1,198 @@
+"""Modules and optimizers as bytes."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_optimizer,
+    load_module,
+    load_optimizer,
+    load_state,
+    save_state,
+)
+
+
+class Tied(torch.nn.Module):
+    """Uses one weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = torch.nn.Linear(3, 3)
+        self.decode = torch.nn.Linear(3, 3)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+class Own(torch.optim.SGD):
+    """An optimizer that only the user's program knows."""
+
+
+def network():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+    )
+
+
+def step(module, optimizer):
+    loss = module(torch.arange(12.0).reshape(4, 3)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+def round_trip(module, optimizer):
+    document = dump_optimizer(optimizer, module)
+    loaded = load_module(dump_module(module))
+    return loaded, load_optimizer(document, loaded)
+
+
+OPTIMIZERS = {
+    "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "AMSGrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True),
+    "the user's own": lambda p: Own(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_a_pair_that_was_sent_trains_on_as_the_original_would(make, steps):
+    module = network()
+    optimizer = make(module.parameters())
+    for _ in range(steps):
+        step(module, optimizer)
+
+    loaded_module, loaded = round_trip(module, optimizer)
+
+    assert type(loaded) is type(optimizer)
+    own = [p for group in loaded.param_groups for p in group["params"]]
+    for held, parameter in zip(own, loaded_module.parameters(), strict=True):
+        assert held is parameter
+    for _ in range(3):
+        assert step(loaded_module, loaded) == step(module, optimizer)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(loaded_module.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_the_original_is_not_bound_to_its_copy():
+    module = network()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    before = copy.deepcopy(module.state_dict())
+
+    step(*round_trip(module, optimizer))
+
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+
+
+def test_parameter_groups_keep_their_parameters_and_options():
+    module = network()
+    optimizer = torch.optim.Adam(
+        [
+            {"params": module[2].parameters(), "lr": 0.5, "name": "head"},
+            {"params": [module[0].bias], "weight_decay": 0.1},
+        ],
+        lr=0.01,
+    )
+    step(module, optimizer)
+
+    loaded_module, loaded = round_trip(module, optimizer)
+
+    head, bias = loaded.param_groups
+    assert (head["lr"], head["name"], bias["lr"], bias["weight_decay"]) == (0.5, "head", 0.01, 0.1)
+    assert [id(p) for p in head["params"]] == [id(p) for p in loaded_module[2].parameters()]
+    assert [id(p) for p in bias["params"]] == [id(loaded_module[0].bias)]
+    moments = loaded.state[loaded_module[0].bias]
+    torch.testing.assert_close(moments["exp_avg"], optimizer.state[module[0].bias]["exp_avg"])
+    assert moments["step"] == 1
+
+
+def test_a_weight_that_is_used_twice_stays_one():
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    loaded_module, loaded = round_trip(module, optimizer)
+
+    assert loaded_module.decode.weight is loaded_module.encode.weight
+    assert len(loaded.param_groups[0]["params"]) == 3
+    assert step(loaded_module, loaded) == step(module, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2, 3))])
+def test_torchscript_modules_and_their_optimizers_are_sent_too(make):
+    module = make(
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    )
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    step(module, optimizer)
+
+    loaded_module, loaded = round_trip(module, optimizer)
+
+    assert isinstance(loaded_module, torch.jit.ScriptModule)
+    for _ in range(2):
+        assert step(loaded_module, loaded) == pytest.approx(step(module, optimizer))
+
+
+def test_modules_of_the_main_program_and_of_functions_are_sent_by_value():
+    class Double(torch.nn.Module):
+        def forward(self, x):
+            return 2 * x
+
+    document = dump_module(Double())
+
+    assert b"Double" in document
+    assert load_module(document)(torch.ones(1)).item() == 2
+
+
+@pytest.mark.parametrize("others", ["all", "one"])
+def test_an_optimizer_of_other_parameters_is_refused(others):
+    module, other = network(), torch.nn.Linear(7, 1)
+    foreign = list(other.parameters())
+    parameters = foreign if others == "all" else [*module.parameters(), foreign[0]]
+
+    with pytest.raises(ParamError, match=r"optimizer: .* shape \(1, 7\) that is not one of"):
+        dump_optimizer(torch.optim.SGD(parameters, lr=0.1), module)
+
+
+def test_state_survives_and_can_be_read_by_torch_alone():
+    module = network()
+    optimizer = torch.optim.Adam(module.parameters())
+    step(module, optimizer)
+    history = [{"epoch": 0, "train": {"loss": 0.5, "all_metrics": []}, "validation": None}]
+
+    document = save_state(
+        {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "history": history}
+    )
+
+    state = load_state(document)
+    assert state["history"] == history
+    assert state["optimizer"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    other = network()
+    other.load_state_dict(torch.load(io.BytesIO(document), weights_only=True)["model"])
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], value, rtol=0, atol=0)
+
+
+def test_loading_state_runs_no_code_from_the_file(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return open, (str(tmp_path / "touched"), "w")
+
+    document = save_state({"model": Evil()})
+
+    with pytest.raises(pickle.UnpicklingError):
+        load_state(document)
+    assert not (tmp_path / "touched").exists()

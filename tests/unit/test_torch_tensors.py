@@ -1,0 +1,203 @@
+"""Columns to tensors, and losses against NumPy."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, as_list, call_losses
+
+F = torch.nn.functional
+ROWS = 5
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def columns(rng):
+    return {
+        "pixels": rng.normal(size=(ROWS, 12)),
+        "count": np.arange(ROWS, dtype=np.int32),
+        "flag": np.arange(ROWS) % 2 == 0,
+        "weight": rng.uniform(size=ROWS),
+    }
+
+
+def test_columns_become_float32_tensors_of_their_own_shapes_unless_told_otherwise(columns):
+    spec = TensorSpec(("pixels", "flag"), ("count",), dtypes={"count": "int64"})
+
+    batch = spec.batch(columns)
+
+    pixels, flag = batch.inputs
+    (count,) = batch.labels
+    assert (pixels.shape, pixels.dtype) == ((ROWS, 12), torch.float32)
+    assert (flag.shape, flag.dtype) == ((ROWS,), torch.float32)
+    assert (count.shape, count.dtype) == ((ROWS,), torch.int64)
+    np.testing.assert_array_equal(pixels.numpy(), columns["pixels"].astype(np.float32))
+    assert flag.tolist() == [1, 0, 1, 0, 1]
+    assert count.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_inputs_and_labels_take_the_shapes_that_are_set(columns):
+    spec = TensorSpec(
+        ("pixels", "count"), ("flag",), None, ((-1, 3, 2, 2), (-1, 1)), ((-1, 1),), {}
+    )
+
+    batch = spec.batch(columns)
+
+    np.testing.assert_array_equal(
+        batch.inputs[0].numpy(), columns["pixels"].reshape(ROWS, 3, 2, 2).astype(np.float32)
+    )
+    assert [tuple(tensor.shape) for tensor in batch.inputs] == [(ROWS, 3, 2, 2), (ROWS, 1)]
+    assert [tuple(tensor.shape) for tensor in batch.labels] == [(ROWS, 1)]
+
+
+def test_a_batch_without_rows_keeps_its_shapes(columns):
+    spec = TensorSpec(("pixels",), ("count",), "weight", ((-1, 3, 4),), None, {})
+
+    batch = spec.batch({name: array[:0] for name, array in columns.items()})
+
+    assert tuple(batch.inputs[0].shape) == (0, 3, 4)
+    assert (batch.rows, batch.weight) == (0, 0.0)
+
+
+def test_a_shape_that_does_not_fit_the_column_is_an_error_and_never_changes_the_rows(columns):
+    with pytest.raises(RuntimeError):
+        TensorSpec(("pixels",), (), None, ((-1, 6),), None, {}).inputs(columns)
+
+
+def test_a_batch_counts_for_its_rows_or_its_sample_weights(columns):
+    assert TensorSpec(("pixels",), ("count",)).batch(columns).weight == ROWS
+    weighted = TensorSpec(("pixels",), ("count",), "weight").batch(columns)
+    assert weighted.weight == pytest.approx(columns["weight"].sum())
+
+
+def test_read_only_columns_are_taken_without_a_warning(columns, recwarn):
+    columns["pixels"].flags.writeable = False
+
+    TensorSpec(("pixels",), ()).inputs(columns)
+
+    assert len(recwarn) == 0
+
+
+@pytest.mark.parametrize(
+    ("output", "label", "expected"),
+    [
+        ((4, 1), (4,), (4, 1)),
+        ((4,), (4, 1), (4,)),
+        ((4, 2, 3), (4, 6), (4, 2, 3)),
+        ((4, 3), (4,), (4,)),  # class numbers stay as they are
+    ],
+)
+def test_labels_take_their_outputs_shape_where_elements_are_as_many(output, label, expected):
+    labels = [torch.arange(float(np.prod(label))).reshape(label)]
+
+    outputs, aligned = align(torch.zeros(output), labels)
+
+    assert tuple(outputs[0].shape) == output
+    assert tuple(aligned[0].shape) == expected
+    assert aligned[0].flatten().tolist() == labels[0].flatten().tolist()
+
+
+def test_labels_keep_shapes_that_were_set():
+    _, labels = align([torch.zeros(4, 1)], [torch.zeros(4)], ((-1,),))
+
+    assert tuple(labels[0].shape) == (4,)
+
+
+def test_an_output_without_its_label_is_an_error():
+    with pytest.raises(ValueError, match="zip"):
+        align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
+
+
+def test_outputs_are_a_list_whatever_the_model_returns():
+    one, two = torch.zeros(1), torch.ones(1)
+
+    assert as_list(one) == [one]
+    assert as_list((one, two)) == [one, two]
+
+
+def test_the_loss_is_the_weighted_sum_of_the_labels_means(rng):
+    outputs, labels = rng.normal(size=(2, ROWS, 3)), rng.normal(size=(2, ROWS, 3))
+
+    loss = Loss([F.mse_loss, torch.nn.L1Loss()], [0.3, 2.0])(*tensors(outputs, labels))
+
+    difference = outputs - labels
+    expected = 0.3 * (difference[0] ** 2).mean() + 2.0 * np.abs(difference[1]).mean()
+    assert loss.shape == ()
+    assert loss.item() == pytest.approx(expected)
+
+
+@given(
+    st.lists(st.floats(0, 10), min_size=1, max_size=8).filter(lambda weights: sum(weights) > 1e-3),
+    st.integers(0, 1000),
+)
+def test_with_sample_weights_it_is_the_weighted_mean_over_rows(weights, seed):
+    rng = np.random.default_rng(seed)
+    outputs, labels = rng.normal(size=(2, 1, len(weights), 3))
+
+    loss = Loss([F.mse_loss], [1.5])(*tensors(outputs, labels), torch.tensor(weights).double())
+
+    per_row = ((outputs - labels) ** 2)[0].mean(axis=1)
+    assert loss.item() == pytest.approx(1.5 * np.average(per_row, weights=weights))
+
+
+@pytest.mark.parametrize("function", [F.cross_entropy, torch.nn.CrossEntropyLoss()])
+def test_sample_weights_of_a_classification_against_numpy(rng, function):
+    logits = rng.normal(size=(ROWS, 3))
+    classes, weights = np.array([0, 2, 1, 1, 0]), np.array([1.0, 0, 2, 0.5, 3])
+
+    loss = Loss([function], [1.0])(
+        [torch.tensor(logits)], [torch.tensor(classes)], torch.tensor(weights)
+    )
+
+    log_sum = np.log(np.exp(logits).sum(axis=1))
+    per_row = log_sum - logits[np.arange(ROWS), classes]
+    assert loss.item() == pytest.approx(np.average(per_row, weights=weights))
+
+
+def test_a_weight_of_two_is_as_good_as_the_row_twice(rng):
+    outputs, labels = rng.normal(size=(2, 1, 3, 2))
+
+    weighted = Loss([F.mse_loss], [1.0])(*tensors(outputs, labels), torch.tensor([2.0, 1.0, 0.0]))
+    repeated = Loss([F.mse_loss], [1.0])(*tensors(outputs[:, [0, 0, 1]], labels[:, [0, 0, 1]]))
+
+    assert weighted.item() == pytest.approx(repeated.item())
+
+
+def test_rows_of_weight_zero_alone_give_a_loss_and_a_gradient_of_zero():
+    output = torch.ones(2, 1, requires_grad=True)
+
+    loss = Loss([F.mse_loss], [1.0])([output], [torch.zeros(2, 1)], torch.zeros(2))
+    loss.backward()
+
+    assert loss.item() == 0
+    assert output.grad.tolist() == [[0], [0]]
+
+
+def test_a_loss_module_gets_its_reduction_back_even_after_an_error():
+    module = torch.nn.CrossEntropyLoss(reduction="sum")
+    loss = Loss([module], [1.0])
+
+    loss([torch.zeros(2, 3)], [torch.zeros(2, dtype=torch.int64)], torch.ones(2))
+    assert module.reduction == "sum"
+    with pytest.raises(RuntimeError):
+        loss([torch.zeros(2, 3)], [torch.zeros(2, 7)], torch.ones(2))
+    assert module.reduction == "sum"
+
+
+def test_aligned_tensors_and_loss_of_a_batch_come_together():
+    batch = Batch([torch.zeros(2)], [torch.tensor([1.0, 3.0])], None)
+
+    outputs, labels, loss = call_losses(Loss([F.mse_loss], [1.0]), torch.zeros(2, 1), batch)
+
+    assert tuple(labels[0].shape) == tuple(outputs[0].shape) == (2, 1)
+    assert loss.item() == pytest.approx((1 + 9) / 2)
+
+
+def tensors(outputs, labels):
+    return [torch.tensor(array) for array in outputs], [torch.tensor(array) for array in labels]
