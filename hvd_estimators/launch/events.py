@@ -50,14 +50,19 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
     """
     secret = secrets.token_hex(16)
     lock = threading.Lock()
-    connected: set[socketserver.StreamRequestHandler] = set()
+    connected: set[Any] = set()
     ended = threading.Event()
 
-    class Connection(socketserver.StreamRequestHandler):
-        def setup(self) -> None:
-            super().setup()
-            connected.add(self)
+    class Server(socketserver.ThreadingTCPServer):
+        def process_request(self, request: Any, client_address: Any) -> None:
+            connected.add(request)
+            super().process_request(request, client_address)
 
+        def shutdown_request(self, request: Any) -> None:
+            super().shutdown_request(request)
+            connected.discard(request)
+
+    class Connection(socketserver.StreamRequestHandler):
         def handle(self) -> None:
             given = self.rfile.readline(256).strip()
             if not hmac.compare_digest(given, secret.encode()):
@@ -71,12 +76,8 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
                     except Exception:
                         logger.exception("An event of a rank could not be handled")
 
-        def finish(self) -> None:
-            connected.discard(self)
-            super().finish()
-
     loopback = host in ("127.0.0.1", "localhost")
-    server = socketserver.ThreadingTCPServer(("127.0.0.1" if loopback else "", 0), Connection)
+    server = Server(("127.0.0.1" if loopback else "", 0), Connection)
     server.daemon_threads = True
     # Connections end with their rank; one that does not must not hold up the driver.
     server.block_on_close = False
@@ -85,15 +86,18 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
     try:
         yield {EVENTS_VARIABLE: f"{host}:{server.server_address[1]}:{secret}"}
     finally:
+        server.shutdown()
+        thread.join()
         # Ranks that have ended have closed their connections: what is still on its way is taken.
+        server.timeout = 0
+        for _ in range(server.request_queue_size + 1):
+            server.handle_request()
         deadline = time.monotonic() + _DRAIN_SECONDS
         while connected and time.monotonic() < deadline:
             time.sleep(0.01)
         with lock:
             ended.set()
-        server.shutdown()
         server.server_close()
-        thread.join()
 
 
 class EventSender:

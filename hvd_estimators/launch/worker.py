@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import sys
 import threading
@@ -33,7 +34,7 @@ def main(directory: str) -> int:
     int
         The exit status: 0, or 1 if the function raised.
     """
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(directory,), daemon=True).start()
     outcome: tuple[str, ...] | tuple[str, bytes]
     try:
         with open(Path(directory) / CALL_FILE, "rb") as file:
@@ -48,14 +49,15 @@ def main(directory: str) -> int:
     return 0 if outcome[0] == "result" else 1
 
 
-def _die_with_parent() -> None:
-    """Kill this process and all that it started as soon as its parent has gone.
+def _die_with_parent(directory: str) -> None:
+    """Delete the call and kill this process and all that it started once its parent has gone.
 
     The parent holds the other end of standard input and never writes to it, so that reading ends
     only when the parent does, however it ends.
     """
     while os.read(sys.stdin.fileno(), 1024):
         pass
+    shutil.rmtree(directory, ignore_errors=True)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

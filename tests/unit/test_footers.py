@@ -224,9 +224,12 @@ def test_nulls_are_an_error_that_names_the_column(store, folder, values):
         manifest(store, folder, "x", "price")
 
 
-def test_nulls_in_the_last_row_group_of_the_last_file_are_found(store, folder):
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place):
+    values = [1.0, 2.0, 3.0]
+    values[place] = None
     write(folder / "a.parquet", x=[1.0, 2.0])
-    write(folder / "b.parquet", row_group_size=1, x=[1.0, 2.0, None])
+    write(folder / "b.parquet", row_group_size=1, x=values)
 
     with pytest.raises(DataError, match="'x' holds 1 null"):
         read_split(store, str(folder), [X])

@@ -149,6 +149,16 @@ def test_the_end_of_a_long_output_is_kept_and_every_line_is_passed_on():
     assert "line 4000\n" not in outcome.output_tail
 
 
+def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
+    def chatter():
+        print(*range(50), sep="\n")
+        os._exit(1)
+
+    outcome = run(chatter, on_line=lambda line: time.sleep(0.01))
+
+    assert outcome.output_tail.endswith("\n48\n49\n")
+
+
 def test_output_that_is_no_text_does_not_disturb():
     outcome = run(lambda: sys.stdout.buffer.write(b"\xff\xfe\n"))
 
@@ -206,13 +216,18 @@ def test_a_rank_ends_with_all_it_started_when_its_parent_is_killed(tmp_path, end
             """
         )
     )
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "parent.py")])
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    parent = subprocess.Popen(
+        [sys.executable, str(tmp_path / "parent.py")], env={**os.environ, "TMPDIR": str(scratch)}
+    )
     try:
         rank, grandchild = pids(path)
         assert not ended(rank)
         parent.send_signal(end)
 
         wait_until(lambda: ended(rank) and ended(grandchild))
+        assert list(scratch.iterdir()) == []
     finally:
         parent.kill()
         parent.wait()
