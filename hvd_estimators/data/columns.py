@@ -60,8 +60,7 @@ def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
     column = _one_chunk(table, spec.name)
     values = column
     for size in spec.shape:
-        offsets, values = _lists(values, spec.name)
-        lengths = np.diff(offsets)
+        lengths, values = _lists(values, spec.name)
         if len(lengths) and not (lengths == size).all():
             found = sorted({int(lengths.min()), int(lengths.max())} - {size})
             raise DataError(
@@ -73,11 +72,11 @@ def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
 
 def _densify(table: pa.Table, spec: ColumnSpec) -> Array:
     indices_name, values_name = spec.stored_names
-    offsets, indices = _lists(_one_chunk(table, indices_name), indices_name)
+    lengths, indices = _lists(_one_chunk(table, indices_name), indices_name)
     _, elements = _lists(_one_chunk(table, values_name), values_name)
     values = _scalars(elements)
     dense = np.zeros((table.num_rows, spec.width), dtype=values.dtype)
-    rows = np.repeat(np.arange(table.num_rows), np.diff(offsets))
+    rows = np.repeat(np.arange(table.num_rows), lengths)
     dense[rows, _scalars(indices)] = values
     return dense
 
@@ -94,21 +93,21 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
 
 
 def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
-    """Return offsets (rows + 1, starting at 0) and the elements of a list column."""
+    """Return the lengths of a list column's rows, and their elements one after another."""
     if pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size
         values = column.values.slice(column.offset * size, len(column) * size)
-        offsets = np.arange(len(column) + 1) * size
+        lengths = np.full(len(column), size)
     else:
         offsets = column.offsets.to_numpy()
         values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
-        offsets = offsets - offsets[0]
+        lengths = np.diff(offsets)
     if values.null_count:
         raise DataError(
             f"Column {name!r} holds arrays with null elements ({values.null_count} of them); "
             "fill them before training."
         )
-    return offsets, values
+    return lengths, values
 
 
 def _scalars(column: pa.Array) -> Array:

@@ -4,41 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import logging
 import os
-import pickle
-import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
-from pyspark import BarrierTaskContext
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.events import EventSender
-from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.process import (
-    RankOutcome,
-    RankProcess,
     pickle_call,
     results_in_order,
-)
-from hvd_estimators.launch.rendezvous import (
-    Rendezvous,
-    assign_ranks,
-    child_environment,
-    python_path,
-    rank_environment,
-    serve,
 )
 
 if TYPE_CHECKING:
@@ -51,22 +34,7 @@ __all__ = ["SparkBackend"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
-_ABORT_POLLS = 5
-_GRACE_SECONDS = 3.0
 _EXECUTOR_WAIT_SECONDS = 10.0
-# One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
-_CHUNK_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What every task needs; crosses from the driver to the tasks."""
-
-    call: bytes
-    env: dict[str, str | None]
-    driver_path: tuple[str, ...]
-    executable: str | None
-    verbose: int
 
 
 class SparkBackend(Backend):
@@ -175,7 +143,7 @@ class SparkBackend(Backend):
                 _session()
                 .range(0, num_proc, 1, num_proc)
                 .mapInArrow(
-                    functools.partial(_hosts_without, store=store, path=probe),
+                    functools.partial(hosts_without, store=store, path=probe),
                     "host string",
                     barrier=True,
                 )
@@ -199,7 +167,7 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         self.check()
-        job = _Job(
+        job = Job(
             call=pickle_call(fn, args, kwargs or {}),
             env={**self._env, **(env or {})},
             driver_path=tuple(sys.path),
@@ -209,8 +177,8 @@ class SparkBackend(Backend):
         session = _session()
         num_proc = self.num_processes()
         frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
-            functools.partial(_run_task, job=job),
-            "rank int, host string, chunk int, bytes binary",
+            functools.partial(run_task, job=job),
+            OUTCOME_SCHEMA,
             barrier=True,
         )
         with _job_group(session.sparkContext, num_proc, self._start_timeout) as timed_out:
@@ -224,7 +192,7 @@ class SparkBackend(Backend):
                         "wait for these, or set a longer start_timeout."
                     ) from error
                 raise
-        return results_in_order(_outcomes(rows))
+        return results_in_order(outcomes(rows))
 
 
 def _session() -> SparkSession:
@@ -333,97 +301,3 @@ def _active_tasks(context: SparkContext, group: str) -> int:
             stage = tracker.getStageInfo(stage_id)
             active += stage.numActiveTasks + stage.numCompletedTasks if stage else 0
     return active
-
-
-def _outcomes(rows: Sequence[Any]) -> list[RankOutcome]:
-    chunks: dict[int, list[tuple[int, bytes]]] = {}
-    for row in rows:
-        chunks.setdefault(row["rank"], []).append((row["chunk"], bytes(row["bytes"])))
-    return [
-        RankOutcome(**pickle.loads(b"".join(part for _, part in sorted(parts))))
-        for parts in chunks.values()
-    ]
-
-
-def _hosts_without(
-    batches: Iterator[pa.RecordBatch], *, store: Store, path: str
-) -> Iterator[pa.RecordBatch]:
-    """Yield this machine's name if it does not see a file. Runs in a barrier task."""
-    for _ in batches:
-        pass
-    if not store.exists(path):
-        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()]})
-
-
-def _run_task(batches: Iterator[pa.RecordBatch], *, job: _Job) -> Iterator[pa.RecordBatch]:
-    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
-    for _ in batches:
-        pass
-    context = BarrierTaskContext.get()
-    host = socket.gethostname()
-    resources = context.resources()
-    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
-    peers = [json.loads(text) for text in context.allGather(json.dumps({"host": host}))]
-    slots = assign_ranks([peer["host"] for peer in peers])
-    slot = slots[context.partitionId()]
-    one_host = len({peer["host"] for peer in peers}) == 1
-    address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
-    with contextlib.ExitStack() as stack:
-        if context.partitionId() == 0:
-            mine = stack.enter_context(serve(slots, address))
-            told = context.allGather(json.dumps(asdict(mine)))
-        else:
-            told = context.allGather("")
-        rendezvous = Rendezvous(**json.loads(told[0]))
-        env = child_environment(
-            os.environ,
-            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
-            rank_environment(slot, rendezvous),
-            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.env}),
-            job.env,
-        )
-        outcome = _supervise(slot.rank, host, job, env, rendezvous)
-        # The rendezvous server goes when the first task's block ends: not before all have done.
-        context.barrier()
-    document = pickle.dumps(asdict(outcome))
-    starts = range(0, len(document), _CHUNK_BYTES)
-    for chunk, start in enumerate(starts):
-        yield pa.RecordBatch.from_pydict(
-            {
-                "rank": pa.array([slot.rank], pa.int32()),
-                "host": [host],
-                "chunk": pa.array([chunk], pa.int32()),
-                "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
-            }
-        )
-
-
-def _supervise(
-    rank: int, host: str, job: _Job, env: Mapping[str, str], rendezvous: Rendezvous
-) -> RankOutcome:
-    """Run the rank's process; tell the others if it fails, and end it if another one did."""
-    sender = EventSender(env.get("HVD_ESTIMATORS_EVENTS")) if job.verbose >= 2 else None
-
-    def relay(line: str) -> None:
-        sys.stderr.write(f"[{rank}] {line}")
-        if sender is not None:
-            sender.send(kind="output", rank=rank, line=line)
-
-    with RankProcess(rank, host, job.call, env, relay, job.executable) as process:
-        deadline = float("inf")
-        polls = 0
-        while process.running():
-            time.sleep(_POLL_SECONDS)
-            polls += 1
-            if deadline == float("inf") and polls % _ABORT_POLLS == 0 and rendezvous.failure_told():
-                deadline = time.monotonic() + _GRACE_SECONDS
-            if time.monotonic() > deadline:
-                outcome = process.abort()
-                break
-        else:
-            outcome = process.outcome()
-    if outcome.failed:
-        rendezvous.tell_failure()
-    if sender is not None:
-        sender.close()
-    return outcome

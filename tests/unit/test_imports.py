@@ -58,3 +58,21 @@ def test_a_name_that_does_not_exist_is_the_usual_error():
             assert getattr(package, name) is not None
         with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
             _ = package.Nothing
+
+
+@pytest.mark.parametrize(
+    ("package", "remedy"),
+    [("horovod", "hvd-estimators build-horovod"), ("torch", "pip install torch")],
+)
+def test_a_missing_framework_is_told_with_the_command_that_installs_it(package, remedy):
+    script = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        "from hvd_estimators.exceptions import DependencyError\n"
+        "try:\n"
+        "    from hvd_estimators.torch import TorchEstimator\n"
+        "except DependencyError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert f"needs {package}" in done.stdout, done.stderr
+    assert remedy in done.stdout

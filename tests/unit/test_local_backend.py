@@ -24,6 +24,12 @@ def rank():
     return int(os.environ["HOROVOD_RANK"])
 
 
+@pytest.fixture
+def short_grace(monkeypatch):
+    """Let ranks that sleep be ended soon after another has failed."""
+    monkeypatch.setattr("hvd_estimators.launch.local._GRACE_SECONDS", 0.2)
+
+
 @pytest.fixture(autouse=True)
 def no_process_is_left():
     before = set(psutil.Process().children(recursive=True))
@@ -87,6 +93,7 @@ def test_ranks_import_what_the_driver_can_import(tmp_path, monkeypatch):
     assert LocalBackend(1).run(work) == [42]
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_an_exception_on_one_rank_ends_the_others_and_is_raised_with_its_traceback():
     def work():
         print("output of rank", rank())
@@ -109,6 +116,7 @@ def test_an_exception_on_one_rank_ends_the_others_and_is_raised_with_its_traceba
     assert "output of rank 0" not in str(error)
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_rank_that_is_killed_is_named_with_the_signal():
     def work():
         if rank() == 1:

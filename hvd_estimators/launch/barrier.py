@@ -1,0 +1,153 @@
+"""What runs in each Spark barrier task: one rank, watched and reported on.
+
+Imported by Spark's Python workers on the executors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext
+
+from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
+from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.process import RankOutcome, RankProcess
+from hvd_estimators.launch.rendezvous import (
+    Rendezvous,
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+    serve,
+)
+
+if TYPE_CHECKING:
+    from hvd_estimators.store import Store
+
+__all__ = ["OUTCOME_SCHEMA", "Job", "hosts_without", "outcomes", "run_task"]
+
+OUTCOME_SCHEMA = "rank int, host string, chunk int, bytes binary"
+"""Columns of what `run_task` yields, as a Spark DDL string."""
+
+_POLL_SECONDS = 0.2
+_ABORT_POLLS = 5
+# A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
+_GRACE_SECONDS = 3.0
+# One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
+_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every task needs; crosses from the driver to the tasks."""
+
+    call: bytes
+    env: dict[str, str | None]
+    driver_path: tuple[str, ...]
+    executable: str | None
+    verbose: int
+
+
+def hosts_without(
+    batches: Iterator[pa.RecordBatch], *, store: Store, path: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield this machine's name if it does not see a file. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    if not store.exists(path):
+        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()]})
+
+
+def outcomes(rows: Iterable[Any]) -> list[RankOutcome]:
+    """Put together what all tasks yielded. Runs on the driver."""
+    chunks: dict[int, list[tuple[int, bytes]]] = {}
+    for row in rows:
+        chunks.setdefault(row["rank"], []).append((row["chunk"], bytes(row["bytes"])))
+    return [
+        RankOutcome(**pickle.loads(b"".join(part for _, part in sorted(parts))))
+        for parts in chunks.values()
+    ]
+
+
+def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
+    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    context = BarrierTaskContext.get()
+    host = socket.gethostname()
+    resources = context.resources()
+    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
+    peers = [json.loads(text) for text in context.allGather(json.dumps({"host": host}))]
+    slots = assign_ranks([peer["host"] for peer in peers])
+    slot = slots[context.partitionId()]
+    one_host = len({peer["host"] for peer in peers}) == 1
+    address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
+    with contextlib.ExitStack() as stack:
+        if context.partitionId() == 0:
+            mine = stack.enter_context(serve(slots, address))
+            told = context.allGather(json.dumps(asdict(mine)))
+        else:
+            told = context.allGather("")
+        rendezvous = Rendezvous(**json.loads(told[0]))
+        env = child_environment(
+            os.environ,
+            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+            rank_environment(slot, rendezvous),
+            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.env}),
+            job.env,
+        )
+        outcome = _supervise(slot.rank, host, job, env, rendezvous)
+        # The rendezvous server goes when the first task's block ends: not before all have done.
+        context.barrier()
+    document = pickle.dumps(asdict(outcome))
+    starts = range(0, len(document), _CHUNK_BYTES)
+    for chunk, start in enumerate(starts):
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([slot.rank], pa.int32()),
+                "host": [host],
+                "chunk": pa.array([chunk], pa.int32()),
+                "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
+            }
+        )
+
+
+def _supervise(
+    rank: int, host: str, job: Job, env: Mapping[str, str], rendezvous: Rendezvous
+) -> RankOutcome:
+    """Run the rank's process; tell the others if it fails, and end it if another one did."""
+    sender = EventSender(env.get(EVENTS_VARIABLE)) if job.verbose >= 2 else None
+
+    def relay(line: str) -> None:
+        sys.stderr.write(f"[{rank}] {line}")
+        if sender is not None:
+            sender.send(kind="output", rank=rank, line=line)
+
+    with RankProcess(rank, host, job.call, env, relay, job.executable) as process:
+        deadline = float("inf")
+        polls = 0
+        while process.running():
+            time.sleep(_POLL_SECONDS)
+            polls += 1
+            if deadline == float("inf") and polls % _ABORT_POLLS == 0 and rendezvous.failure_told():
+                deadline = time.monotonic() + _GRACE_SECONDS
+            if time.monotonic() > deadline:
+                outcome = process.abort()
+                break
+        else:
+            outcome = process.outcome()
+    if outcome.failed:
+        rendezvous.tell_failure()
+    if sender is not None:
+        sender.close()
+    return outcome
