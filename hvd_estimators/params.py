@@ -110,13 +110,6 @@ class DeclaredParams(Params):
             self._paramMap[self.getParam(name)] = value
         return self
 
-    def _copyValues(self, to: Any, extra: Any = None) -> Any:
-        if extra:
-            to = super()._copyValues(to)
-            # Values given with fit(df, params) are checked like all others.
-            return to._set(**{param.name: value for param, value in extra.items()})
-        return super()._copyValues(to, extra)
-
     def copy(self, extra: Any = None) -> Self:
         """Return a copy with some values replaced.
 
@@ -153,8 +146,11 @@ def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None
 
 def _describe(cls: type[DeclaredParams]) -> None:
     """Give the constructor a signature, and the class a Parameters section, from the table."""
-    parameters = inspect.signature(cls.__init__).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+    init = inspect.signature(cls.__init__)
+    if not any(p.kind is p.VAR_KEYWORD for p in init.parameters.values()):
+        # A constructor of the user's own: not that of the base, which would be inherited.
+        own = list(init.parameters.values())[1:]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         return
     keyword = inspect.Parameter.KEYWORD_ONLY
     cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

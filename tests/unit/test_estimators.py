@@ -135,3 +135,13 @@ def test_signature_and_docstring_tell_own_and_inherited_params(cls, own, inherit
 def test_output_columns_are_named_after_labels_unless_they_are_set():
     assert TorchModel(label_columns=["a", "b"])._output_names() == ["a__output", "b__output"]
     assert TorchModel(label_columns=["a"], outputCols=["p"])._output_names() == ["p"]
+
+
+def test_a_subclass_keeps_the_signature_of_its_own_constructor():
+    class Small(TorchEstimator):
+        def __init__(self, width: int) -> None:
+            super().__init__(batch_size=width)
+
+    assert list(inspect.signature(Small).parameters) == ["width"]
+    assert Small(width=7).getBatchSize() == 7
+    assert "epochs" in inspect.signature(TorchEstimator).parameters
