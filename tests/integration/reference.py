@@ -1,0 +1,137 @@
+"""Training in one process, with nothing but torch, and the data for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.torch import TorchEstimator
+
+WIDTH = 4
+
+
+class RecordingBackend(LocalBackend):
+    """Keeps what every rank returned."""
+
+    def run(self, *args: Any, **kwargs: Any) -> list[Any]:
+        self.results = super().run(*args, **kwargs)
+        return self.results
+
+
+def write_rows(path: Path, rows: int, files: int = 2, seed: int = 0) -> dict[str, np.ndarray]:
+    """Write rows as Parquet files and return them as arrays."""
+    rng = np.random.default_rng(seed)
+    features = rng.normal(size=(rows, WIDTH)).astype(np.float32)
+    columns = {
+        "id": np.arange(rows),
+        "features": features,
+        "label": (features @ np.arange(1, WIDTH + 1) + 0.5).astype(np.float32),
+        "weight": rng.uniform(0.1, 3.0, size=rows),
+    }
+    path.mkdir(parents=True)
+    for index, part in enumerate(np.array_split(np.arange(rows), min(files, rows))):
+        table = pa.table(
+            {
+                name: pa.array(list(array[part])) if array.ndim > 1 else pa.array(array[part])
+                for name, array in columns.items()
+            }
+        )
+        parquet.write_table(table, path / f"part-{index:03d}.parquet", row_group_size=17)
+    return columns
+
+
+def make_net() -> torch.nn.Sequential:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+}
+
+
+def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
+    """Work out, from the guarantees alone, which rows each step holds without shuffling.
+
+    Ranks hold contiguous shares that differ by at most one row; a share is cut into full batches,
+    and the last ones are smaller so that all ranks take the same steps.
+    """
+    bounds = [rows * rank // ranks for rank in range(ranks + 1)]
+    longest = max(np.diff(bounds))
+    steps = int(np.ceil(longest / batch_size))
+    batches: list[list[int]] = [[] for _ in range(steps)]
+    for start, stop in itertools.pairwise(bounds):
+        position = start
+        for step in range(steps):
+            most = min(batch_size, max(stop - position - (steps - step - 1), 0))
+            batches[step].extend(range(position, position + most))
+            position += most
+        assert position == stop
+    return [np.array(batch) for batch in batches]
+
+
+def train_alone(
+    columns: dict[str, np.ndarray],
+    batches: Sequence[np.ndarray],
+    make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    epochs: int,
+    passes: int = 1,
+    weighted: bool = False,
+) -> torch.nn.Sequential:
+    """Train in one process, with nothing but torch."""
+    net = make_net()
+    optimizer = make_optimizer(net.parameters())
+    for _ in range(epochs):
+        for first in range(0, len(batches), passes):
+            rows = np.concatenate(batches[first : first + passes])
+            output = net(torch.from_numpy(columns["features"][rows])).reshape(-1)
+            label = torch.from_numpy(columns["label"][rows])
+            errors = (output - label) ** 2
+            if weighted:
+                weight = torch.from_numpy(columns["weight"][rows]).float()
+                loss = (errors * weight).sum() / weight.sum()
+            else:
+                loss = errors.mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return net
+
+
+def fit(store: Any, ranks: int, name: str, **params: Any) -> tuple[Any, RecordingBackend]:
+    net = make_net()
+    backend = RecordingBackend(ranks)
+    estimator = TorchEstimator(
+        **{
+            "backend": backend,
+            "store": store,
+            "model": net,
+            "optimizer": OPTIMIZERS[name](net.parameters()),
+            "loss": torch.nn.functional.mse_loss,
+            "feature_cols": ["features"],
+            "label_cols": ["label"],
+            "shuffle": False,
+            "scale_learning_rate": False,
+            "random_seed": 3,
+            "verbose": 0,
+            **params,
+        }
+    )
+    return estimator.fit_on_parquet(), backend
+
+
+def assert_same_weights(found: torch.nn.Module, expected: torch.nn.Module) -> None:
+    for (name, a), (_, b) in zip(
+        found.named_parameters(), expected.named_parameters(), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")

@@ -1,0 +1,166 @@
+"""Each parameter of TorchEstimator does what it says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from reference import (
+    OPTIMIZERS,
+    assert_same_weights,
+    fit,
+    global_batches,
+    train_alone,
+    write_rows,
+)
+
+from hvd_estimators.exceptions import WorkerFailedError
+
+pytestmark = pytest.mark.integration
+
+
+def test_transformation_fn_changes_rows_before_they_reach_the_model(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 100)
+
+    def double(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "features": row["features"] * 2}
+
+    model, _ = fit(store, 2, "sgd", batch_size=16, transformation_fn=double)
+    columns["features"] = columns["features"] * 2
+    expected = train_alone(columns, global_batches(100, 2, 16), OPTIMIZERS["sgd"], 1)
+    assert_same_weights(model.getModel(), expected)
+
+
+def test_rows_kept_in_memory_train_as_rows_read_again(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 150)
+    cached, read = (
+        fit(store, 2, "adam", epochs=3, shuffle=True, inmemory_cache_all=cache)[0].getModel()
+        for cache in (True, False)
+    )
+    for a, b in zip(cached.parameters(), read.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_fewer_and_more_steps_than_the_data_cut_and_cycle_the_epoch(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 96)
+    batches = global_batches(96, 2, 16)
+    assert len(batches) == 3
+    for steps in (2, 4):
+        model, _ = fit(store, 2, "sgd", batch_size=16, train_steps_per_epoch=steps, epochs=3)
+        taken = [batches[step % 3] for step in range(3 * steps)]
+        assert_same_weights(model.getModel(), train_alone(columns, taken, OPTIMIZERS["sgd"], 1))
+
+
+def test_losses_are_made_on_the_ranks_by_loss_constructors(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    for constructor in (torch.nn.MSELoss, lambda model, size: torch.nn.MSELoss()):
+        model, _ = fit(store, 2, "sgd", loss=None, loss_constructors=constructor, batch_size=16)
+        expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["sgd"], 1)
+        assert_same_weights(model.getModel(), expected)
+
+
+def test_compressed_gradients_are_close_to_exact_ones_and_not_equal(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 128)
+    model, _ = fit(store, 2, "sgd", batch_size=16, gradient_compression=hvd.Compression.fp16)
+    exact = train_alone(columns, global_batches(128, 2, 16), OPTIMIZERS["sgd"], 1)
+    found, expected = (
+        np.concatenate([p.detach().numpy().reshape(-1) for p in net.parameters()])
+        for net in (model.getModel(), exact)
+    )
+    np.testing.assert_allclose(found, expected, atol=5e-3)
+    assert np.abs(found - expected).max() > 1e-6
+
+
+def test_callbacks_are_called_on_every_rank_with_the_same_logs(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    folder = str(tmp_path)
+
+    class Notes:
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def on_train_begin(self, module: Any, optimizer: Any) -> None:
+            self.lines.append(f"begin lr={optimizer.param_groups[0]['lr']}")
+
+        def on_epoch_end(self, epoch: int, logs: dict[str, Any]) -> None:
+            self.lines.append(f"{epoch} {logs['train']['loss']!r}")
+
+        def on_train_end(self) -> None:
+            import os
+
+            rank = os.environ["HOROVOD_RANK"]
+            Path(folder, f"rank{rank}").write_text("\n".join(self.lines))
+
+    model, _ = fit(store, 2, "sgd", epochs=2, callbacks=[Notes()], scale_learning_rate=True)
+    losses = [record["train"]["loss"] for record in model.getHistory()]
+    expected = "\n".join(["begin lr=0.1", *(f"{e} {loss!r}" for e, loss in enumerate(losses))])
+    assert (tmp_path / "rank0").read_text() == expected
+    assert (tmp_path / "rank1").read_text() == expected
+
+
+def test_runs_are_not_kept_when_the_store_says_so(tmp_path: Path) -> None:
+    from hvd_estimators import Store
+
+    store = Store.create(str(tmp_path / "store"), save_runs=False)
+    write_rows(Path(store.get_train_data_path()), 32)
+    fit(store, 1, "sgd")
+    assert not Path(store.get_runs_path()).exists()
+
+
+def test_event_files_hold_the_losses_of_the_history(store: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_rows(Path(store.get_train_data_path()), 64)
+    model, _ = fit(store, 1, "sgd", epochs=2, metrics=[[torch.nn.functional.l1_loss]])
+    logs = EventAccumulator(store.get_logs_path(model.getRunId()))
+    logs.Reload()
+    for tag, values in (
+        ("train/loss", [r["train"]["loss"] for r in model.getHistory()]),
+        (
+            "train/group_0_label",
+            [r["train"]["all_metrics"][0]["group_0_label"] for r in model.getHistory()],
+        ),
+    ):
+        assert [event.value for event in logs.Scalars(tag)] == pytest.approx(values, rel=1e-6)
+
+
+def test_batch_norm_statistics_are_the_mean_over_the_ranks(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.BatchNorm1d(4, momentum=1.0), torch.nn.Linear(4, 1))
+    model, _ = fit(
+        store,
+        2,
+        "sgd",
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        batch_size=32,
+    )
+    # With momentum 1 the statistics are those of the last batch: one of 32 rows on each rank.
+    means = [columns["features"][rows].mean(axis=0) for rows in (slice(0, 32), slice(32, 64))]
+    np.testing.assert_allclose(
+        model.getModel()[0].running_mean, np.mean(means, axis=0), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_gradients_beyond_backward_passes_per_step_are_an_error(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+
+    def twice(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        for _ in range(2):
+            outputs, aligned = transform_outputs(model(*inputs), labels)
+            loss = loss_fn(outputs, aligned)
+            loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    with pytest.raises(WorkerFailedError, match="backward_passes_per_step=1"):
+        fit(store, 2, "sgd", train_minibatch_fn=twice)
+    model, _ = fit(store, 2, "sgd", train_minibatch_fn=twice, backward_passes_per_step=2)
+    assert np.isfinite(model.getHistory()[0]["train"]["loss"])
