@@ -1,0 +1,1 @@
+"""Measures the package against `horovod.spark` and against plain Horovod."""

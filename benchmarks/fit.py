@@ -1,0 +1,282 @@
+"""Time `fit` against horovod.spark's and a loop that is written by hand."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from pyspark.sql import DataFrame
+
+from benchmarks import by_hand
+from benchmarks.common import (
+    NOISE,
+    WIDTH,
+    Arrays,
+    Net,
+    collect,
+    loss_on,
+    need_baseline,
+    parser,
+    regression_data,
+    seconds,
+    show_result,
+    show_table,
+    spark_session,
+    squared_error,
+)
+from hvd_estimators import Store
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.torch import TorchEstimator
+
+TARGET = 3.0
+WARM_UP_ROWS = 4000
+
+
+@dataclass
+class Fitted:
+    """A measured `fit`: the trained network, and the seconds of the whole and of its parts."""
+
+    net: torch.nn.Module
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+class Moments:
+    """A callback that leaves the time at which a rank started and ended to train."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def on_train_begin(self, **_: Any) -> None:
+        self._note("begin")
+
+    def on_train_end(self, **_: Any) -> None:
+        self._note("end")
+
+    def read(self, moment: str) -> list[float]:
+        return [float(path.read_text()) for path in Path(self.folder).glob(f"{moment}.*")]
+
+    def _note(self, moment: str) -> None:
+        Path(self.folder, f"{moment}.{os.getpid()}").write_text(str(time.time()))
+
+
+def timed(backend_class: Any, num_proc: int, **kwargs: Any) -> Any:
+    """Return a backend that keeps when its `run` was called and when it returned."""
+
+    class TimedBackend(backend_class):  # type: ignore[misc]
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            self.called = time.time()
+            try:
+                return super().run(*args, **kwargs)
+            finally:
+                self.returned = time.time()
+
+    return TimedBackend(num_proc, **kwargs)
+
+
+@contextlib.contextmanager
+def kept_output(path: Path) -> Iterator[IO[str]]:
+    """Yield a file for what the ranks print; it is shown only if the block fails."""
+    with path.open("w", encoding="utf-8") as file:
+        try:
+            yield file
+        except BaseException:
+            file.flush()
+            print(path.read_text(encoding="utf-8"), file=sys.stderr)
+            raise
+
+
+def settings_of(options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    """Return the params that both estimators get."""
+    net = Net()
+    return {
+        "model": net,
+        "optimizer": torch.optim.Adam(net.parameters(), lr=options.learning_rate),
+        "loss": squared_error,
+        "feature_cols": ["features"],
+        "label_cols": ["label"],
+        "input_shapes": [[-1, WIDTH]],
+        "validation": "is_validation",
+        "batch_size": options.batch_size,
+        "epochs": options.epochs,
+        "random_seed": seed,
+        "use_gpu": False,
+        "verbose": 0,
+    }
+
+
+def fit_ours(frame: DataFrame, options: argparse.Namespace, seed: int, folder: str) -> Fitted:
+    backend = timed(SparkBackend, options.num_proc)
+    moments = Moments(folder)
+    estimator = TorchEstimator(
+        backend=backend,
+        store=Store.create(f"{folder}/store"),
+        callbacks=[moments],
+        **settings_of(options, seed),
+    )
+    started = time.time()
+    model = estimator.fit(frame)
+    ended = time.time()
+    begin, end = min(moments.read("begin")), max(moments.read("end"))
+    parts = {
+        "prepare": backend.called - started,
+        "launch": begin - backend.called,
+        "training": end - begin,
+        "finish": ended - end,
+    }
+    return Fitted(model.getModel(), ended - started, parts)
+
+
+def fit_baseline(frame: DataFrame, options: argparse.Namespace, seed: int, folder: str) -> Fitted:
+    from benchmarks import baseline
+
+    store = baseline.make_store(folder)
+    with kept_output(Path(folder) / "ranks.log") as log:
+        backend = timed(
+            baseline.SparkBackend,
+            options.num_proc,
+            env={**os.environ, **baseline.QUIET},
+            verbose=0,
+            stdout=log,
+            stderr=log,
+        )
+        estimator = baseline.TorchEstimator(
+            backend=backend, store=store, **settings_of(options, seed)
+        )
+        started = time.time()
+        model = estimator.fit(frame)
+        ended = time.time()
+    parts = {
+        "prepare": backend.called - started,
+        "launch and training": backend.returned - backend.called,
+        "finish": ended - backend.returned,
+    }
+    return Fitted(model.getModel(), ended - started, parts)
+
+
+def fit_by_hand(arrays: Path, options: argparse.Namespace, seed: int) -> Fitted:
+    arguments = (arrays, options.epochs, options.batch_size, options.learning_rate, seed)
+    results: list[by_hand.Trained] = []
+    taken = seconds(
+        lambda: results.extend(LocalBackend(options.num_proc).run(by_hand.train, args=arguments))
+    )
+    net = Net()
+    net.load_state_dict(results[0].state)
+    loop = max(result.seconds for result in results)
+    return Fitted(net, taken, {"launch": taken - loop, "training": loop})
+
+
+def measure(
+    frame: DataFrame, options: argparse.Namespace, folder: Path
+) -> tuple[dict[str, list[Fitted]], Arrays]:
+    """Fit with each in turn, as often as asked for."""
+    validation = collect(frame.where("is_validation"))
+    by_hand.save(folder, "train", collect(frame.where("not is_validation")))
+    by_hand.save(folder, "validation", validation)
+
+    def in_folder(fit: Callable[..., Fitted]) -> Callable[[int], Fitted]:
+        return lambda seed: fit(frame, options, seed, tempfile.mkdtemp(dir=folder))
+
+    fits: dict[str, Callable[[int], Fitted]] = {
+        "hvd_estimators": in_folder(fit_ours),
+        "horovod.spark": in_folder(fit_baseline),
+        "by hand": lambda seed: fit_by_hand(folder, options, seed),
+    }
+    fitted: dict[str, list[Fitted]] = {name: [] for name in fits}
+    for repeat in range(options.repeats):
+        for name, fit in fits.items():
+            fitted[name].append(fit(repeat))
+            print(f"{name}: {fitted[name][-1].seconds:.1f} s", flush=True)
+    return fitted, validation
+
+
+def report(
+    fitted: dict[str, list[Fitted]], validation: Arrays, options: argparse.Namespace
+) -> None:
+    figures: dict[str, dict[str, Any]] = {}
+    for name, fits in fitted.items():
+        losses = [loss_on(fit.net, validation) for fit in fits]
+        fastest = min(fits, key=lambda fit: fit.seconds)
+        figures[name] = {
+            "seconds": fastest.seconds,
+            "all_seconds": [fit.seconds for fit in fits],
+            "parts": fastest.parts,
+            "validation_loss": statistics.fmean(losses),
+            "all_validation_losses": losses,
+        }
+    ours, baseline = figures["hvd_estimators"], figures["horovod.spark"]
+    speedup = baseline["seconds"] / ours["seconds"]
+    show_table(
+        f"fit: {options.rows} rows, {options.epochs} epochs, batch {options.batch_size}, "
+        f"{options.num_proc} ranks (best of {options.repeats})",
+        ["", "seconds", "of horovod.spark", "mean validation loss"],
+        [
+            [name, f["seconds"], f["seconds"] / baseline["seconds"], f"{f['validation_loss']:.5f}"]
+            for name, f in figures.items()
+        ],
+    )
+    show_table(
+        "Where the time goes",
+        ["", "part", "seconds"],
+        [[name, part, taken] for name, f in figures.items() for part, taken in f["parts"].items()],
+    )
+    met = speedup >= TARGET
+    loss_ratio = ours["validation_loss"] / baseline["validation_loss"]
+    print(
+        f"\nfit is {speedup:.1f} times as fast as horovod.spark's; target {TARGET:g}: "
+        f"{'met' if met else 'MISSED'}"
+    )
+    print(
+        f"validation loss is {loss_ratio:.3f} times horovod.spark's "
+        f"(the noise alone is {NOISE**2:g})"
+    )
+    show_result(
+        "fit",
+        vars(options),
+        {
+            "results": figures,
+            "speedup": speedup,
+            "validation_loss_ratio": loss_ratio,
+            "over_by_hand": ours["seconds"] / figures["by hand"]["seconds"],
+            "target_met": met,
+        },
+    )
+
+
+def main() -> None:
+    options_parser = parser(__doc__, rows=400_000, repeats=3)
+    options_parser.add_argument("--epochs", type=int, default=2)
+    options_parser.add_argument("--num-proc", type=int, default=2, help="ranks and task slots")
+    options_parser.add_argument("--batch-size", type=int, default=256, help="rows on each rank")
+    options_parser.add_argument(
+        "--learning-rate", type=float, default=1e-3, help="of one rank; all multiply it by ranks"
+    )
+    options = options_parser.parse_args()
+    need_baseline()
+    with (
+        spark_session(options.num_proc) as spark,
+        tempfile.TemporaryDirectory(prefix="hvd-estimators-bench-") as folder,
+    ):
+        # The JVM compiles what both estimators use before either is measured.
+        warm_up = regression_data(spark, WARM_UP_ROWS)
+        once = argparse.Namespace(**{**vars(options), "epochs": 1})
+        for fit in (fit_ours, fit_baseline):
+            fit(warm_up, once, 0, tempfile.mkdtemp(dir=folder))
+        frame = regression_data(spark, options.rows)
+        fitted, validation = measure(frame, options, Path(folder))
+        report(fitted, validation, options)
+
+
+if __name__ == "__main__":
+    main()
