@@ -73,7 +73,9 @@ def global_batches(rows: int, ranks: int, batch_size: int) -> list[np.ndarray]:
     for start, stop in itertools.pairwise(bounds):
         position = start
         for step in range(steps):
-            most = min(batch_size, max(stop - position - (steps - step - 1), 0))
+            left = stop - position
+            # As many as leave one for each step that follows; rows run out only at the end.
+            most = min(batch_size, max(left - (steps - step - 1), min(left, 1)))
             batches[step].extend(range(position, position + most))
             position += most
         assert position == stop
