@@ -24,11 +24,11 @@ from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.process import RankOutcome, RankProcess
 from hvd_estimators.launch.rendezvous import (
     Rendezvous,
+    Server,
     assign_ranks,
     child_environment,
     python_path,
     rank_environment,
-    serve,
 )
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ __all__ = ["OUTCOME_SCHEMA", "Job", "hosts_without", "outcomes", "run_task"]
 OUTCOME_SCHEMA = "rank int, host string, chunk int, bytes binary"
 """Columns of what `run_task` yields, as a Spark DDL string."""
 
-_POLL_SECONDS = 0.2
-_ABORT_POLLS = 5
+_POLL_SECONDS = 0.1
+_ABORT_POLLS = 10
 # A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
 _GRACE_SECONDS = 3.0
 # One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
@@ -87,18 +87,20 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     host = socket.gethostname()
     resources = context.resources()
     gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
-    peers = [json.loads(text) for text in context.allGather(json.dumps({"host": host}))]
-    slots = assign_ranks([peer["host"] for peer in peers])
-    slot = slots[context.partitionId()]
-    one_host = len({peer["host"] for peer in peers}) == 1
-    address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
+    first = context.partitionId() == 0
     with contextlib.ExitStack() as stack:
-        if context.partitionId() == 0:
-            mine = stack.enter_context(serve(slots, address))
-            told = context.allGather(json.dumps(asdict(mine)))
-        else:
-            told = context.allGather("")
-        rendezvous = Rendezvous(**json.loads(told[0]))
+        server = stack.enter_context(Server()) if first else None
+        # One exchange tells everything: each takes about a second in Spark.
+        mine = {"host": host, "port": server.port if server else None}
+        peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+        hosts = [peer["host"] for peer in peers]
+        slots = assign_ranks(hosts)
+        slot = slots[context.partitionId()]
+        if server is not None:
+            server.expect(slots)
+        one_host = len(set(hosts)) == 1
+        address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
+        rendezvous = Rendezvous(address, peers[0]["port"])
         env = child_environment(
             os.environ,
             {"PYTHONPATH": python_path(sys.path, job.driver_path)},
@@ -107,8 +109,9 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
             job.env,
         )
         outcome = _supervise(slot.rank, host, job, env, rendezvous)
-        # The rendezvous server goes when the first task's block ends: not before all have done.
-        context.barrier()
+        rendezvous.tell_done(slot.rank)
+        if first:
+            _wait_for_all(rendezvous, len(slots))
     document = pickle.dumps(asdict(outcome))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
@@ -120,6 +123,13 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
                 "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
             }
         )
+
+
+def _wait_for_all(rendezvous: Rendezvous, num_ranks: int) -> None:
+    """Wait until no rank needs the rendezvous server any more."""
+    for rank in range(num_ranks):
+        while not rendezvous.done_told(rank):
+            time.sleep(_POLL_SECONDS)
 
 
 def _supervise(

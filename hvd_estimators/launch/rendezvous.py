@@ -14,13 +14,15 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import psutil
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 from horovod.runner.gloo_run import create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
+from typing_extensions import Self
 
-__all__ = ["Rendezvous", "assign_ranks", "child_environment", "rank_environment", "serve"]
+__all__ = ["Rendezvous", "Server", "assign_ranks", "child_environment", "rank_environment", "serve"]
 
 _LOOPBACK = "127.0.0.1"
 _TIMEOUT_SECONDS = 5.0
@@ -43,25 +45,39 @@ class Rendezvous:
 
     def tell_failure(self) -> None:
         """Tell all ranks' parents that a rank failed."""
-        request = urllib.request.Request(self._abort_url(), data=b"1", method="PUT")
+        self._put("abort")
+
+    def failure_told(self) -> bool:
+        """Return whether a rank has failed, or the server has gone."""
+        return self._has("abort", if_unreachable=True)
+
+    def tell_done(self, rank: int) -> None:
+        """Tell the server's task that a rank needs the server no more."""
+        self._put(f"done-{rank}")
+
+    def done_told(self, rank: int) -> bool:
+        """Return whether a rank needs the server no more."""
+        return self._has(f"done-{rank}", if_unreachable=False)
+
+    def _put(self, key: str) -> None:
+        request = urllib.request.Request(self._url(key), data=b"1", method="PUT")
         with (
             contextlib.suppress(OSError),
             urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS),
         ):
             pass
 
-    def failure_told(self) -> bool:
-        """Return whether a rank has failed, or the server has gone."""
+    def _has(self, key: str, if_unreachable: bool) -> bool:
         try:
-            with urllib.request.urlopen(self._abort_url(), timeout=_TIMEOUT_SECONDS):
+            with urllib.request.urlopen(self._url(key), timeout=_TIMEOUT_SECONDS):
                 return True
         except urllib.error.HTTPError:
             return False
         except OSError:
-            return True
+            return if_unreachable
 
-    def _abort_url(self) -> str:
-        return f"http://{self.address}:{self.port}/hvd_estimators/abort"
+    def _url(self, key: str) -> str:
+        return f"http://{self.address}:{self.port}/hvd_estimators/{key}"
 
 
 def assign_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
@@ -85,17 +101,40 @@ def assign_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
     return [next(waiting[host]) for host in hosts]
 
 
+class Server:
+    """Horovod's rendezvous server on this machine; listens until the block ends.
+
+    Ranks may come to it only when `expect` has told it of them.
+    """
+
+    def __enter__(self) -> Self:
+        self._server = RendezvousServer()
+        self.port = int(self._server.start())
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.stop()
+        self._server._httpd.server_close()
+
+    def expect(self, slots: Sequence[SlotInfo]) -> None:
+        """Tell the server which ranks will come.
+
+        Not by its ``init()``, which also forgets what has been said to it before.
+        """
+        self._server._httpd._extract_scope_size(sorted(slots, key=lambda slot: slot.rank))
+
+
 @contextlib.contextmanager
 def serve(slots: Sequence[SlotInfo], address: str) -> Iterator[Rendezvous]:
-    """Run a rendezvous server on this machine until the block ends."""
-    server = RendezvousServer()
-    port = server.start()
-    try:
-        server.init(sorted(slots, key=lambda slot: slot.rank))
-        yield Rendezvous(address, port)
-    finally:
-        server.stop()
-        server._httpd.server_close()
+    """Run a rendezvous server for ranks that are known beforehand until the block ends."""
+    with Server() as server:
+        server.expect(slots)
+        yield Rendezvous(address, server.port)
 
 
 def rank_environment(slot: SlotInfo, rendezvous: Rendezvous) -> dict[str, str]:

@@ -6,6 +6,7 @@ PySpark nor a framework.
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import shutil
@@ -14,6 +15,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import NoReturn
 
 import cloudpickle
 
@@ -61,5 +63,14 @@ def _die_with_parent(directory: str) -> None:
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
+def _exit(status: int) -> NoReturn:
+    """End the process without taking the interpreter apart, which takes a second with torch."""
+    # Horovod's shutdown and other packages' last acts are among these.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    _exit(main(sys.argv[1]))
