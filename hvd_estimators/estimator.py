@@ -65,7 +65,12 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
         "that is true, or above zero, for them."
     )
-    callbacks = declare("Objects that are called as training goes on.", default=[])
+    callbacks = declare(
+        "Objects whose methods are called on every rank, with keyword arguments: "
+        "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
+        "on_train_end(), those that they have.",
+        default=[],
+    )
     batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
     val_batch_size = declare(
         "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
