@@ -15,7 +15,7 @@ import torch
 
 from hvd_estimators.data.columns import Array, Columns
 
-__all__ = ["Batch", "Loss", "TensorSpec", "as_list", "call_losses"]
+__all__ = ["Batch", "Loss", "TensorSpec", "align", "as_list"]
 
 LossFunction = Callable[..., torch.Tensor]
 
@@ -184,11 +184,3 @@ def _unreduced(function: LossFunction, output: torch.Tensor, label: torch.Tensor
             module.reduction = reduction
         return elements
     return function(output, label, reduction="none")
-
-
-def call_losses(
-    loss: Loss, outputs: Any, batch: Batch, label_shapes: Any = None
-) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
-    """Return aligned outputs and labels, and the loss of a batch."""
-    aligned, labels = align(outputs, batch.labels, label_shapes)
-    return aligned, labels, loss(aligned, labels, batch.weights)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, as_list, call_losses
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, as_list
 
 F = torch.nn.functional
 ROWS = 5
@@ -193,7 +193,8 @@ def test_a_loss_module_gets_its_reduction_back_even_after_an_error():
 def test_aligned_tensors_and_loss_of_a_batch_come_together():
     batch = Batch([torch.zeros(2)], [torch.tensor([1.0, 3.0])], None)
 
-    outputs, labels, loss = call_losses(Loss([F.mse_loss], [1.0]), torch.zeros(2, 1), batch)
+    outputs, labels = align(torch.zeros(2, 1), batch.labels)
+    loss = Loss([F.mse_loss], [1.0])(outputs, labels, batch.weights)
 
     assert tuple(labels[0].shape) == tuple(outputs[0].shape) == (2, 1)
     assert loss.item() == pytest.approx((1 + 9) / 2)
