@@ -36,8 +36,8 @@ class DataSpec:
         Batches of an epoch on each rank.
     random_seed : int
         Seed of the rows' order.
-    data_module : str or type
-        Name or class of the reader.
+    data_module : str, type or None
+        Name or class of the reader; None for Petastorm where it imports, PyArrow otherwise.
     options : mapping
         Further keyword arguments of the data module.
     """
@@ -55,7 +55,7 @@ class DataSpec:
     train_steps_per_epoch: int
     validation_steps_per_epoch: int
     random_seed: int
-    data_module: str | type[DataModule]
+    data_module: str | type[DataModule] | None
     options: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -10,16 +10,20 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.partitions import partition_column
+from hvd_estimators.data.types import is_bytes, is_list_view
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Array", "Columns", "concatenate", "num_rows", "table_to_columns", "take"]
+__all__ = ["Array", "Columns", "concatenate", "num_rows", "row_bytes", "table_to_columns", "take"]
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
 """Column name to array; the first axis counts rows and is equally long in all of them."""
 
 
-def table_to_columns(table: pa.Table, specs: Sequence[ColumnSpec]) -> dict[str, Array]:
+def table_to_columns(
+    table: pa.Table, specs: Sequence[ColumnSpec], file: str = ""
+) -> dict[str, Array]:
     """Convert a table to arrays of shape ``(rows, *spec.shape)``.
 
     Parameters
@@ -28,18 +32,33 @@ def table_to_columns(table: pa.Table, specs: Sequence[ColumnSpec]) -> dict[str, 
         Holds each spec's stored columns.
     specs : sequence of ColumnSpec
         The columns that are wanted, in the order of the result.
+    file : str
+        Path of the file that all rows came from: partition columns are read off it.
 
     Raises
     ------
     DataError
         If a column holds nulls, or a row whose length is not the spec's.
+    ColumnError
+        If the path lacks the value of a partition column.
     """
-    return {spec.name: _convert(table, spec) for spec in specs}
+    return {
+        spec.name: partition_column(spec, file, table.num_rows)
+        if spec.kind == "partition"
+        else _convert(table, spec)
+        for spec in specs
+    }
 
 
 def num_rows(columns: Columns) -> int:
     """Return the number of rows that the columns hold."""
     return len(next(iter(columns.values())))
+
+
+def row_bytes(columns: Columns) -> float:
+    """Return the mean size of a row, at least 1."""
+    size = sum(array.nbytes for array in columns.values())
+    return max(size / max(num_rows(columns), 1), 1)
 
 
 def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
@@ -60,24 +79,28 @@ def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
     column = _one_chunk(table, spec.name)
     values = column
     for size in spec.shape:
-        lengths, values = _lists(values, spec.name)
+        lengths, elements = _lists(values, spec.name)
         if len(lengths) and not (lengths == size).all():
             found = sorted({int(lengths.min()), int(lengths.max())} - {size})
+            remedy = "Pad or cut the arrays to one length."
+            if is_bytes(values.type):
+                remedy = "Pad the bytes to one length, or store compressed images decoded."
             raise DataError(
                 f"Column {spec.name!r} is ragged: expected {size} elements in every row, "
-                f"found rows of {found[0]}. Pad or cut the arrays to one length."
+                f"found rows of {found[0]}. {remedy}"
             )
-    return _scalars(values).reshape((len(column), *spec.shape))
+        values = elements
+    return _scalars(values, spec.name).reshape((len(column), *spec.shape))
 
 
 def _densify(table: pa.Table, spec: ColumnSpec) -> Array:
     indices_name, values_name = spec.stored_names
     lengths, indices = _lists(_one_chunk(table, indices_name), indices_name)
     _, elements = _lists(_one_chunk(table, values_name), values_name)
-    values = _scalars(elements)
+    values = _scalars(elements, values_name)
     dense = np.zeros((table.num_rows, spec.width), dtype=values.dtype)
     rows = np.repeat(np.arange(table.num_rows), lengths)
-    dense[rows, _scalars(indices)] = values
+    dense[rows, _scalars(indices, indices_name)] = values
     return dense
 
 
@@ -93,11 +116,20 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
 
 
 def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
-    """Return the lengths of a list column's rows, and their elements one after another."""
-    if pa.types.is_fixed_size_list(column.type):
+    """Return the lengths of a list (or bytes) column's rows, and their elements one after another.
+
+    The column has no nulls: what lies below a null of fixed-size lists is any values.
+    """
+    column = _decoded(column, name)
+    if is_bytes(column.type):
+        lengths, values = _bytes(column)
+    elif pa.types.is_fixed_size_list(column.type):
         size = column.type.list_size
         values = column.values.slice(column.offset * size, len(column) * size)
         lengths = np.full(len(column), size)
+    elif is_list_view(column.type):
+        # Its rows can overlap and come in any order.
+        lengths, values = column.sizes.to_numpy(), column.flatten()
     else:
         offsets = column.offsets.to_numpy()
         values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
@@ -110,5 +142,40 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
     return lengths, values
 
 
-def _scalars(column: pa.Array) -> Array:
+def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
+    """Do what `_lists` does, for bytes, which Arrow does not let view as lists."""
+    if pa.types.is_fixed_size_binary(column.type):
+        size, data = column.type.byte_width, 1
+        offsets = (column.offset + np.arange(len(column) + 1)) * size
+    else:
+        if not (pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)):
+            column = column.cast(pa.large_binary())
+        dtype, data = np.int64 if pa.types.is_large_binary(column.type) else np.int32, 2
+        # An empty column may have no offsets.
+        offsets = np.frombuffer(column.buffers()[1] or b"", dtype)[column.offset :]
+        offsets = offsets[: len(column) + 1] if len(column) else np.zeros(1, dtype)
+    start, stop = int(offsets[0]), int(offsets[-1])
+    if start == stop:
+        return np.diff(offsets), pa.array([], pa.uint8())
+    buffer = column.buffers()[data].slice(start, stop - start)
+    return np.diff(offsets), pa.Array.from_buffers(pa.uint8(), stop - start, [None, buffer])
+
+
+def _scalars(column: pa.Array, name: str) -> Array:
+    column = _decoded(column, name)
+    if pa.types.is_decimal(column.type):
+        # By way of text, which gives the nearest float, as Spark's cast does; Arrow's is often off
+        # in the last bit.
+        column = column.cast(pa.string()).cast(pa.float64())
     return column.to_numpy(zero_copy_only=False)
+
+
+def _decoded(column: pa.Array, name: str) -> pa.Array:
+    if not pa.types.is_dictionary(column.type):
+        return column
+    decoded = column.dictionary_decode()
+    if decoded.null_count:  # a value of the dictionary can be null
+        raise DataError(
+            f"Column {name!r} holds {decoded.null_count} nulls; fill or drop them before training."
+        )
+    return decoded

@@ -3,47 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.data.columns import Columns, table_to_columns
+from hvd_estimators.data.files import Footer, read_footers, unreadable
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
-from hvd_estimators.exceptions import ColumnError, DataError, StoreError
+from hvd_estimators.data.partitions import check_partition, partition_spec
+from hvd_estimators.data.types import column_spec, is_bytes
+from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
 __all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
 
-_FOOTER_THREADS = 16
+_PAGE_BUFFER = 2**16
+"""Bytes that are read at a time where only the first rows are wanted."""
 
 
 def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
     """Read the footers of all files under a path.
 
+    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
+    ``.crc`` files. Files and row groups without rows need not have the columns.
+
     Raises
     ------
     StoreError
-        If there are no Parquet files.
+        If there are no Parquet files, or a file is not Parquet.
     ColumnError
         If the files lack a column.
     DataError
-        If a column holds nulls.
+        If a column holds nulls. Nulls that the footers do not tell are found when rows are read.
     """
-    with ThreadPoolExecutor(_FOOTER_THREADS) as pool:
-        files = _parquet_files(store, path)
-        footers = list(pool.map(lambda file: _footer(store, file), files))
-    groups = []
-    for file, footer in zip(files, footers, strict=True):
-        for column in columns:
-            _check_column(footer, column, file)
-        groups += [
-            RowGroup(file, index, footer.row_group(index).num_rows)
-            for index in range(footer.num_row_groups)
-            if footer.row_group(index).num_rows
-        ]
-    return Split(path, tuple(groups))
+    return _split(path, read_footers(store, path), columns)
 
 
 def read_manifest(
@@ -56,131 +50,163 @@ def read_manifest(
     store : Store
         Opens the files.
     train_path, val_path : str
-        Directories of Parquet files; ``val_path`` is None without validation.
+        Directories of Parquet files, or single files; ``val_path`` is None without validation.
     names : sequence of str
-        The columns that are needed.
+        The columns that are needed. A column that no file holds is looked for in the paths, as a
+        Hive partition.
+
+    Returns
+    -------
+    DatasetManifest
+        Types are those of the first training file that has rows.
 
     Raises
     ------
     StoreError, ColumnError, DataError
-        See `read_split`; also if the training files hold no rows.
+        See `read_split`; also if the training files hold no rows, if a type cannot be trained on,
+        or if two files disagree about it.
     """
-    files = _parquet_files(store, train_path)
-    with store.fs.open(files[0], "rb") as file:
-        schema = parquet.read_schema(file)
-    specs = tuple(_spec(schema, name, files[0]) for name in names)
-    train = read_split(store, train_path, specs)
-    if not train.rows:
+    train = read_footers(store, train_path)
+    validation = read_footers(store, val_path) if val_path else []
+    with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
+    if not any(footer.metadata.num_rows for footer in train):
         raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
-    specs = complete_shapes(store, train, specs)
-    validation = read_split(store, val_path, specs) if val_path else None
-    return DatasetManifest(specs, train, validation)
+    specs: Sequence[ColumnSpec] = [_spec(with_rows, name) for name in names]
+    train_split = _split(train_path, train, specs, with_rows[0])
+    # Validation rows are read as training rows are, so their types are held against these.
+    val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
+    return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
 
 
 def complete_shapes(
     store: Store, split: Split, specs: Sequence[ColumnSpec]
 ) -> tuple[ColumnSpec, ...]:
-    """Fill in dimensions that are not known yet (-1) from the first row."""
-    return tuple(_with_shape(store, split, spec) for spec in specs)
+    """Fill in dimensions that are not known yet (-1) from the first row.
+
+    Raises
+    ------
+    DataError
+        If that row holds a null or an empty list there.
+    """
+    unknown = [spec for spec in specs if -1 in spec.shape]
+    if not unknown:
+        return tuple(specs)
+    row = _head(store, split, unknown, 1)
+    return tuple(
+        replace(spec, shape=_shape(spec, row.column(spec.name)[0])) if spec in unknown else spec
+        for spec in specs
+    )
 
 
 def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
-    """Return the first rows of the training part, at most as many as its first row group has."""
-    table = _first_row_group(store, manifest.train, manifest.columns)
-    return table_to_columns(table.slice(0, rows), manifest.columns)
+    """Return the first rows of the training part, at most as many as its first row group has.
+
+    No more is read than the pages that hold them.
+    """
+    table = _head(store, manifest.train, manifest.columns, rows)
+    return table_to_columns(table, manifest.columns, manifest.train.row_groups[0].file)
 
 
-def _parquet_files(store: Store, path: str) -> list[str]:
-    if not store.exists(path):
-        raise StoreError(f"There is no Parquet dataset at {path!r}.")
-    files = sorted(
-        file
-        for file in store.fs.find(path)
-        if not any(part.startswith(("_", ".")) for part in _parts_below(file, path))
-    )
-    if not files:
-        raise StoreError(f"There are no Parquet files under {path!r}.")
-    return files
+def _split(
+    path: str,
+    footers: Sequence[Footer],
+    specs: Sequence[ColumnSpec],
+    first: Footer | None = None,
+) -> Split:
+    groups = []
+    for footer in footers:
+        if not footer.metadata.num_rows:
+            continue  # writers give the columns of an empty frame types of their own
+        for spec in specs:
+            _check(footer, spec, first)
+        for index in range(footer.metadata.num_row_groups):
+            rows = footer.metadata.row_group(index).num_rows
+            if rows:
+                groups.append(RowGroup(footer.file, index, rows))
+    return Split(path, tuple(groups))
 
 
-def _parts_below(file: str, path: str) -> list[str]:
-    return file[len(path) :].strip("/").split("/") if file != path else []
+def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
+    """Hold a file against a column, and its type against that of the first file."""
+    if spec.kind == "partition":
+        if footer.holds(spec.name):
+            raise ColumnError(
+                f"The file {footer.file!r} holds a column {spec.name!r}, which other files have in "
+                "their path only. Write it into all of them, or into none."
+            )
+        check_partition(spec, footer.partitions, footer.file)
+        return
+    for name in spec.stored_names:
+        if not footer.holds(name):
+            raise ColumnError(
+                f"The file {footer.file!r} has no column {spec.name!r}; its columns are "
+                f"{', '.join(footer.schema.names)}. Write the file again with it, or move it away."
+            )
+        if first is not None and footer.type(name) != first.type(name):
+            _check_type(footer, spec, first)
+        # An empty list of a sparse column counts as a null of its leaf.
+        nulls = footer.nulls(name) if spec.kind != "sparse" else 0
+        if nulls:
+            kind = "nulls or empty lists" if spec.shape else "nulls"
+            raise DataError(
+                f"Column {spec.name!r} holds {nulls} {kind} in {footer.file!r}; fill or drop them "
+                "before training."
+            )
 
 
-def _footer(store: Store, file: str) -> parquet.FileMetaData:
-    with store.fs.open(file, "rb") as handle:
-        return parquet.read_metadata(handle)
-
-
-def _check_column(footer: parquet.FileMetaData, spec: ColumnSpec, file: str) -> None:
-    nulls = 0
-    found: set[str] = set()
-    for group_index in range(footer.num_row_groups):
-        group = footer.row_group(group_index)
-        for index in range(group.num_columns):
-            column = group.column(index)
-            name = _stored_name(column.path_in_schema, spec)
-            if name is not None:
-                found.add(name)
-                # An empty list of a sparse column counts as a null of its leaf.
-                if spec.kind != "sparse" and column.statistics is not None:
-                    nulls += column.statistics.null_count or 0
-    if footer.num_row_groups and len(found) < len(spec.stored_names):
-        raise ColumnError(f"The file {file!r} has no column {spec.name!r}.")
-    if nulls:
-        raise DataError(
-            f"Column {spec.name!r} holds {nulls} nulls; fill or drop them before training."
+def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
+    """Accept another Arrow type, such as large lists for lists, if readers make the same of it."""
+    found = column_spec(spec.name, footer.type(spec.name), footer.file)
+    if (found.dtype, len(found.shape)) != (spec.dtype, len(spec.shape)) or any(
+        a != b and -1 not in (a, b) for a, b in zip(found.shape, spec.shape, strict=True)
+    ):
+        raise ColumnError(
+            f"Column {spec.name!r} has type {footer.type(spec.name)} in {footer.file!r}, but type "
+            f"{first.type(spec.name)} in {first.file!r}. Write all files with one type."
         )
 
 
-def _stored_name(path: str, spec: ColumnSpec) -> str | None:
-    """Return which of a column's stored columns a leaf such as ``name.list.element`` is of."""
-    for name in spec.stored_names:
-        # A scalar's name can hold dots, and begin like another's.
-        if path == name if spec.kind == "scalar" else path.startswith(f"{name}."):
-            return name
-    return None
-
-
-def _spec(schema: pa.Schema, name: str, file: str) -> ColumnSpec:
-    if name not in schema.names:
+def _spec(footers: Sequence[Footer], name: str) -> ColumnSpec:
+    first = footers[0]
+    if first.holds(name):
+        return column_spec(name, first.type(name), first.file)
+    if name not in first.partitions:
         raise ColumnError(
             f"The Parquet files have no column {name!r}; their columns are "
-            f"{', '.join(schema.names)} (read from {file!r})."
+            f"{', '.join([*first.schema.names, *first.partitions])} (read from {first.file!r})."
         )
-    leaf, depth = schema.field(name).type, 0
-    while _is_list(leaf):
-        leaf, depth = leaf.value_type, depth + 1
-    if not (pa.types.is_integer(leaf) or pa.types.is_floating(leaf) or pa.types.is_boolean(leaf)):
-        raise ColumnError(
-            f"Column {name!r} has type {schema.field(name).type}; expected a number, a boolean or "
-            "a list of numbers. Convert it, or leave it out."
-        )
-    dtype = "bool" if pa.types.is_boolean(leaf) else leaf.to_pandas_dtype().__name__
-    return ColumnSpec(name, "array" if depth else "scalar", dtype, (-1,) * depth)
+    # Where one has no value, the check of that file says so.
+    values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
+    return partition_spec(name, values)
 
 
-def _is_list(data_type: pa.DataType) -> bool:
-    return (
-        pa.types.is_list(data_type)
-        or pa.types.is_large_list(data_type)
-        or pa.types.is_fixed_size_list(data_type)
-    )
-
-
-def _with_shape(store: Store, split: Split, spec: ColumnSpec) -> ColumnSpec:
-    if -1 not in spec.shape:
-        return spec
-    value = _first_row_group(store, split, [spec]).column(spec.name)[0].as_py()
-    shape = []
-    while isinstance(value, list):
-        shape.append(len(value))
-        value = value[0] if value else None
-    return replace(spec, shape=tuple(shape))
-
-
-def _first_row_group(store: Store, split: Split, specs: Sequence[ColumnSpec]) -> pa.Table:
+def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
+    """Read the first rows of the first row group, and not the rest of it."""
     first = split.row_groups[0]
     names = [name for spec in specs for name in spec.stored_names]
-    with store.fs.open(first.file, "rb") as file:
-        return parquet.ParquetFile(file).read_row_group(first.index, columns=names)
+    try:
+        with store.fs.open(first.file, "rb") as handle:
+            file = parquet.ParquetFile(handle, buffer_size=_PAGE_BUFFER, pre_buffer=False)
+            batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
+            return pa.Table.from_batches([next(batches)])
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(first.file, error) from error
+
+
+def _shape(spec: ColumnSpec, value: pa.Scalar) -> tuple[int, ...]:
+    """Return the lengths of a row's lists, of lists in lists, and so on."""
+    shape: list[int] = []
+    for _ in spec.shape:
+        if isinstance(value, pa.DictionaryScalar):
+            value = value.value
+        if not value.is_valid:
+            raise DataError(f"Column {spec.name!r} holds nulls; fill or drop them before training.")
+        inner = value.as_py() if is_bytes(value.type) else value.values
+        if not len(inner):
+            raise DataError(
+                f"Column {spec.name!r} holds empty lists; expected lists of one length. Pad them, "
+                "or drop these rows."
+            )
+        shape.append(len(inner))
+        value = inner[0]
+    return tuple(shape)

@@ -14,7 +14,7 @@ __all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "Split"
 
 MANIFEST_FILE = "_manifest.json"
 
-Kind = Literal["scalar", "array", "vector", "sparse"]
+Kind = Literal["scalar", "array", "vector", "sparse", "partition"]
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,14 @@ class ColumnSpec:
     ----------
     name : str
         The column's name in the DataFrame.
-    kind : {"scalar", "array", "vector", "sparse"}
-        ``vector`` and ``array`` are stored as fixed-length lists, ``sparse`` as a list of indices
-        and a list of values (see `stored_names`).
+    kind : {"scalar", "array", "vector", "sparse", "partition"}
+        ``vector`` and ``array`` are stored as lists of one length, ``sparse`` as a list of indices
+        and a list of values (see `stored_names`). A ``partition`` is a number that stands in the
+        path, as in ``day=3/a.parquet``, and not in the file.
     dtype : str
-        NumPy name of the stored element type.
+        NumPy name of the element type that readers deliver.
     shape : tuple of int
-        Shape of one row; ``()`` for a scalar, ``(n,)`` for vectors and arrays.
+        Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     """
 
     name: str
@@ -41,7 +42,9 @@ class ColumnSpec:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of the Parquet columns that hold this column."""
+        """Names of the Parquet columns that hold this column; none for a partition."""
+        if self.kind == "partition":
+            return ()
         if self.kind == "sparse":
             return (f"{self.name}__indices", f"{self.name}__values")
         return (self.name,)

@@ -5,12 +5,10 @@ Used on both sides: by the trainer, by the driver's dry run, and by ``transform`
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from hvd_estimators.data.columns import Array, Columns
@@ -100,11 +98,10 @@ class Batch:
 
 
 def _tensor(array: Array, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    with warnings.catch_warnings():
-        # Columns that were not shuffled are read-only views; training does not write to them.
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.to(device, dtype, non_blocking=True)
+    if not array.flags.writeable:
+        # torch has no read-only tensors, and warns.
+        array = array.copy()
+    return torch.from_numpy(array).to(device, dtype, non_blocking=True)
 
 
 def as_list(outputs: Any) -> list[torch.Tensor]:

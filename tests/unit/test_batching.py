@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.data import batching
-from hvd_estimators.data.batching import buffer_rows, cut_batches
+from hvd_estimators.data.batching import cut_batches, cut_runs
+from hvd_estimators.exceptions import DataError
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
 ROW_BYTES = 8 + 2 * 4
@@ -76,13 +77,6 @@ def test_the_generators_seed_decides_the_order(monkeypatch, buffer):
     assert order(1) != order(2)
 
 
-def test_the_shuffle_buffer_is_measured_in_bytes(monkeypatch):
-    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", 10 * ROW_BYTES)
-
-    assert buffer_rows(columns(np.arange(1000))) == 10
-    assert buffer_rows({"wide": np.zeros((3, 1000))}) == 1
-
-
 def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
     rows = 20_000
 
@@ -97,6 +91,7 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
 def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_fillings(monkeypatch):
     part, buffer = 50, 200
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+    monkeypatch.setattr(batching, "RUN_BYTES", 20 * ROW_BYTES)
     taken = 0
 
     def parts():
@@ -109,11 +104,67 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_filli
     for batch in cut_batches(parts(), [10] * 200, np.random.default_rng(0)):
         given_out += 10
         mixed += len(set(batch["number"] // buffer)) > 1
-        assert taken - given_out <= buffer
+        # Beside the buffer: the part that made it overflow, and what is left of a run.
+        assert taken - given_out <= buffer + part + 40
     assert given_out == part * 40
     # Rows that stay behind make most of the 200 batches hold rows of several stretches as long as
     # the buffer; were it emptied each time, none would.
     assert mixed > 100
+
+
+@pytest.mark.parametrize("width", [1, 20])
+def test_neighbours_in_a_cache_line_are_parted(width):
+    """Narrow columns are thrown in pieces of 16 rows: none of that is to be seen in a batch."""
+    rows, batch_size = 400_000, 100
+    numbers = np.arange(rows, dtype=np.int32)
+    parts = [{f"c{i}": some for i in range(width)} for some in np.split(numbers, 8)]
+
+    batches = list(
+        cut_batches(parts, [batch_size] * (rows // batch_size), np.random.default_rng(0))
+    )
+
+    pairs = sum(int((np.diff(np.sort(batch["c0"])) == 1).sum()) for batch in batches)
+    # Of the rows - 1 pairs of neighbours, a share of batch_size / rows meets in a batch by chance;
+    # a run of 2**16 rows, to which the other 15 rows of a piece go as well, raises that of these
+    # by rows / 2**16.
+    by_chance = batch_size
+    assert pairs < 1.5 * by_chance * rows / 2**16
+    delivered_rows = np.concatenate([batch["c0"] for batch in batches])
+    np.testing.assert_array_equal(np.sort(delivered_rows), numbers)
+
+
+def test_all_orders_of_a_small_pass_come_equally_often():
+    orders = {}
+    for seed in range(2400):
+        rng = np.random.default_rng(seed)
+        batches = cut_batches(make_parts([1, 3]), [2, 2], rng)
+        order = tuple(delivered(batches).tolist())
+        orders[order] = orders.get(order, 0) + 1
+
+    # 24 orders, 100 times each by chance, with a standard deviation of 9.8.
+    assert len(orders) == 24
+    assert max(abs(count - 100) for count in orders.values()) < 5 * 9.8
+
+
+def test_batches_that_were_handed_out_are_not_overwritten():
+    """Memory is used again, but not while somebody holds it."""
+    kept, copies = [], []
+    for run in cut_runs(make_parts([1000] * 40), [100] * 400, np.random.default_rng(0)):
+        for batch in run.batches():
+            kept.append(batch["pair"])
+            copies.append(batch["pair"].copy())
+
+    for array, copy in zip(kept, copies, strict=True):
+        np.testing.assert_array_equal(array, copy)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("lengths", [[10, 9], [10, 11]])
+def test_other_rows_than_were_planned_are_refused(shuffle, lengths):
+    rng = np.random.default_rng(0) if shuffle else None
+
+    with pytest.raises(DataError, match=f"Expected 20 rows in a pass .* found {sum(lengths)}"):
+        list(cut_batches(make_parts(lengths), [5] * 4, rng))
 
 
 def test_unshuffled_batches_leave_as_soon_as_their_rows_are_there():

@@ -11,6 +11,7 @@ COLUMNS = (
     ColumnSpec("age", "scalar", "int32"),
     ColumnSpec("pixels", "array", "uint8", (28, 28, 3)),
     ColumnSpec("words", "sparse", "float32", (1000,)),
+    ColumnSpec("day", "partition", "int64"),
 )
 TRAIN = Split("/data/train", (RowGroup("/data/train/a.parquet", 0, 10), RowGroup("/b", 3, 5)))
 VALIDATION = Split("/data/val", (RowGroup("/data/val/ä ?#.parquet", 0, 2),))
@@ -38,12 +39,13 @@ def test_the_document_is_plain_json():
 
 
 def test_columns_tell_their_width_and_stored_names():
-    scalar, array, sparse = COLUMNS
+    scalar, array, sparse, partition = COLUMNS
 
-    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000]
+    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000, 1]
     assert scalar.stored_names == ("age",)
     assert array.stored_names == ("pixels",)
     assert sparse.stored_names == ("words__indices", "words__values")
+    assert partition.stored_names == ()
 
 
 def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():

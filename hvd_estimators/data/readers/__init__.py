@@ -18,7 +18,7 @@ INSTALL_PETASTORM = (
 )
 
 
-def check_data_module(data_module: str | type[DataModule]) -> None:
+def check_data_module(data_module: str | type[DataModule] | None) -> None:
     """Make sure that a data module can be made. Runs on the driver.
 
     Raises
@@ -30,14 +30,17 @@ def check_data_module(data_module: str | type[DataModule]) -> None:
     """
     if isinstance(data_module, type) and issubclass(data_module, DataModule):
         return
+    if data_module is None or data_module == "arrow":
+        return
     if data_module != "petastorm":
         raise ParamError(
-            "data_module: expected 'petastorm' or a class derived from "
+            "data_module: expected 'petastorm', 'arrow' or a class derived from "
             f"hvd_estimators.data.readers.DataModule, found {data_module!r}."
         )
     if importlib.util.find_spec("petastorm") is None:
         raise DependencyError(
-            f"data_module='petastorm' needs Petastorm, which is not installed: {INSTALL_PETASTORM}"
+            "data_module='petastorm' needs Petastorm, which is not installed. Set "
+            f"data_module='arrow', which reads the same files, or run: {INSTALL_PETASTORM}"
         )
 
 
@@ -57,12 +60,7 @@ def open_data_module(
     epochs : int
         Epochs that are left.
     """
-    module = data.data_module
-    if isinstance(module, str):
-        from hvd_estimators.data.readers.petastorm import PetastormDataModule
-
-        module = PetastormDataModule
-    return module(
+    return _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
         num_train_epochs=epochs,
@@ -82,3 +80,20 @@ def open_data_module(
         label_cols=data.label_cols,
         **data.options,
     )
+
+
+def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule]:
+    if isinstance(data_module, type):
+        return data_module
+    if data_module != "arrow":
+        try:
+            from hvd_estimators.data.readers.petastorm import PetastormDataModule
+        except ImportError:
+            # Installed, it may still not import beside today's PyArrow.
+            if data_module is not None:
+                raise
+        else:
+            return PetastormDataModule
+    from hvd_estimators.data.readers.arrow import ArrowDataModule
+
+    return ArrowDataModule

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import Self
 
-from hvd_estimators.data.batching import cut_batches
+from hvd_estimators.data.batching import Run, cut_runs
 from hvd_estimators.data.columns import Array, Columns, num_rows
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.prefetch import Prefetch
+from hvd_estimators.data.rows import Memory
 from hvd_estimators.data.sharding import RowRange, ShardPlan
 
 __all__ = ["DataModule", "PlannedDataModule"]
 
 Batch = dict[str, Array]
+_RUNS_AHEAD = 2
+
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
@@ -170,11 +176,28 @@ class PlannedDataModule(DataModule):
         self.reader_pool_type = reader_pool_type
         self.train_reader_worker_count = train_reader_worker_count
         self.val_reader_worker_count = val_reader_worker_count
-        self._cache: dict[RowRange, Columns] = {}
+        self._cache: dict[RowRange, list[Columns]] = {}
+        self._memory = Memory()
+        self._open: set[Generator[Run, None, None] | Prefetch[Run]] = set()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything that still reads."""
+        for source in list(self._open):
+            source.close()
 
     @abstractmethod
-    def read(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
-        """Read row ranges, pass after pass, each as one part, in the order that is given.
+    def read(
+        self, passes: Iterator[Sequence[RowRange]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges, pass after pass, in the order that is given.
+
+        Called in a thread of its own, unless the pool type is "dummy". It may read ahead, by a
+        bounded number of bytes.
 
         Parameters
         ----------
@@ -182,35 +205,64 @@ class PlannedDataModule(DataModule):
             What to read in each pass; may have no end, and is drawn from as reading goes on.
         workers : int
             How many readers may work in parallel.
+
+        Yields
+        ------
+        dict
+            The columns of one or more parts of each range; no part has rows of two ranges.
         """
 
     def train_data(self) -> Iterator[Batch]:
         """Return training batches, pass after pass, each pass in its own order."""
-        ranges = self.train_plan.shards[self.cur_shard]
-        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
-        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
-        parts = self._parts(self._train_passes(ranges, first_pass), self.train_reader_worker_count)
-        pass_number = first_pass
-        while True:
-            rng = self._rng(pass_number, "rows") if self.shuffle else None
-            pass_parts = (next(parts) for _ in ranges)
-            for batch in cut_batches(pass_parts, sizes, rng):
-                if skip:
-                    skip -= 1
-                else:
-                    yield batch
-            pass_number += 1
+        return _batches(self.train_runs())
 
     def val_data(self) -> Iterator[Batch]:
         """Return one pass over this rank's validation rows, in stored order."""
+        return _batches(self.val_runs())
+
+    def train_runs(self) -> Iterator[Run]:
+        """Return the training batches in runs, for those who take several at a time."""
+        return self._ahead(self._train_runs(), "training rows")
+
+    def val_runs(self) -> Iterator[Run]:
+        """Return the validation batches of one pass in runs."""
+        return self._ahead(self._val_runs(), "validation rows")
+
+    def _train_runs(self) -> Generator[Run, None, None]:
+        ranges = self.train_plan.shards[self.cur_shard]
+        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
+        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
+        passes = self._train_passes(ranges, first_pass)
+        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
+            for pass_number in itertools.count(first_pass):
+                rng = self._rng(pass_number, "rows") if self.shuffle else None
+                for run in cut_runs(_take_rows(parts, sum(sizes)), sizes, rng, self._memory):
+                    skipped = min(skip, len(run.sizes))
+                    skip -= skipped
+                    if skipped < len(run.sizes):
+                        yield run.skip(skipped) if skipped else run
+
+    def _val_runs(self) -> Generator[Run, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
             return
         ranges = self.val_plan.shards[self.cur_shard]
         sizes = self.val_plan.batch_sizes(self.cur_shard, self.val_batch_size)
-        parts = self._parts(iter([ranges]), self.val_reader_worker_count)
-        for batch in cut_batches(parts, sizes):
-            if num_rows(batch):  # the last steps of a short shard can be empty
-                yield batch
+        # The last steps of a short shard can be empty.
+        sizes = [size for size in sizes if size]
+        passes = iter([ranges])
+        with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
+            yield from cut_runs(parts, sizes, memory=self._memory)
+
+    def _ahead(self, runs: Generator[Run, None, None], name: str) -> Iterator[Run]:
+        """Make runs in a thread of their own, while the ones before are used."""
+        in_this_thread = self.reader_pool_type == "dummy"
+        source = runs if in_this_thread else Prefetch(runs, _RUNS_AHEAD, f"hvd_estimators {name}")
+        self._open.add(source)
+        try:
+            yield from source
+        finally:
+            source.close()
+            self._open.discard(source)
 
     def global_train_sizes(self) -> Iterator[int]:
         """Return the rows of each training step over all ranks, without end."""
@@ -220,23 +272,24 @@ class PlannedDataModule(DataModule):
             yield sizes[step % len(sizes)]
             step += 1
 
-    def _parts(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
-        parts = (
-            self._read_cached(passes, workers)
-            if self.inmemory_cache_all
-            else self.read(passes, workers)
-        )
-        for part in parts:
-            yield part if self.transform_fn is None else transform_rows(part, self.transform_fn)
+    def _parts(
+        self, passes: Iterator[Sequence[RowRange]], workers: int
+    ) -> Generator[Columns, None, None]:
+        read = self._read_cached if self.inmemory_cache_all else self.read
+        with contextlib.closing(read(passes, workers)) as parts:
+            for part in parts:
+                yield part if self.transform_fn is None else transform_rows(part, self.transform_fn)
 
-    def _read_cached(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
+    def _read_cached(
+        self, passes: Iterator[Sequence[RowRange]], workers: int
+    ) -> Generator[Columns, None, None]:
         for ranges in passes:
             missing = [row_range for row_range in ranges if row_range not in self._cache]
-            parts = self.read(iter([missing]), workers) if missing else iter(())
-            for row_range in ranges:
-                if row_range not in self._cache:
-                    self._cache[row_range] = next(parts)
-                yield self._cache[row_range]
+            with contextlib.closing(self.read(iter([missing]), workers)) as parts:
+                for row_range in ranges:
+                    if row_range not in self._cache:
+                        self._cache[row_range] = list(_take_rows(parts, row_range.rows))
+                    yield from self._cache[row_range]
 
     def _train_passes(
         self, ranges: Sequence[RowRange], first_pass: int
@@ -253,6 +306,21 @@ class PlannedDataModule(DataModule):
     def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
         salt = {"row groups": 0, "rows": 1}[purpose]
         return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
+
+
+def _batches(runs: Iterator[Run]) -> Iterator[Batch]:
+    for run in runs:
+        yield from run.batches()
+
+
+def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
+    """Yield parts until they have a number of rows."""
+    while rows > 0:
+        part = next(parts, None)
+        if part is None:
+            return
+        rows -= num_rows(part)
+        yield part
 
 
 def transform_rows(part: Columns, function: RowFunction) -> Batch:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
+import itertools
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from types import TracebackType
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -24,69 +23,59 @@ with warnings.catch_warnings():
     from petastorm.workers_pool.thread_pool import ThreadPool
     from petastorm.workers_pool.ventilator import Ventilator
 
-from pyarrow import parquet
-
 from hvd_estimators.data.columns import Columns, table_to_columns
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.data.readers.ranges import RangeFiles, range_tables
 from hvd_estimators.data.sharding import RowRange
-from hvd_estimators.exceptions import StoreError
 
 __all__ = ["PetastormDataModule"]
 
-_SEQUENCE = b"hvd_estimators.sequence"
+_FILE, _PART, _NEXT = (b"hvd_estimators.%s" % name for name in (b"file", b"part", b"next"))
 
 
 class PetastormDataModule(PlannedDataModule):
     """Reads with Petastorm: a worker pool fetches row groups ahead of the training loop.
 
     Petastorm shards by whole row groups and in an order of its own. This reader keeps its
-    `Reader`, worker pools and filesystems, and hands the workers the planned row ranges instead,
-    so that each row is read once and the order depends on the seed alone.
+    `Reader` and worker pools, and hands the workers the planned row ranges instead, so that each
+    row is read once and the order depends on the seed alone.
     """
 
     short_name = "petastorm"
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._open: set[_PlannedReader] = set()
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop every reader that is still open."""
-        for reader in list(self._open):
-            self._close(reader)
-
-    def read(self, passes: Iterator[Sequence[RowRange]], workers: int) -> Iterator[Columns]:
+    def read(
+        self, passes: Iterator[Sequence[RowRange]], workers: int
+    ) -> Generator[Columns, None, None]:
         """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
         first = next(passes)
+        if not first:
+            return
         # Every pass reads the same row groups, in another order.
         files = sorted({row_range.file for row_range in first})
         ranges = (row_range for ranges in _chain(first, passes) for row_range in ranges)
-        names = [name for column in self.columns for name in column.stored_names]
-        reader = self._open_reader(files, names, first, ranges, workers)
-        self._open.add(reader)
+        items = (
+            {
+                "columns": self.columns,
+                "storage_options": self.storage_options or {},
+                "row_range": row_range,
+                "sequence": sequence,
+            }
+            for sequence, row_range in enumerate(ranges)
+        )
+        reader = self._open_reader(files, items, workers)
         try:
             for table in _in_sequence(reader):
-                yield table_to_columns(table, self.columns)
+                file = table.schema.metadata[_FILE].decode()
+                yield table_to_columns(table, self.columns, file)
         finally:
-            self._close(reader)
-
-    def _close(self, reader: _PlannedReader) -> None:
-        if reader in self._open:
-            self._open.remove(reader)
             reader.stop()
             reader.join()
 
     def _open_reader(
         self,
         files: list[str],
-        names: list[str],
-        needed: Sequence[RowRange],
-        ranges: Iterator[RowRange],
+        items: Iterator[dict[str, Any]],
         workers: int,
     ) -> _PlannedReader:
         with warnings.catch_warnings():
@@ -101,10 +90,9 @@ class PetastormDataModule(PlannedDataModule):
             return _PlannedReader(
                 filesystem,
                 paths,
-                needed=needed,
-                ranges=ranges,
-                # Petastorm takes field names as regular expressions.
-                schema_fields=[f"{re.escape(name)}$" for name in names],
+                items=items,
+                # Workers are told what to read: Petastorm knows fewer types than PyArrow.
+                schema_fields=None,
                 reader_pool=_make_pool(self.reader_pool_type, workers),
                 worker_class=_RangeWorker,
                 is_batched_reader=True,
@@ -113,7 +101,7 @@ class PetastormDataModule(PlannedDataModule):
 
 def _make_pool(pool_type: str, workers: int) -> Any:
     if pool_type == "thread":
-        return ThreadPool(workers)
+        return ThreadPool(workers, results_queue_size=1)  # five for each worker, at least
     if pool_type == "process":
         return ProcessPool(workers, ArrowTableSerializer())
     return DummyPool()
@@ -128,43 +116,35 @@ def _chain(
 
 def _in_sequence(reader: _PlannedReader) -> Iterator[pa.Table]:
     """Yield tables in the order in which they were asked for; process pools answer in any."""
-    early: dict[int, pa.Table] = {}
-    wanted = 0
+    early: dict[tuple[int, int], pa.Table] = {}
+    wanted = (0, 0)
     for table in reader:
-        early[int(table.schema.metadata[_SEQUENCE])] = table
-        while wanted in early:
-            yield early.pop(wanted)
-            wanted += 1
+        early[_numbers(table, _PART)] = table
+        while (table := early.pop(wanted, None)) is not None:
+            yield table
+            wanted = _numbers(table, _NEXT)
+
+
+def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
+    sequence, part = table.schema.metadata[key].split()
+    return int(sequence), int(part)
 
 
 class _PlannedReader(Reader):
     """Petastorm's reader with the plan's row ranges in the place of its own sharding."""
 
-    def __init__(
-        self,
-        *args: Any,
-        needed: Sequence[RowRange],
-        ranges: Iterator[RowRange],
-        **kwargs: Any,
-    ) -> None:
-        self._needed = needed
-        self._ranges = ranges
-        self._pieces: dict[tuple[str, int], int] = {}
+    def __init__(self, *args: Any, items: Iterator[dict[str, Any]], **kwargs: Any) -> None:
+        self._items = items
         super().__init__(*args, **kwargs)
 
     def _filter_row_groups(
         self, dataset: Any, row_groups: Sequence[Any], *args: Any
     ) -> tuple[list[int], None]:
-        for position, piece in enumerate(row_groups):
-            self._pieces[piece.path, piece.row_group] = position
-        for row_range in self._needed:
-            if (row_range.file, row_range.row_group) not in self._pieces:
-                raise _changed(row_range.file, row_range.row_group)
         return list(range(len(row_groups))), None
 
     def _create_ventilator(self, *args: Any) -> _RangeVentilator:
         in_flight = self._workers_pool.workers_count + 2
-        return _RangeVentilator(self._workers_pool.ventilate, self._ranges, self._pieces, in_flight)
+        return _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
 
 
 class _RangeVentilator(Ventilator):
@@ -173,13 +153,11 @@ class _RangeVentilator(Ventilator):
     def __init__(
         self,
         ventilate: Any,
-        ranges: Iterator[RowRange],
-        pieces: dict[tuple[str, int], int],
+        items: Iterator[dict[str, Any]],
         in_flight: int,
     ) -> None:
         super().__init__(ventilate)
-        self._ranges = ranges
-        self._pieces = pieces
+        self._items = items
         self._room = threading.Semaphore(in_flight)
         self._stopping = False
         self._ventilated = 0
@@ -205,54 +183,53 @@ class _RangeVentilator(Ventilator):
         self._thread.join()
 
     def _run(self) -> None:
-        upcoming = next(self._ranges, None)
+        upcoming = next(self._items, None)
         self._all_ventilated = upcoming is None
-        while (row_range := upcoming) is not None:
-            upcoming = next(self._ranges, None)
+        while (item := upcoming) is not None:
+            upcoming = next(self._items, None)
             self._room.acquire()
             if self._stopping:
                 return
-            sequence = self._ventilated
             self._ventilated += 1
             # Before it goes out: once it is processed, nobody waits for another.
             self._all_ventilated = upcoming is None
-            self._ventilate_fn(
-                piece_index=self._pieces[row_range.file, row_range.row_group],
-                start=row_range.start,
-                stop=row_range.stop,
-                sequence=sequence,
-            )
+            self._ventilate_fn(**item)
 
 
 class _RangeWorker(ArrowReaderWorker):
-    """Reads one row range of one row group as an Arrow table."""
+    """Reads one row range of one row group as Arrow tables."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._files: dict[str, parquet.ParquetFile] = {}
+        self._files: RangeFiles | None = None
 
     @staticmethod
     def new_results_queue_reader() -> _TableQueueReader:
         return _TableQueueReader()
 
-    def process(self, piece_index: int, start: int, stop: int, sequence: int) -> None:
-        piece = self._split_pieces[piece_index]
-        if piece.path not in self._files:
-            self._files[piece.path] = parquet.ParquetFile(self._filesystem.open(piece.path))
-        table = self._files[piece.path].read_row_group(
-            piece.row_group, columns=list(self._schema.fields), use_threads=False
-        )
-        if table.num_rows < stop:
-            raise _changed(piece.path, piece.row_group)
-        table = table.slice(start, stop - start)
-        self.publish_func(table.replace_schema_metadata({_SEQUENCE: str(sequence)}))
-
-
-def _changed(file: str, row_group: int) -> StoreError:
-    return StoreError(
-        f"{file!r} does not hold the planned rows of row group {row_group}: it was changed after "
-        "training had begun. Train again, and leave the files as they are."
-    )
+    def process(
+        self,
+        columns: Sequence[ColumnSpec],
+        storage_options: Mapping[str, Any],
+        row_range: RowRange,
+        sequence: int,
+    ) -> None:
+        self._files = self._files or RangeFiles(storage_options)
+        with self._files.open(row_range.file) as file:
+            tables = range_tables(file, row_range, columns)
+            table = next(tables)
+            for part in itertools.count():
+                following = next(tables, None)
+                after = (sequence, part + 1) if following is not None else (sequence + 1, 0)
+                metadata = {
+                    _FILE: row_range.file,
+                    _PART: f"{sequence} {part}",
+                    _NEXT: f"{after[0]} {after[1]}",
+                }
+                self.publish_func(table.replace_schema_metadata(metadata))
+                if following is None:
+                    return
+                table = following
 
 
 class _TableQueueReader:

@@ -1,0 +1,224 @@
+"""Rows per second of the input pipeline, as torch tensors, against Petastorm's and plain decoding.
+
+One process. All contenders take turns, and the best of each counts; the first turn does not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+
+from benchmarks.common import need_baseline, parser, show_result, show_table
+from hvd_estimators.data.footers import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.readers.arrow import ArrowDataModule
+from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.data.readers.petastorm import PetastormDataModule
+from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.store import LocalStore
+
+WORKERS = 2
+IMAGE = 224 * 224 * 3
+ROW_GROUP_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Data:
+    """A Parquet file.
+
+    Attributes
+    ----------
+    name : str
+        What it holds.
+    manifest : DatasetManifest
+        Its columns and row groups.
+    batch_sizes : tuple of int
+        The batch sizes to measure with.
+    """
+
+    name: str
+    manifest: DatasetManifest
+    batch_sizes: tuple[int, ...]
+
+    @property
+    def file(self) -> str:
+        return self.manifest.train.row_groups[0].file
+
+    @property
+    def rows(self) -> int:
+        return self.manifest.train.rows
+
+
+Contender = Callable[[], tuple[int, float]]
+"""Reads rows as tensors; returns how many, and in how many seconds."""
+
+
+def main() -> None:
+    options = parser(__doc__, rows=2_000_000, repeats=5).parse_args()
+    need_baseline()
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
+        for data in write(Path(folder), options.rows):
+            results[data.name] = measure(data, options.repeats)
+    show_result("loader", {"rows": options.rows, "workers": WORKERS}, {"data": results})
+
+
+def write(folder: Path, rows: int) -> Iterator[Data]:
+    """Write the datasets, one at a time: narrow columns, a vector, images."""
+    rng = np.random.default_rng(0)
+    narrow = pa.table({f"x{i:02}": rng.standard_normal(rows, np.float32) for i in range(20)})
+    yield _write(folder / "narrow", narrow, (1000, 256))
+    few = rows // 4
+    vector = pa.table({"vector": _lists(rng.standard_normal((few, 64), np.float32))})
+    yield _write(folder / "vector", vector, (1000, 256))
+    few = max(rows // 1000, 64)
+    image = pa.table({"image": _lists(rng.integers(0, 256, (few, IMAGE), np.uint8))})
+    yield _write(folder / "image", image, (32,))
+
+
+def _lists(values: np.ndarray) -> pa.Array:
+    offsets = np.arange(0, values.size + 1, values.shape[1], dtype=np.int32)
+    return pa.ListArray.from_arrays(offsets, values.reshape(-1))
+
+
+def _write(folder: Path, table: pa.Table, batch_sizes: tuple[int, ...]) -> Data:
+    folder.mkdir()
+    group = max(ROW_GROUP_BYTES * len(table) // table.nbytes, 1)
+    parquet.write_table(table, folder / "part-0.parquet", row_group_size=group)
+    manifest = read_manifest(LocalStore(str(folder)), str(folder), None, table.column_names)
+    return Data(folder.name, manifest, batch_sizes)
+
+
+def measure(data: Data, repeats: int) -> dict[str, Any]:
+    """Time all contenders in turns; show and return the best of each."""
+    with contextlib.ExitStack() as stack:
+        contenders: dict[str, Contender] = {"PyArrow decoding": timed(decode, data)}
+        for size in data.batch_sizes:
+            contenders[f"BatchedDataLoader, batch {size}"] = timed(petastorm, data, size)
+            for module in (PetastormDataModule, ArrowDataModule):
+                name = f"ours, {module.short_name}, batch {size}"
+                contenders[name] = ours(stack, module, data, size)
+        best = dict.fromkeys(contenders, 0.0)
+        for turn in range(repeats + 1):
+            for name, contender in contenders.items():
+                rows, seconds = contender()
+                if rows % data.rows:
+                    raise SystemExit(f"{name}: {rows} rows were delivered of {data.rows}.")
+                if turn:
+                    best[name] = max(best[name], rows / seconds)
+    decoding = best["PyArrow decoding"]
+    table = []
+    for name, speed in best.items():
+        size = name.rpartition(" ")[2]
+        loader = best.get(f"BatchedDataLoader, batch {size}", float("nan"))
+        table.append((name, speed, speed / decoding, speed / loader))
+    header = ("contender", "rows/s", "of decoding", "times BatchedDataLoader")
+    show_table(f"{data.name}, {data.rows} rows", header, table)
+    return {
+        name: {"rows_per_second": speed, "of_decoding": share, "times_petastorm": times}
+        for name, speed, share, times in table
+    }
+
+
+def timed(function: Callable[..., int], *arguments: Any) -> Contender:
+    """Return a contender that is timed from its first to its last line."""
+
+    def run() -> tuple[int, float]:
+        started = time.perf_counter()
+        rows = function(*arguments)
+        return rows, time.perf_counter() - started
+
+    return run
+
+
+def decode(data: Data) -> int:
+    """Decode every row group with all of PyArrow's threads, in stored order."""
+    rows = 0
+    with parquet.ParquetFile(data.file) as file:
+        for index in range(file.num_row_groups):
+            table = file.read_row_group(index)
+            for spec in data.manifest.columns:
+                column = table.column(spec.name).combine_chunks()
+                column = column.chunk(0) if isinstance(column, pa.ChunkedArray) else column
+                values = column.flatten() if spec.shape else column
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    tensor = torch.from_numpy(values.to_numpy())
+                tensor.reshape(-1, *spec.shape)
+            rows += len(table)
+    return rows
+
+
+def petastorm(data: Data, batch_size: int) -> int:
+    """Shuffle and batch with Petastorm's own loader, in a buffer as large as ours, or nearly."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        from petastorm import make_batch_reader
+        from petastorm.pytorch import BatchedDataLoader
+
+        row_bytes = sum(
+            spec.width * np.dtype(spec.dtype).itemsize for spec in data.manifest.columns
+        )
+        rows = 0
+        reader = make_batch_reader(
+            Path(data.file).as_uri(), num_epochs=1, workers_count=WORKERS, seed=1
+        )
+        capacity = max(min(data.rows, 128 * 2**20 // row_bytes), 2 * batch_size)
+        with BatchedDataLoader(
+            reader, batch_size=batch_size, shuffling_queue_capacity=capacity
+        ) as loader:
+            for batch in loader:
+                rows += len(next(iter(batch.values())))
+    return rows
+
+
+def ours(
+    stack: contextlib.ExitStack, kind: type[PlannedDataModule], data: Data, batch_size: int
+) -> Contender:
+    """Open one of our data modules.
+
+    What it reads ahead belongs to the next pass. So a pass goes before those that are timed, from
+    the end of one pass to the end of another, as in a training of many epochs.
+    """
+    plan = plan_shards(data.manifest.train.row_groups, 1)
+    module = stack.enter_context(
+        kind(
+            train_dir=data.manifest.train.path,
+            val_dir=None,
+            columns=data.manifest.columns,
+            train_plan=plan,
+            train_batch_size=batch_size,
+            train_reader_worker_count=WORKERS,
+            num_train_epochs=1,
+        )
+    )
+
+    def run() -> tuple[int, float]:
+        rows = 0
+        with contextlib.closing(module.train_data()) as batches:
+            for timed_pass in (False, True, True):
+                if not rows:
+                    started = time.perf_counter()
+                for _ in range(plan.steps(batch_size)):
+                    batch = next(batches)
+                    tensors = {name: torch.from_numpy(array) for name, array in batch.items()}
+                    rows += timed_pass * len(next(iter(tensors.values())))
+            return rows, time.perf_counter() - started
+
+    return run
+
+
+if __name__ == "__main__":
+    main()

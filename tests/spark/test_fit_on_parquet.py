@@ -1,0 +1,132 @@
+"""Training on Parquet that Spark wrote, but not `prepare_data`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+from pyspark.sql import functions as F
+
+from hvd_estimators import Store
+from hvd_estimators.data.columns import concatenate, table_to_columns
+from hvd_estimators.data.footers import read_manifest
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.spark
+
+
+def make_frame(spark: Any, rows: int = 60) -> Any:
+    """y = x + 2 day, where day is 0, 1 or 2."""
+    return (
+        spark.range(rows)
+        .select(
+            F.col("id"),
+            (F.col("id") % 3).cast("int").alias("day"),
+            ((F.col("id") * 37 % 101) / 101).alias("x"),
+        )
+        .withColumn("y", F.col("x") + 2 * F.col("day"))
+    )
+
+
+class Sum(torch.nn.Module):
+    """Weights its two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: torch.Tensor, day: torch.Tensor) -> torch.Tensor:
+        return self.weights[0] * x + self.weights[1] * day
+
+
+def test_a_model_is_trained_on_a_partition_column(spark: Any, tmp_path: Path) -> None:
+    frame = make_frame(spark)
+    for part in ("train", "val"):
+        frame.write.partitionBy("day").parquet(str(tmp_path / part))
+    store = Store.create(
+        str(tmp_path / "store"), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")
+    )
+    net = Sum()
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x", "day"],
+        label_cols=["y"],
+        batch_size=30,  # of 2 ranks: a step on all rows
+        validation=True,
+        random_seed=1,
+        epochs=1,
+        verbose=0,
+    )
+
+    model = estimator.fit_on_parquet()
+
+    rows = np.array(frame.select("x", "day", "y").collect())
+    inputs, labels = rows[:, :2], rows[:, 2]
+    # From zero, with the learning rate times the ranks, along the gradient of the mean of squares.
+    expected = 0.1 * 2 * (labels[:, None] * inputs).mean(axis=0)
+    weights = model.getModel().weights.detach().numpy()
+    np.testing.assert_allclose(weights, expected, rtol=1e-5)
+    loss = np.mean((inputs @ expected - labels) ** 2)
+    np.testing.assert_allclose(model.getHistory()[0]["validation"]["loss"], loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("legacy", ["true", "false"])
+def test_lists_and_decimals_in_both_formats_of_spark(
+    spark: Any, store: Any, tmp_path: Path, legacy: str
+) -> None:
+    """The old format names what is in a list otherwise, and has lists of two levels."""
+    frame = make_frame(spark, 9).select(
+        "id",
+        F.array("id", F.col("id") + 1).alias("pair"),
+        F.array(F.array("x"), F.array("y")).alias("column"),
+        F.array(F.when(F.col("id") >= 0, F.col("id"))).alias("nullable"),
+        F.array(F.col("x").cast("decimal(9, 4)")).alias("money"),
+        F.struct("x", F.array("y")).alias("beside"),
+        (F.col("id") % 2 == 0).alias("even"),
+        F.col("id").cast("byte").alias("byte"),
+    )
+    if legacy == "true":
+        # PyArrow takes the old format's lists of lists for structs, or refuses the file.
+        frame = frame.drop("column")
+    spark.conf.set("spark.sql.parquet.writeLegacyFormat", legacy)
+    try:
+        frame.write.parquet(str(tmp_path / "data"))
+    finally:
+        spark.conf.unset("spark.sql.parquet.writeLegacyFormat")
+    names = [name for name in frame.columns if name != "beside"]
+
+    manifest = read_manifest(store, str(tmp_path / "data"), None, names)
+
+    found = concatenate(
+        [
+            table_to_columns(
+                parquet.ParquetFile(group.file).read_row_group(group.index), manifest.columns
+            )
+            for group in manifest.train.row_groups
+        ]
+    )
+    order = np.argsort(found["id"])
+    expected = frame.orderBy("id").toPandas()
+    for name in names:
+        values = np.array(expected[name].tolist())
+        np.testing.assert_array_equal(found[name][order], values.astype(found[name].dtype))
+    dtypes = {name: str(array.dtype) for name, array in found.items()}
+    assert (dtypes["money"], dtypes["even"], dtypes["byte"]) == ("float64", "bool", "int8")
+
+
+def test_the_null_partition_of_spark_is_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
+    frame = make_frame(spark, 9).withColumn("day", F.when(F.col("day") > 0, F.col("day")))
+    frame.write.partitionBy("day").parquet(str(tmp_path / "data"))
+
+    with pytest.raises(DataError, match="'day' is null in all rows of"):
+        read_manifest(store, str(tmp_path / "data"), None, ["x", "day"])
+    assert read_manifest(store, str(tmp_path / "data"), None, ["x"]).train.rows == 9

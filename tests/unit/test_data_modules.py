@@ -1,0 +1,102 @@
+"""Which data module a rank is given, and what it is told."""
+
+import itertools
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hvd_estimators.data.footers import read_manifest
+from hvd_estimators.data.readers import DataModule, check_data_module, open_data_module
+from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.spec import DataSpec
+from hvd_estimators.store import LocalStore
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    table = pa.table({"id": np.arange(53), "x": np.arange(53.0)})
+    parquet.write_table(table, folder / "a.parquet", row_group_size=7)
+    return read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "x"])
+
+
+class Constant(DataModule):
+    """A user's own module."""
+
+    def __init__(self, *, label_cols, **kwargs):
+        super().__init__(**kwargs)
+        self.label_cols = label_cols
+
+    def train_data(self):
+        return itertools.repeat({"x": np.zeros(self.train_batch_size)})
+
+    def val_data(self):
+        return iter(())
+
+
+def data_spec(manifest, data_module):
+    return DataSpec(
+        columns=manifest.columns,
+        train_path=manifest.train.path,
+        val_path=None,
+        train_plan=plan_shards(manifest.train.row_groups, 2),
+        val_plan=None,
+        feature_cols=("x",),
+        label_cols=("id",),
+        sample_weight_col=None,
+        batch_size=4,
+        val_batch_size=8,
+        train_steps_per_epoch=7,
+        validation_steps_per_epoch=0,
+        random_seed=7,
+        data_module=data_module,
+        options={"shuffle": False, "categorical_cols": None, "verbose": 0},
+    )
+
+
+@pytest.mark.parametrize("data_module", ["arrow", None])
+def test_the_ranks_module_is_made_from_the_jobs_description(manifest, data_module):
+    with open_data_module(data_spec(manifest, data_module), 1, 2, 3, 1) as data:
+        batches = [batch["id"].tolist() for batch in itertools.islice(data.train_data(), 4)]
+
+    # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were taken before.
+    assert list(itertools.chain(*batches)) == list(range(26 + 12, 53))
+
+
+def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, monkeypatch):
+    try:
+        import petastorm
+    except ImportError:
+        petastorm = None
+    with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
+        assert data.short_name == ("arrow" if petastorm is None else "petastorm")
+
+    monkeypatch.setitem(sys.modules, "hvd_estimators.data.readers.petastorm", None)
+    with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
+        assert data.short_name == "arrow"
+    with pytest.raises(ImportError):
+        open_data_module(data_spec(manifest, "petastorm"), 0, 1, 0, 1)
+
+
+def test_a_users_own_module_gets_all_that_is_known(manifest):
+    with open_data_module(data_spec(manifest, Constant), 1, 2, 3, 5) as data:
+        assert type(data) is Constant
+        assert len(next(data.train_data())["x"]) == 4
+        assert (data.cur_shard, data.shard_count, data.num_train_epochs) == (1, 2, 5)
+        assert (data.has_val, data.val_batch_size, data.shuffle) == (False, 8, False)
+        assert list(data.schema_fields) == ["id", "x"]
+        assert data.label_cols == ("id",)
+        assert data.global_train_sizes() is None
+
+
+@pytest.mark.parametrize("wrong", ["csv", "", int, 5])
+def test_a_data_module_is_a_known_name_or_a_class(wrong):
+    check_data_module("arrow")
+    check_data_module(None)
+    check_data_module(Constant)
+    with pytest.raises(ParamError, match="data_module: expected 'petastorm', 'arrow' or a class"):
+        check_data_module(wrong)
