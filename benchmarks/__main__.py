@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("transform", "fit")
+BENCHMARKS = ("transform", "loader", "fit")
 
 
 def main() -> int:

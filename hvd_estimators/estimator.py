@@ -143,8 +143,9 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         convert=integer(1),
     )
     data_module = declare(
-        "'petastorm', or a class derived from hvd_estimators.data.readers.DataModule.",
-        default="petastorm",
+        "What reads the rows: 'petastorm', 'arrow', or a class derived from "
+        "hvd_estimators.data.readers.DataModule. Default: Petastorm where it can be imported, "
+        "PyArrow otherwise.",
     )
     scale_learning_rate = declare(
         "Multiply the learning rate by the number of ranks for training.",
