@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,22 +50,25 @@ class Memory:
 
     def __init__(self, kept: int = 8) -> None:
         self._kept = kept
-        self._buffers: list[Array] = []
+        self._buffers: list[tuple[bytearray, weakref.ref[Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array with nothing in it yet."""
         size = math.prod(shape) * dtype.itemsize
-        if dtype.hasobject:
+        if not size or dtype.hasobject:
             return np.empty(shape, dtype)
-        for buffer in self._buffers:
-            # Views refer to the array that owns their memory: these are the list's, the loop's and
-            # the call's reference.
-            if size <= buffer.nbytes <= 2 * size and sys.getrefcount(buffer) == 3:
-                return buffer[:size].view(dtype).reshape(shape)
-        buffer = np.empty(size + size // 4, np.uint8)
-        del self._buffers[: len(self._buffers) + 1 - self._kept]
-        self._buffers.append(buffer)
-        return buffer[:size].view(dtype).reshape(shape)
+        position = len(self._buffers)
+        buffer = None
+        for i, (candidate, given_out) in enumerate(self._buffers):
+            if size <= len(candidate) <= 2 * size and given_out() is None:
+                position, buffer = i, candidate
+                break
+        buffer = buffer or bytearray(size + size // 4)
+        # Views of it, and views of these, hold this array, as its memory is not another array's.
+        array = np.frombuffer(buffer, dtype, math.prod(shape))
+        self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
+        del self._buffers[: -self._kept]
+        return array.reshape(shape)
 
 
 class Rows:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.data import batching
 from hvd_estimators.data.batching import cut_batches, cut_runs
+from hvd_estimators.data.rows import Memory
 from hvd_estimators.exceptions import DataError
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
@@ -156,6 +157,25 @@ def test_batches_that_were_handed_out_are_not_overwritten():
 
     for array, copy in zip(kept, copies, strict=True):
         np.testing.assert_array_equal(array, copy)
+
+
+def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
+    memory = Memory()
+    float32 = np.dtype(np.float32)
+
+    def address(array):
+        return array.__array_interface__["data"][0]
+
+    array = memory.empty((100, 4), float32)
+    view = array[3:5].T[1:]
+    first = address(array)
+    del array
+    other = memory.empty((100, 4), float32)
+    assert abs(address(other) - first) >= 1600
+    del view, other
+    addresses = {address(memory.empty((100, 4), float32)) for _ in range(5)}
+    assert addresses == {first}
+    assert memory.empty((0, 4), float32).shape == (0, 4)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
