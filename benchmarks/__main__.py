@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("transform", "loader", "fit")
+BENCHMARKS = ("prepare", "transform", "loader", "fit")
 
 
 def main() -> int:

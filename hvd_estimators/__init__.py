@@ -6,27 +6,35 @@ can import this package without PySpark, and the driver without a deep-learning 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.data.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.data.prepare import prepare_data
+    from hvd_estimators.data.prepared import clear_prepared_data, clear_training_cache
     from hvd_estimators.store import Store
 
 __version__ = "0.1.0"
-__all__ = ["Store", "__version__", "prepare_data"]
+__all__ = [
+    "PreparedDataset",
+    "Store",
+    "__version__",
+    "clear_prepared_data",
+    "clear_training_cache",
+    "list_prepared_data",
+    "prepare_data",
+]
 
-_HOMES = {
-    "Store": "hvd_estimators.store",
-    "prepare_data": "hvd_estimators.data.prepare",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "PreparedDataset": "hvd_estimators.data.catalog",
+        "Store": "hvd_estimators.store",
+        "clear_prepared_data": "hvd_estimators.data.prepared",
+        "clear_training_cache": "hvd_estimators.data.prepared",
+        "list_prepared_data": "hvd_estimators.data.catalog",
+        "prepare_data": "hvd_estimators.data.prepare",
+    },
+)

@@ -16,9 +16,10 @@ from pyspark.sql import DataFrame
 from hvd_estimators.data.footers import read_manifest
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.prepare import load_manifest, prepare_data
+from hvd_estimators.data.prepared import hold
 from hvd_estimators.data.readers import check_data_module
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
@@ -34,7 +35,7 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.persistence import FileReadable, FileWritable
 from hvd_estimators.progress import show_progress
-from hvd_estimators.spec import DataSpec
+from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
 from hvd_estimators.store import Store
 
 __all__ = ["HorovodEstimator"]
@@ -105,6 +106,9 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     )
     compress_sparse_cols = declare(
         "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
+    )
+    check_finite = declare(
+        "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
     )
     transformation_fn = declare("Row (a dict) to row, applied by the readers.")
     transformation_edit_fields = declare("Fields that transformation_fn changes.")
@@ -180,15 +184,15 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         backend = self._ready_backend()
         store: Store = self.getOrDefault("store")
         if dataset_idx is not None:
-            manifest = load_manifest(store, dataset_idx)
-        else:
-            has_validation = bool(self.getOrDefault("validation"))
-            manifest = read_manifest(
-                store,
-                store.get_train_data_path(),
-                store.get_val_data_path() if has_validation else None,
-                self._needed_columns(),
-            )
+            with hold(dataset_idx):
+                return self._train(load_manifest(store, dataset_idx), backend)
+        has_validation = bool(self.getOrDefault("validation"))
+        manifest = read_manifest(
+            store,
+            store.get_train_data_path(),
+            store.get_val_data_path() if has_validation else None,
+            self._needed_columns(),
+        )
         return self._train(manifest, backend)
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
@@ -207,6 +211,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             partitions_per_process=self.getOrDefault("partitions_per_process"),
             verbose=self.getOrDefault("verbose"),
             random_seed=self.getOrDefault("random_seed"),
+            check_finite=self.getOrDefault("check_finite"),
         ) as dataset_idx:
             return self._train(load_manifest(self.getOrDefault("store"), dataset_idx), backend)
 
@@ -276,7 +281,36 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     def _train(self, manifest: DatasetManifest, backend: Backend) -> HorovodModel:
         """Train on a dataset and return the model."""
 
-    def _run(self, backend: Backend, train: Any, spec: Any) -> Sequence[Any]:
+    def _common_spec(self, data: DataSpec, prefix: str) -> dict[str, Any]:
+        """Return the fields of `TrainSpec`; ``prefix`` starts the name of a new run."""
+        get = self.getOrDefault
+        return {
+            "data": data,
+            "store": get("store"),
+            "run": get("store").run_paths(self._new_run_id(prefix)),
+            "epochs": get("epochs"),
+            "random_seed": get("random_seed"),
+            "scale_learning_rate": get("scale_learning_rate"),
+            "backward_passes_per_step": get("backward_passes_per_step"),
+            "gradient_compression": get("gradient_compression"),
+            "use_gpu": get("use_gpu"),
+            "mp_start_method": get("mp_start_method"),
+            "callbacks": tuple(get("callbacks")),
+            "verbose": get("verbose"),
+        }
+
+    def _trained_state(self, results: Sequence[TrainResult]) -> bytes:
+        """Return what rank 0 trained, once it is certain that the others agree."""
+        if len({result.weights_digest for result in results}) > 1:
+            raise HvdEstimatorsError(
+                "The ranks ended with different weights. A callback, custom layer or "
+                "train_minibatch_fn that treats ranks differently can cause that."
+            )
+        state = results[0].state
+        assert state is not None
+        return state
+
+    def _run(self, backend: Backend, train: Any, spec: TrainSpec) -> Sequence[TrainResult]:
         """Run the trainer on every rank, showing progress, and return the ranks' results."""
         with show_progress(spec.verbose, backend.driver_host()) as env:
             return backend.run(train, args=(spec,), kwargs={}, env=env)

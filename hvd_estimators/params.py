@@ -66,6 +66,10 @@ class declare:
         self.aliases = tuple(aliases)
 
 
+_CLASS_LEVEL = Params._dummy().uid
+"""Parent of a Param that is taken from the class: ``TorchEstimator.epochs``."""
+
+
 class DeclaredParams(Params):
     """Base of everything that declares its params with `declare`."""
 
@@ -116,14 +120,15 @@ class DeclaredParams(Params):
         Parameters
         ----------
         extra : dict, optional
-            Param (or its name) to value.
+            Param (or its name) to value. Params of other objects are left out, as Spark does: a
+            pipeline hands one dict to all its stages, and a fitted model gets its estimator's.
         """
-        by_param = {
-            self.getParam(key) if isinstance(key, str) else key: value
+        values = {
+            key if isinstance(key, str) else key.name: value
             for key, value in (extra or {}).items()
+            if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL)
         }
-        that = super().copy()
-        return that._set(**{param.name: value for param, value in by_param.items()})
+        return super().copy()._set(**values)
 
 
 def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None:

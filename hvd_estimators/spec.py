@@ -11,7 +11,7 @@ from hvd_estimators.data.readers.base import DataModule
 from hvd_estimators.data.sharding import ShardPlan
 from hvd_estimators.store.base import RunPaths, Store
 
-__all__ = ["DataSpec", "EpochRecord", "TrainSpec"]
+__all__ = ["DataSpec", "EpochRecord", "TrainResult", "TrainSpec"]
 
 
 @dataclass(frozen=True)
@@ -117,3 +117,23 @@ class EpochRecord:
         if self.validation is not None:
             record["validation"] = dict(self.validation)
         return record
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a rank answers.
+
+    Attributes
+    ----------
+    weights_digest : str
+        Digest of the final parameters; the same on all ranks.
+    state : bytes or None
+        What the driver makes the fitted model of, with the learning rate as the user gave it, in
+        the framework's own form. Rank 0 only.
+    history : tuple of EpochRecord
+        One record per epoch of the whole run.
+    """
+
+    weights_digest: str
+    state: bytes | None
+    history: tuple[EpochRecord, ...]

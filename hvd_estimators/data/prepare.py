@@ -1,4 +1,4 @@
-"""DataFrame to Parquet: converted in Spark's JVM, split and written in one pass.
+"""DataFrame to Parquet: which columns and rows are written, and whether they are written already.
 
 Runs on the driver.
 """
@@ -7,28 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import uuid
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
 
-from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.data.footers import complete_shapes, read_split
-from hvd_estimators.data.manifest import MANIFEST_FILE, ColumnSpec, DatasetManifest
-from hvd_estimators.data.schema import StoredColumn, require_columns, stored_column
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError, StoreError
+from hvd_estimators.data.catalog import load_manifest
+from hvd_estimators.data.plans import keeps_order, source_plan
+from hvd_estimators.data.prepared import lend
+from hvd_estimators.data.schema import require_columns, stored_column
+from hvd_estimators.data.writing import Validation, write_dataset
+from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.store import Store
 
 __all__ = ["load_manifest", "prepare_data"]
 
 logger = logging.getLogger(__name__)
-
-ROW_GROUP_BYTES = 16 * 2**20
-"""Target size of a row group: the unit that readers fetch and shuffle."""
-
-_SPLIT = "__split"
 
 
 @contextlib.contextmanager
@@ -44,8 +39,19 @@ def prepare_data(
     partitions_per_process: int = 10,
     verbose: int = 0,
     random_seed: int | None = None,
+    check_finite: bool = False,
 ) -> Iterator[str]:
-    """Write a DataFrame as Parquet files that ranks read; deleted when the block ends.
+    """Write a DataFrame as Parquet files that ranks read.
+
+    What this application has written already is used again, if the rows are known to be the same:
+    the DataFrame has the same plan (by Spark's own comparison) over plain files that have not
+    changed, ``spark.range`` or local data, and the options below are the same. Of several threads
+    that ask for the same, one writes. Anything else, such as RDDs, JDBC, Python functions, clocks
+    and random numbers over shuffled rows, is written each time.
+
+    The dataset is there until the block ends. After that, the few that were used last are kept
+    for the next time and deleted when the interpreter exits (see `list_prepared_data` and
+    `clear_prepared_data`); one that cannot be used again is deleted at once.
 
     Parameters
     ----------
@@ -54,7 +60,7 @@ def prepare_data(
     store : Store
         Where it is written.
     df : DataFrame
-        The rows; evaluated once.
+        The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
         The columns that are written. ``feature_columns=None`` takes all but the others.
     validation : float or str, optional
@@ -67,7 +73,11 @@ def prepare_data(
     verbose : int
         Above zero, logs paths and row counts.
     random_seed : int, optional
-        Seed of the split. Default: 0.
+        Seed of the split. Default: 0. The same rows in the same partitions are split in the same
+        way.
+    check_finite : bool
+        Refuse NaN and infinity, also such as arise where a vector's number is too large for a
+        32-bit float.
 
     Yields
     ------
@@ -81,7 +91,8 @@ def prepare_data(
     ColumnError
         If a column is missing or of a type that cannot be trained on.
     DataError
-        If there are no rows (to train on, or to validate on), nulls, or ragged arrays.
+        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
+        that are not finite and not wanted.
     StoreError
         If the store cannot be written to.
     """
@@ -103,44 +114,33 @@ def prepare_data(
             f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "
             f"{df.schema[extra[0]].dataType.simpleString()}."
         )
+    seed = random_seed or 0
+    split = _validation(df, validation, seed)
+    max_files = num_processes * partitions_per_process
     store.check()
-    index = uuid.uuid4().hex[:12]
-    try:
-        manifest = _write(
-            store,
-            index,
-            df.coalesce(num_processes * partitions_per_process),
-            columns,
-            _is_validation(df, validation, random_seed or 0),
+
+    def write(index: str) -> None:
+        manifest = write_dataset(
+            store, index, df.coalesce(max_files), columns, split, check_finite=check_finite
         )
         logger.log(
             logging.INFO if verbose else logging.DEBUG,
-            "Prepared %d training and %d validation rows under %s",
+            "Prepared %d training and %d validation rows under %s (dataset %s)",
             manifest.train.rows,
             manifest.validation.rows if manifest.validation else 0,
             store.prefix_path,
+            index,
         )
+
+    options: Hashable = (
+        *(type(store), store.get_train_data_path(), store.get_val_data_path()),
+        repr(sorted(store.storage_options.items())),
+        *(tuple(names), compress_sparse, max_files, check_finite),
+        validation or None,
+        seed if isinstance(validation, float) else None,
+    )
+    with lend(store, source_plan(df), options, write) as index:
         yield index
-    finally:
-        for path in (store.get_train_data_path(index), store.get_val_data_path(index)):
-            store.delete(path)
-
-
-def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
-    """Read the manifest of a dataset that `prepare_data` wrote.
-
-    Raises
-    ------
-    StoreError
-        If there is no such dataset.
-    """
-    path = f"{store.get_train_data_path(dataset_idx)}/{MANIFEST_FILE}"
-    if not store.exists(path):
-        raise StoreError(
-            f"dataset_idx: the store holds no prepared dataset {dataset_idx!r} (looked for "
-            f"{path!r}). Call fit_on_parquet inside the 'with prepare_data(...)' block."
-        )
-    return DatasetManifest.from_json(store.read(path).decode())
 
 
 def _check_numbers(
@@ -164,113 +164,19 @@ def _check_numbers(
         )
 
 
-def _is_validation(df: DataFrame, validation: float | str | None, seed: int) -> Column | None:
-    """Return the expression that is true for rows to validate on; None without validation."""
+def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Validation | None:
+    """Return how rows are split; None without validation."""
     if not validation:
         return None
     if not isinstance(validation, str):
-        return F.rand(seed) < float(validation)
+        return Validation(F.rand(seed) < float(validation), by_position=not keeps_order(df))
     data_type = df.schema[validation].dataType
     column = df[f"`{validation}`"]
     if isinstance(data_type, T.BooleanType):
-        return column
+        return Validation(column)
     if isinstance(data_type, T.NumericType):
-        return column > 0
+        return Validation(column > 0)
     raise ColumnError(
         f"validation: column {validation!r} has type {data_type.simpleString()}; expected a "
         "boolean, or a number that is above zero for rows to validate on."
     )
-
-
-def _write(
-    store: Store,
-    index: str,
-    df: DataFrame,
-    columns: Sequence[StoredColumn],
-    is_validation: Column | None,
-) -> DatasetManifest:
-    expressions = [expression for column in columns for expression in column.expressions]
-    measures = _measures(columns)
-    if is_validation is not None:
-        expressions.append(is_validation.alias(_SPLIT))
-        measures.append(F.count_if(F.col(_SPLIT).isNull()).alias("split_nulls"))
-    train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
-    lengths = [
-        c.length.alias(f"__length_{i}") for i, c in enumerate(columns) if c.length is not None
-    ]
-    frame = df.select(*expressions, *lengths)
-    observation = Observation()
-    if measures:
-        frame = frame.observe(observation, *measures)
-    frame = frame.drop(*(name for name in frame.columns if name.startswith("__length_")))
-    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
-    observed: dict[str, int] = {}
-    if is_validation is None:
-        writer.parquet(store.spark_url(train_path))
-        observed = observation.get if measures else {}
-    else:
-        staging = f"{train_path}.partial"
-        try:
-            writer.partitionBy(_SPLIT).parquet(store.spark_url(staging))
-            observed = observation.get
-            if observed["split_nulls"]:
-                raise DataError(
-                    f"validation: its column holds {observed['split_nulls']} nulls; set true or "
-                    "false in every row."
-                )
-            _move(store, f"{staging}/{_SPLIT}=false", train_path, "to train on")
-            _move(store, f"{staging}/{_SPLIT}=true", val_path, "to validate on")
-        finally:
-            store.delete(staging)
-    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
-    train = read_split(store, train_path, specs)
-    if not train.rows:
-        raise DataError("The DataFrame is empty: there are no rows to train on.")
-    validation = read_split(store, val_path, specs) if is_validation is not None else None
-    manifest = DatasetManifest(complete_shapes(store, train, specs), train, validation)
-    store.write_text(f"{train_path}/{MANIFEST_FILE}", manifest.to_json())
-    return manifest
-
-
-def _measures(columns: Sequence[StoredColumn]) -> list[Column]:
-    """Return the aggregates, taken while writing, that find nulls and ragged rows of arrays."""
-    measures = []
-    for i, column in enumerate(columns):
-        if column.length is not None:
-            length = F.col(f"__length_{i}")
-            # The size of a null is null under ANSI rules and -1 otherwise.
-            measures += [
-                F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
-                F.max(length).alias(f"max_{i}"),
-                F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
-            ]
-    return measures
-
-
-def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
-    """Set the shape of an array column from what was observed while writing."""
-    if not spec.shape:
-        return spec
-    if observed[f"nulls_{i}"]:
-        raise DataError(
-            f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
-            "before training."
-        )
-    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
-    if shortest is None:
-        return spec
-    if shortest != longest:
-        raise DataError(
-            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
-            "elements. Pad or cut them to one length."
-        )
-    return replace(spec, shape=(int(longest), *spec.shape[1:]))
-
-
-def _move(store: Store, source: str, target: str, purpose: str) -> None:
-    if not store.exists(source):
-        raise DataError(
-            f"validation: there are no rows {purpose}. Choose a fraction or a column that leaves "
-            "rows on both sides."
-        )
-    store.fs.mv(source, target, recursive=True)

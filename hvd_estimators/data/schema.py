@@ -5,6 +5,7 @@ Runs on the driver.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from pyspark.ml.functions import vector_to_array
@@ -32,7 +33,15 @@ _REMEDIES: dict[type[T.DataType], str] = {
     T.StringType: "index it with pyspark.ml.feature.StringIndexer, or leave it out",
     T.DateType: "turn it into a number, for example with datediff or dayofyear",
     T.TimestampType: "turn it into a number, for example with unix_timestamp",
+    T.TimestampNTZType: "turn it into a number, for example with unix_timestamp",
+    T.DayTimeIntervalType: "turn it into a number, for example of seconds, with extract",
+    T.StructType: "select its fields as columns of their own, or convert it to an array",
+    T.MapType: "select the keys that you need as columns, or convert it to an array",
 }
+
+
+_DENSE = 1
+"""The field ``type`` of dense vectors, in the struct that VectorUDT is stored as; sparse is 0."""
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,24 @@ class StoredColumn:
     expressions : tuple of Column
         What is written to Parquet, named as ``spec.stored_names``.
     length : Column or None
-        Number of elements of a row's value; None for scalars.
+        Number of elements of a row's value, null or below zero for a null; None for scalars.
     """
 
     spec: ColumnSpec
     expressions: tuple[Column, ...]
     length: Column | None = None
+
+    def is_not_finite(self) -> Column | None:
+        """Return the expression, over what is written, that is true where a row holds NaN or inf.
+
+        None where the type has neither.
+        """
+        if not self.spec.dtype.startswith("float"):
+            return None
+        condition: Callable[[Column], Column] = _is_not_finite
+        for _ in self.spec.shape:
+            condition = _exists(condition)
+        return condition(F.col(f"`{self.spec.stored_names[-1]}`"))
 
 
 def require_columns(df: DataFrame, param: str, names: list[str]) -> None:
@@ -93,12 +114,7 @@ def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) ->
     data_type = df.schema[name].dataType
     column = df[f"`{name}`"]
     if isinstance(data_type, VectorUDT):
-        # vector_to_array fails on a null, without telling which column it was in.
-        array = F.when(column.isNotNull(), vector_to_array(column, "float32"))
-        if compress_sparse:
-            return _sparse(name, array)
-        spec = ColumnSpec(name, "vector", "float32", (-1,))
-        return StoredColumn(spec, (array.alias(name),), F.size(array))
+        return _sparse(name, column) if compress_sparse else _dense(name, column)
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)
@@ -144,18 +160,50 @@ def feature_array(df: DataFrame, name: str) -> Column:
     return stored_column(df, name).expressions[0]
 
 
-def _sparse(name: str, array: Column) -> StoredColumn:
-    spec = ColumnSpec(name, "sparse", "float32", (-1,))
-    indices_name, values_name = spec.stored_names
-    positions = F.transform(array, lambda value, index: F.when(value != 0, index).otherwise(-1))
-    return StoredColumn(
-        spec,
-        (
-            F.filter(positions, lambda index: index >= 0).alias(indices_name),
-            F.filter(array, lambda value: value != 0).alias(values_name),
-        ),
-        F.size(array),
+def _dense(name: str, column: Column) -> StoredColumn:
+    raw = F.unwrap_udt(column)
+    array = (
+        # Dense vectors need no copy through a JVM object; vector_to_array makes one of each.
+        F.when(raw["type"] == _DENSE, raw["values"].cast("array<float>"))
+        # vector_to_array fails on a null, without telling which column it was in.
+        .when(column.isNotNull(), vector_to_array(column, "float32"))
     )
+    spec = ColumnSpec(name, "vector", "float32", (-1,))
+    return StoredColumn(spec, (array.alias(name),), F.size(array))
+
+
+def _sparse(name: str, column: Column) -> StoredColumn:
+    spec = ColumnSpec(name, "sparse", "float32", (-1,))
+    raw = F.unwrap_udt(column)
+    values = raw["values"].cast("array<float>")
+    size = F.when(raw["type"] == _DENSE, F.size(values)).otherwise(raw["size"])
+    pairs = F.when(
+        raw["type"] == _DENSE,
+        F.transform(
+            values, lambda value, index: F.struct(index.alias("index"), value.alias("value"))
+        ),
+    ).otherwise(
+        F.zip_with(
+            raw["indices"],
+            values,
+            lambda index, value: F.struct(index.alias("index"), value.alias("value")),
+        )
+    )
+    # A sparse vector may hold zeros, too.
+    pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
+    expressions = (
+        pairs[field].alias(stored)
+        for field, stored in zip(("index", "value"), spec.stored_names, strict=True)
+    )
+    return StoredColumn(spec, tuple(expressions), size)
+
+
+def _is_not_finite(value: Column) -> Column:
+    return F.isnan(value) | (F.abs(value) == float("inf"))
+
+
+def _exists(condition: Callable[[Column], Column]) -> Callable[[Column], Column]:
+    return lambda array: F.exists(array, condition)
 
 
 def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:

@@ -15,10 +15,10 @@ from hvd_estimators.data.footers import first_rows
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.schema import known_columns, require_columns
 from hvd_estimators.estimator import HorovodEstimator
-from hvd_estimators.exceptions import DataError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, functions, shapes
-from hvd_estimators.spec import DataSpec
+from hvd_estimators.spec import DataSpec, TrainResult
 from hvd_estimators.torch.checks import check_fit, check_weightable
 from hvd_estimators.torch.model import TorchModel, dump_torch_param, load_torch_params
 from hvd_estimators.torch.serialization import (
@@ -29,7 +29,7 @@ from hvd_estimators.torch.serialization import (
     load_state,
 )
 from hvd_estimators.torch.tensors import Loss, TensorSpec
-from hvd_estimators.torch.trainer import TorchTrainSpec, TrainResult, train
+from hvd_estimators.torch.trainer import TorchTrainSpec, train
 
 __all__ = ["TorchEstimator"]
 
@@ -151,18 +151,7 @@ class TorchEstimator(HorovodEstimator):
         loss, constructors = get("loss"), get("loss_constructors")
         labels = len(get("label_cols"))
         spec = TorchTrainSpec(
-            data=data,
-            store=get("store"),
-            run=get("store").run_paths(self._new_run_id("torch")),
-            epochs=get("epochs"),
-            random_seed=get("random_seed"),
-            scale_learning_rate=get("scale_learning_rate"),
-            backward_passes_per_step=get("backward_passes_per_step"),
-            gradient_compression=get("gradient_compression"),
-            use_gpu=get("use_gpu"),
-            mp_start_method=get("mp_start_method"),
-            callbacks=tuple(get("callbacks")),
-            verbose=get("verbose"),
+            **self._common_spec(data, "torch"),
             module=dump_module(module),
             optimizer=dump_optimizer(optimizer, module),
             tensors=self._tensor_spec(),
@@ -184,15 +173,7 @@ class TorchEstimator(HorovodEstimator):
         output_shapes: list[tuple[int, ...]] | None,
     ) -> TorchModel:
         """Make the model from what the ranks returned; for subclasses to override."""
-        digests = {result.weights_digest for result in results}
-        if len(digests) > 1:
-            raise HvdEstimatorsError(
-                "The ranks ended with different weights. A train_minibatch_fn, callback or custom "
-                "layer that treats ranks differently can cause that."
-            )
-        document = results[0].state
-        assert document is not None
-        state = load_state(document)
+        state = load_state(self._trained_state(results))
         module = load_module(spec.module)
         module.load_state_dict(state["model"])
         optimizer = load_optimizer(spec.optimizer, module)

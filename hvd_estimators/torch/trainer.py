@@ -8,7 +8,6 @@ import inspect
 import itertools
 import logging
 import multiprocessing
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,8 @@ import torch
 
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.readers import DataModule, open_data_module
-from hvd_estimators.launch.events import EventSender
-from hvd_estimators.spec import EpochRecord, TrainSpec
+from hvd_estimators.spec import EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
-from hvd_estimators.torch.events import EventWriter
 from hvd_estimators.torch.learning_rate import LearningRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.serialization import (
@@ -31,13 +28,13 @@ from hvd_estimators.torch.serialization import (
     save_state,
 )
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
-from hvd_estimators.torch.weighing import WeighedBatches
+from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.tensorboard import EventWriter, record_scalars
+from hvd_estimators.training.weighing import WeighedBatches
 
-__all__ = ["TorchTrainSpec", "TrainResult", "train"]
+__all__ = ["TorchTrainSpec", "train"]
 
 logger = logging.getLogger(__name__)
-
-_PROGRESS_SECONDS = 0.25
 
 MinibatchFunction = Callable[..., tuple[Any, torch.Tensor]]
 
@@ -72,26 +69,6 @@ class TorchTrainSpec(TrainSpec):
     loss_weights: tuple[float, ...]
     metrics: tuple[tuple[Callable[..., Any], ...], ...]
     train_minibatch_fn: MinibatchFunction | None
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What a rank answers.
-
-    Attributes
-    ----------
-    weights_digest : str
-        Digest of the final parameters; the same on all ranks.
-    state : bytes or None
-        See `save_state`: the model's and the optimizer's state, with the learning rate as the
-        user gave it. Rank 0 only.
-    history : tuple of EpochRecord
-        One record per epoch of the whole run.
-    """
-
-    weights_digest: str
-    state: bytes | None
-    history: tuple[EpochRecord, ...]
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
@@ -134,7 +111,7 @@ class _Trainer:
             spec.backward_passes_per_step,
             spec.gradient_compression,
         )
-        self.events = EventSender() if self.rank == 0 and spec.verbose else None
+        self.progress = Progress(spec, self.rank, self.size)
 
     def run(self) -> TrainResult:
         spec = self.spec
@@ -142,28 +119,30 @@ class _Trainer:
         steps = spec.data.train_steps_per_epoch
         data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
         logs = spec.run.logs_path if self.rank == 0 else None
-        with data, EventWriter(logs) as writer:
+        with data, EventWriter(logs) as writer, self.progress:
             batches = WeighedBatches(
-                data, self.size, spec.backward_passes_per_step, spec.data.sample_weight_col
+                data,
+                self.size,
+                spec.backward_passes_per_step,
+                spec.data.sample_weight_col,
+                _sum_over_ranks,
             )
             self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
-                writer.scalars(epoch, _scalars(record))
+                writer.scalars(epoch, record_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 if self.rank == 0:
                     self._save_checkpoint()
             self._callbacks("on_train_end")
-        if self.events is not None:
-            self.events.close()
         state = save_state(self._state()) if self.rank == 0 else None
         return TrainResult(_digest(self.module), state, tuple(self.history))
 
     def _run_epoch(self, epoch: int, batches: WeighedBatches, data: DataModule) -> EpochRecord:
-        started = time.monotonic()
+        self.progress.start_epoch(epoch)
         self._callbacks("on_epoch_begin", epoch=epoch)
-        train = self._train_epoch(epoch, batches, started)
+        train = self._train_epoch(batches)
         average_batch_norm(self.module)
         means = train.reduced("train")
         record = EpochRecord(epoch, train.as_record(means))
@@ -172,15 +151,14 @@ class _Trainer:
             val_means = validation.reduced("validation")
             record = EpochRecord(epoch, record.train, validation.as_record(val_means))
             means = {**means, **{f"val_{name}": value for name, value in val_means.items()}}
-        self._progress(epoch, started, self.spec.data.train_steps_per_epoch, means, done=True)
+        self.progress.end_epoch(means)
         return record
 
-    def _train_epoch(self, epoch: int, batches: WeighedBatches, started: float) -> Measures:
+    def _train_epoch(self, batches: WeighedBatches) -> Measures:
         self.module.train()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
         steps = self.spec.data.train_steps_per_epoch
         passes = self.spec.backward_passes_per_step
-        shown = started
         for first in range(0, steps, passes):
             window = batches.next_window(min(passes, steps - first))
             for index, (columns, factor) in enumerate(window, start=first):
@@ -189,9 +167,8 @@ class _Trainer:
             if self.spec.train_minibatch_fn is None:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            if self.events is not None and time.monotonic() - shown > _PROGRESS_SECONDS:
-                shown = time.monotonic()
-                self._progress(epoch, started, first + len(window), measures.means())
+            if self.progress.due:
+                self.progress.step(first + len(window), measures.means())
         if self.averager.pending:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -307,22 +284,10 @@ class _Trainer:
             if method is not None:
                 method(**arguments)
 
-    def _progress(
-        self, epoch: int, started: float, step: int, means: dict[str, float], done: bool = False
-    ) -> None:
-        if self.events is None:
-            return
-        seconds = max(time.monotonic() - started, 1e-9)
-        self.events.send(
-            kind="progress",
-            epoch=epoch,
-            epochs=self.spec.epochs,
-            step=step,
-            steps=self.spec.data.train_steps_per_epoch,
-            rows_per_second=step * self.spec.data.batch_size * self.size / seconds,
-            means=means,
-            done=done,
-        )
+
+def _sum_over_ranks(value: float) -> float:
+    own = torch.tensor([value], dtype=torch.float64)
+    return float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
 
 
 def _choose_device(use_gpu: bool) -> torch.device:
@@ -360,16 +325,6 @@ def _call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def _as_generator(batches: Iterator[Columns]) -> Any:
     yield from batches
-
-
-def _scalars(record: EpochRecord) -> dict[str, float]:
-    scalars = {}
-    for stage, values in (("train", record.train), ("validation", record.validation or {})):
-        for group in values.get("all_metrics", []):
-            scalars.update({f"{stage}/{name}": value for name, value in group.items()})
-        if "loss" in values:
-            scalars[f"{stage}/loss"] = values["loss"]
-    return scalars
 
 
 def _digest(module: torch.nn.Module) -> str:

@@ -33,6 +33,9 @@ def imported(*statements):
         ("hvd_estimators.launch.local", FRAMEWORKS - {"horovod"} | SPARK | DATA),
         ("hvd_estimators.data.readers", FRAMEWORKS | SPARK | {"petastorm", "pandas"}),
         ("hvd_estimators.data.readers.petastorm", FRAMEWORKS | SPARK),
+        ("hvd_estimators.training.progress", FRAMEWORKS | SPARK),
+        ("hvd_estimators.training.tensorboard", FRAMEWORKS | SPARK),
+        ("hvd_estimators.training.weighing", FRAMEWORKS | SPARK),
         ("hvd_estimators.torch.trainer", FRAMEWORKS - {"torch", "horovod"} | SPARK),
     ],
 )

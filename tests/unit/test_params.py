@@ -144,6 +144,17 @@ def test_extra_values_of_a_copy_are_checked_and_none_means_the_default():
         original.copy({original.epochs: 0})
 
 
+def test_extra_values_for_params_of_other_objects_are_left_out():
+    original, other = Derived(epochs=2), Derived()
+    for_all = {original.epochs: 5, other.batch_size: 7, other.epochs: 9, Derived.pool_size: 4}
+
+    copied = original.copy(for_all)
+
+    assert (copied.getEpochs(), copied.getPoolSizes()) == (5, 4)
+    assert copied.getBatchSize() == original.getBatchSize() != 7
+    assert Base().copy({original.epochs: 5}).getBatchSize() == Base().getBatchSize()
+
+
 def test_explain_params_tells_documentation_default_and_value():
     explained = Derived(epochs=3).explainParams()
 

@@ -10,7 +10,7 @@ import torch
 
 from hvd_estimators.data.readers import DataModule
 from hvd_estimators.torch.measures import Measures
-from hvd_estimators.torch.weighing import WeighedBatches
+from hvd_estimators.training.weighing import WeighedBatches
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -168,9 +168,8 @@ def columns(sizes, weights=None):
 
 
 def factors(data, count, **options):
-    weighed = WeighedBatches(
-        data, **{"size": 1, "passes_per_step": 1, "weight_col": None, **options}
-    )
+    defaults = {"size": 1, "passes_per_step": 1, "weight_col": None, "sum_over_ranks": float}
+    weighed = WeighedBatches(data, **{**defaults, **options})
     windows = []
     while sum(map(len, windows)) < count:
         windows.append(

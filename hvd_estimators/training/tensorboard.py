@@ -13,7 +13,9 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-__all__ = ["EventWriter"]
+from hvd_estimators.spec import EpochRecord
+
+__all__ = ["EventWriter", "record_scalars"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,3 +76,14 @@ class EventWriter:
 
         self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._writer.flush()
+
+
+def record_scalars(record: EpochRecord) -> dict[str, float]:
+    """Return the scalars of an epoch by tag: its losses and all members of its metric groups."""
+    scalars = {}
+    for stage, values in (("train", record.train), ("validation", record.validation or {})):
+        for group in values.get("all_metrics", []):
+            scalars.update({f"{stage}/{name}": value for name, value in group.items()})
+        if "loss" in values:
+            scalars[f"{stage}/loss"] = values["loss"]
+    return scalars

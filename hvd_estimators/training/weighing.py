@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-
-import horovod.torch as hvd
-import torch
+from collections.abc import Callable
 
 from hvd_estimators.data.columns import Columns, num_rows
 from hvd_estimators.data.readers import DataModule
@@ -30,10 +28,18 @@ class WeighedBatches:
         Batches of one step of the optimizer.
     weight_col : str or None
         Column of sample weights; without it rows count for one.
+    sum_over_ranks : callable
+        Adds up a number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
+        and only where the plan does not tell what a step counts for.
     """
 
     def __init__(
-        self, data: DataModule, size: int, passes_per_step: int, weight_col: str | None
+        self,
+        data: DataModule,
+        size: int,
+        passes_per_step: int,
+        weight_col: str | None,
+        sum_over_ranks: Callable[[float], float],
     ) -> None:
         self._batches = iter(data.train_data())
         # With sample weights the sum of a step depends on the rows.
@@ -41,6 +47,7 @@ class WeighedBatches:
         self._size = size
         self._passes = passes_per_step
         self._weight_col = weight_col
+        self._sum_over_ranks = sum_over_ranks
 
     def next_window(self, count: int) -> list[tuple[Columns, float]]:
         """Return the batches between two steps of the optimizer."""
@@ -50,8 +57,7 @@ class WeighedBatches:
             weights = [float(num_rows(columns)) for columns in window]
         else:
             weights = [self._weight(columns) for columns in window]
-            own = torch.tensor([sum(weights)], dtype=torch.float64)
-            total = float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
+            total = self._sum_over_ranks(sum(weights))
         share = self._size * self._passes / total if total else 0.0
         return [(columns, weight * share) for columns, weight in zip(window, weights, strict=True)]
 

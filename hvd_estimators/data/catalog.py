@@ -1,0 +1,180 @@
+"""The prepared datasets that lie in a store, whichever application wrote them.
+
+Runs on the driver. A dataset is there once its manifest is: writers write that last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_estimators.data.manifest import MANIFEST_FILE, DatasetManifest
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store import Store
+
+__all__ = [
+    "PreparedDataset",
+    "dataset_paths",
+    "is_whole",
+    "list_prepared_data",
+    "load_manifest",
+    "manifest_path",
+    "staging_path",
+    "stored_datasets",
+]
+
+_STAGING = ".partial"
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A dataset that `prepare_data` wrote.
+
+    Attributes
+    ----------
+    index : str
+        What `prepare_data` yielded.
+    rows, validation_rows : int
+        Rows to train on and to validate on. Both are 0 in what a writer left that was killed.
+    columns : tuple of str
+        Names of the DataFrame's columns that it holds.
+    num_bytes : int
+        Size of its files.
+    created : datetime.datetime or None
+        When it was finished, in UTC; None where the store does not tell.
+    """
+
+    index: str
+    rows: int
+    validation_rows: int
+    columns: tuple[str, ...]
+    num_bytes: int
+    created: datetime.datetime | None
+
+
+def list_prepared_data(store: Store) -> list[PreparedDataset]:
+    """Return the finished datasets in a store, the oldest first. Runs on the driver.
+
+    Those of other applications are among them, also of such as ended without deleting theirs.
+    Data that is being written, or that a killed writer left, is not.
+
+    Parameters
+    ----------
+    store : Store
+        Where `prepare_data` wrote.
+
+    Returns
+    -------
+    list of PreparedDataset
+        See `clear_prepared_data` for how to delete them.
+    """
+    return [dataset for dataset in stored_datasets(store) if dataset.rows]
+
+
+def stored_datasets(store: Store) -> list[PreparedDataset]:
+    """Return all datasets in a store, the oldest first, and what killed writers left (0 rows)."""
+    store.fs.invalidate_cache()
+    found: dict[str, list[str]] = {}
+    for path in (store.get_train_data_path(), store.get_val_data_path()):
+        for index, folder in _numbered(store, path):
+            found.setdefault(index, []).append(folder)
+    datasets = [_describe(store, index, folders) for index, folders in found.items()]
+    earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
+    return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
+
+
+def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
+    """Read the manifest of a dataset that `prepare_data` wrote.
+
+    Raises
+    ------
+    StoreError
+        If there is no such dataset.
+    """
+    path = manifest_path(store, dataset_idx)
+    if not store.exists(path):
+        raise StoreError(
+            f"dataset_idx: the store holds no prepared dataset {dataset_idx!r} (looked for "
+            f"{path!r}). Call fit_on_parquet inside the 'with prepare_data(...)' block."
+        )
+    return DatasetManifest.from_json(store.read(path).decode())
+
+
+def is_whole(store: Store, index: str) -> bool:
+    """Return whether a dataset's manifest and all files that it names are there."""
+    store.fs.invalidate_cache()
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return False
+    splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
+    present = {file for split in splits for file in store.fs.find(split.path)}
+    return present >= {group.file for split in splits for group in split.row_groups}
+
+
+def manifest_path(store: Store, index: str) -> str:
+    """Return where a dataset's manifest lies."""
+    return f"{store.get_train_data_path(index)}/{MANIFEST_FILE}"
+
+
+def staging_path(store: Store, index: str) -> str:
+    """Return where a dataset is written before it is split."""
+    return store.get_train_data_path(index) + _STAGING
+
+
+def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
+    """Return all folders that a dataset may have, the one with the manifest first."""
+    return (
+        store.get_train_data_path(index),
+        store.get_val_data_path(index),
+        staging_path(store, index),
+    )
+
+
+def _numbered(store: Store, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the index and the path of the folders that are named as datasets are."""
+    parent, name = posixpath.split(path)
+    # An index is 12 hexadecimal digits: nothing else that lies here is taken for one.
+    pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{re.escape(_STAGING)})?")
+    if not store.exists(parent):
+        return
+    for entry in store.fs.ls(parent, detail=False):
+        match = pattern.fullmatch(posixpath.basename(entry.rstrip("/")))
+        if match:
+            yield match[1], f"{parent}/{match[0]}"
+
+
+def _describe(store: Store, index: str, folders: list[str]) -> PreparedDataset:
+    num_bytes = sum(
+        file["size"] or 0
+        for folder in folders
+        for file in store.fs.find(folder, detail=True).values()
+    )
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return PreparedDataset(index, 0, 0, (), num_bytes, None)
+    return PreparedDataset(
+        index,
+        manifest.train.rows,
+        manifest.validation.rows if manifest.validation else 0,
+        tuple(column.name for column in manifest.columns),
+        num_bytes,
+        _modified(store, manifest_path(store, index)),
+    )
+
+
+def _modified(store: Store, path: str) -> datetime.datetime | None:
+    try:
+        modified: Any = store.fs.modified(path)
+    except (NotImplementedError, OSError):
+        return None
+    if not isinstance(modified, datetime.datetime):
+        return None
+    if modified.tzinfo is None:
+        return modified.replace(tzinfo=datetime.timezone.utc)
+    return modified.astimezone(datetime.timezone.utc)

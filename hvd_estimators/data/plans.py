@@ -1,0 +1,284 @@
+"""What Spark's plan of a DataFrame tells: whether another one gives the same rows, in which order.
+
+Runs on the driver. Plans are objects of the JVM; Spark Connect, which has none here, is told of as
+unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.sql import DataFrame
+
+__all__ = ["SourcePlan", "keeps_order", "source_plan"]
+
+_ORDERED_LEAVES = {"LocalRelation", "LogicalRelation", "Range"}
+_ORDERED_NODES = {
+    "Expand",
+    "Filter",
+    "Generate",
+    "Project",
+    "ResolvedHint",
+    "Sample",
+    "SubqueryAlias",
+    "Union",
+    "View",
+}
+_UNORDERED_NODES = {
+    "Aggregate",
+    "Deduplicate",
+    "Distinct",
+    "Except",
+    "GlobalLimit",
+    "Intersect",
+    "Join",
+    "LocalLimit",
+    "Offset",
+    "RebalancePartitions",
+    "Repartition",
+    "RepartitionByExpression",
+    "Sort",
+    "Window",
+}
+# Others read a clock, a random number, the session, another plan, or run Python.
+_PURE_LEAF_EXPRESSIONS = {"AttributeReference", "Literal", "NamedLambdaVariable"}
+_SEEDED = {"Rand", "Randn"}
+# Whether an expression over random numbers is random itself cannot be asked: these are not.
+_PLAIN_EXPRESSIONS = {
+    "Add",
+    "Alias",
+    "And",
+    "CaseWhen",
+    "Cast",
+    "Ceil",
+    "CreateArray",
+    "CreateNamedStruct",
+    "Divide",
+    "EqualTo",
+    "Floor",
+    "GreaterThan",
+    "GreaterThanOrEqual",
+    "If",
+    "LessThan",
+    "LessThanOrEqual",
+    "Multiply",
+    "Not",
+    "Or",
+    "Pmod",
+    "Remainder",
+    "Round",
+    "Subtract",
+    "UnaryMinus",
+}
+_OPAQUE_FIELDS = {"dataType", "inputEncoders", "outputEncoder"}
+_FILE = re.compile(r"path=(.*?); isDirectory=\w+; length=(\d+);.*?modification_time=(\d+);")
+
+
+@dataclass
+class _Classes:
+    """Names of the classes that a plan is made of."""
+
+    nodes: set[str] = field(default_factory=set)
+    expressions: set[str] = field(default_factory=set)
+    leaf_expressions: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class SourcePlan:
+    """A DataFrame whose rows are known to be the same as long as its sources are.
+
+    Attributes
+    ----------
+    plan : py4j.java_gateway.JavaObject
+        Spark's analyzed plan, kept alive in the JVM.
+    schema : str
+        Names and types of the columns, which a plan's own comparison leaves out.
+    settings : str
+        The session's settings and parallelism, on which rows may depend.
+    files : tuple
+        Path, size and time of the last change of every file that is read.
+    session : pyspark.sql.SparkSession
+        Lists the files.
+    """
+
+    plan: Any
+    schema: str
+    settings: str
+    files: tuple[tuple[str, ...], ...]
+    session: Any
+
+    def same_as(self, other: SourcePlan) -> bool:
+        """Return whether two DataFrames hold the same rows, by Spark's own comparison of plans."""
+        if (self.schema, self.settings, self.files) != (other.schema, other.settings, other.files):
+            return False
+        try:
+            return bool(self.plan.sameResult(other.plan))
+        except Py4JError:
+            # One of them lived in a JVM that has ended.
+            return False
+
+    def is_current(self) -> bool:
+        """Return whether the files still are what they were."""
+        try:
+            return _files(self.plan, self.session) == self.files
+        except (Py4JError, TypeError):
+            return False
+
+
+def source_plan(df: DataFrame) -> SourcePlan | None:
+    """Return what tells whether a DataFrame's rows are those of another, or of a later moment.
+
+    Returns
+    -------
+    SourcePlan or None
+        None if that cannot be told: for RDDs, JDBC, tables that are not plain files, Python
+        functions, clocks, random numbers (those of ``rand`` and ``randn`` count as known where
+        their seed and the order of rows are), files that have changed since the DataFrame was
+        made, and Spark Connect.
+    """
+    plan = _analyzed(df)
+    if plan is None:
+        return None
+    try:
+        found = _classes(plan)
+        random = _SEEDED if found.nodes.isdisjoint(_UNORDERED_NODES) else set()
+        if (
+            plan.isStreaming()
+            or not plan.subqueriesAll().isEmpty()
+            or not found.nodes <= _ORDERED_LEAVES | _ORDERED_NODES | _UNORDERED_NODES
+            or not found.leaf_expressions <= _PURE_LEAF_EXPRESSIONS
+            or any("Python" in name for name in found.expressions)
+            or not _is_repeatable(plan, random)
+        ):
+            return None
+        session: Any = df.sparkSession
+        files = _files(plan, session)
+        if files is None:
+            return None
+        settings = session._jsparkSession.sessionState().conf().getAllConfs().toString()
+        cores = session.sparkContext.defaultParallelism
+        return SourcePlan(plan, df.schema.json(), f"{cores} {settings}", files, session)
+    except (Py4JError, TypeError):
+        # A Spark whose internals are others: it is not known, so nothing is taken for the same.
+        return None
+
+
+def keeps_order(df: DataFrame) -> bool:
+    """Return whether rows come in the same order each time, which they do not after a shuffle."""
+    plan = _analyzed(df)
+    if plan is None:
+        return False
+    try:
+        nodes = _classes(plan).nodes
+        rdds = [leaf.rdd() for leaf in _items(plan.collectLeaves()) if _name(leaf) == "LogicalRDD"]
+        return (
+            nodes <= _ORDERED_LEAVES | _ORDERED_NODES | {"LogicalRDD"}
+            and bool(plan.subqueriesAll().isEmpty())
+            and all(rdd.outputDeterministicLevel().toString() == "DETERMINATE" for rdd in rdds)
+        )
+    except Py4JError:
+        return False
+
+
+def _analyzed(df: DataFrame) -> Any:
+    frame: Any = getattr(df, "_jdf", None)
+    return None if frame is None else frame.queryExecution().analyzed()
+
+
+def _classes(plan: Any) -> _Classes:
+    """Collect the names of the classes of a plan's nodes and expressions."""
+    found = _Classes()
+    # One call for the whole plan; each call takes a part of a millisecond.
+    stack: list[Any] = [json.loads(plan.toJSON())]
+    while stack:
+        value = stack.pop()
+        if isinstance(value, list):
+            stack += value
+        elif isinstance(value, dict):
+            stack += [part for name, part in value.items() if name not in _OPAQUE_FIELDS]
+            if "num-children" in value:
+                package, _, name = value["class"].rpartition(".")
+                if not package.startswith("org.apache.spark.sql.catalyst.expressions"):
+                    found.nodes.add(name)
+                else:
+                    found.expressions.add(name)
+                    if not value["num-children"]:
+                        found.leaf_expressions.add(name)
+    return found
+
+
+def _is_repeatable(plan: Any, random: set[str]) -> bool:
+    """Return whether all expressions give the same values each time."""
+    if plan.deterministic():
+        return True
+    return all(_is_repeatable(child, random) for child in _items(plan.children())) and all(
+        _has_fixed_values(expression, random) for expression in _items(plan.expressions())
+    )
+
+
+def _has_fixed_values(expression: Any, random: set[str]) -> bool:
+    if expression.deterministic():
+        return True
+    name = _name(expression)
+    if name in random:
+        return all(_name(child) == "Literal" for child in _items(expression.children()))
+    # Spark ML marks its own functions, such as VectorAssembler's, as not deterministic only so
+    # that the optimizer does not move them (they raise on bad rows).
+    known = name in _PLAIN_EXPRESSIONS or (
+        name == "ScalaUDF"
+        and expression.function().getClass().getName().startswith("org.apache.spark.ml.")
+    )
+    return known and all(
+        _has_fixed_values(child, random) for child in _items(expression.children())
+    )
+
+
+def _files(plan: Any, session: Any) -> tuple[tuple[str, ...], ...] | None:
+    """Return path, size and time of all files of a plan; None if that is not what Spark reads."""
+    files: list[tuple[str, ...]] = []
+    for leaf in _items(plan.collectLeaves()):
+        if _name(leaf) != "LogicalRelation":
+            continue
+        relation = leaf.relation()
+        if _name(relation) != "HadoopFsRelation" or _name(relation.location()) != (
+            "InMemoryFileIndex"
+        ):
+            return None
+        index = relation.location()
+        listed, now = _listed(index), _listed(_listed_again(index, relation.options(), session))
+        # Spark reads what it listed when the DataFrame was made.
+        if listed is None or listed != now:
+            return None
+        files += listed
+    return tuple(files)
+
+
+def _listed(index: Any) -> list[tuple[str, ...]] | None:
+    statuses = index.allFiles()
+    found = [_FILE.search(line) for line in statuses.mkString("\n").splitlines()]
+    if not all(found) or len(found) != statuses.size():
+        return None
+    return sorted(match.groups() for match in found if match)
+
+
+def _listed_again(index: Any, options: Any, session: Any) -> Any:
+    """Return a new index of the same paths, made past Spark's caches."""
+    package = session._jvm.org.apache.spark.sql.execution.datasources
+    no_cache = getattr(getattr(package, "NoopCache$"), "MODULE$")
+    none = session._jvm.scala.Option.empty()
+    return package.InMemoryFileIndex(
+        session._jsparkSession, index.rootPaths(), options, none, no_cache, none, none
+    )
+
+
+def _name(value: Any) -> str:
+    return str(value.getClass().getSimpleName())
+
+
+def _items(sequence: Any) -> Iterator[Any]:
+    return (sequence.apply(i) for i in range(sequence.size()))

@@ -1,0 +1,187 @@
+"""Write a dataset in one Spark job: converted, checked, split and measured on the way.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import functions as F
+
+from hvd_estimators.data.catalog import manifest_path, staging_path
+from hvd_estimators.data.footers import complete_shapes, read_split
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.schema import StoredColumn
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.store import Store
+
+__all__ = ["ROW_GROUP_BYTES", "Validation", "write_dataset"]
+
+ROW_GROUP_BYTES = 16 * 2**20
+"""Target size of a row group: the unit that readers fetch and shuffle."""
+
+_SPLIT = "__split"
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Which rows to validate on.
+
+    Attributes
+    ----------
+    condition : Column
+        True for these rows.
+    by_position : bool
+        Whether the condition depends on where a row lies, and rows come in no certain order: they
+        are put in one first, so that the same rows give the same split.
+    """
+
+    condition: Column
+    by_position: bool = False
+
+
+def write_dataset(
+    store: Store,
+    index: str,
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    *,
+    check_finite: bool,
+) -> DatasetManifest:
+    """Write a DataFrame's columns, and the manifest last.
+
+    Parameters
+    ----------
+    store : Store
+        Where to write.
+    index : str
+        Index of the dataset.
+    df : DataFrame
+        The rows; one file is written for each of its partitions, and for each side of the split.
+    columns : sequence of StoredColumn
+        What to write.
+    validation : Validation, optional
+        How to split.
+    check_finite : bool
+        Refuse NaN and infinity.
+
+    Raises
+    ------
+    DataError
+        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
+        that are not finite and not wanted.
+    """
+    train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
+    observed: dict[str, int] = {}
+    if validation is None:
+        observed = _write(store, df, columns, None, train_path, check_finite)
+    else:
+        staging = staging_path(store, index)
+        observed = _write(store, df, columns, validation, staging, check_finite)
+        if observed["split_nulls"]:
+            raise DataError(
+                f"validation: its column holds {observed['split_nulls']} nulls; set true or "
+                "false in every row."
+            )
+        _move(store, f"{staging}/{_SPLIT}=false", train_path, "to train on")
+        _move(store, f"{staging}/{_SPLIT}=true", val_path, "to validate on")
+        store.delete(staging)
+    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    train = read_split(store, train_path, specs)
+    if not train.rows:
+        raise DataError("The DataFrame is empty: there are no rows to train on.")
+    val = read_split(store, val_path, specs) if validation is not None else None
+    manifest = DatasetManifest(complete_shapes(store, train, specs), train, val)
+    store.write_text(manifest_path(store, index), manifest.to_json())
+    return manifest
+
+
+def _write(
+    store: Store,
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    path: str,
+    check_finite: bool,
+) -> dict[str, int]:
+    """Write to one path, and return what was measured on the way."""
+    expressions = [expression for column in columns for expression in column.expressions]
+    lengths = [(f"__length_{i}", c.length) for i, c in enumerate(columns) if c.length is not None]
+    expressions += [length.alias(name) for name, length in lengths]
+    measures = _measures(columns, check_finite)
+    if validation is None:
+        frame = df.select(*expressions)
+    else:
+        split = validation.condition.alias(_SPLIT)
+        measures.append(F.count_if(F.col(_SPLIT).isNull()).alias("split_nulls"))
+        if validation.by_position:
+            frame = df.select(*expressions)
+            in_order = frame.sortWithinPartitions(F.xxhash64(*(f"`{c}`" for c in frame.columns)))
+            frame = in_order.select("*", split)
+        else:
+            frame = df.select(*expressions, split)
+    observation = Observation()
+    if measures:
+        frame = frame.observe(observation, *measures)
+    frame = frame.drop(*(name for name, _ in lengths))
+    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+    if validation is not None:
+        writer = writer.partitionBy(_SPLIT)
+    writer.parquet(store.spark_url(path))
+    return observation.get if measures else {}
+
+
+def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
+    """Return the aggregates that find nulls, ragged rows and, if asked for, NaN and infinity."""
+    measures = []
+    for i, column in enumerate(columns):
+        if column.length is not None:
+            length = F.col(f"__length_{i}")
+            # The size of a null is null under ANSI rules and -1 otherwise.
+            measures += [
+                F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
+                F.max(length).alias(f"max_{i}"),
+                F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
+            ]
+        not_finite = column.is_not_finite() if check_finite else None
+        if not_finite is not None:
+            measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
+    return measures
+
+
+def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
+    """Hold a column against what was observed while writing, and set an array's length."""
+    if observed.get(f"not_finite_{i}"):
+        raise DataError(
+            f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "
+            f"{observed[f'not_finite_{i}']} rows; fill or drop them, or set check_finite=False."
+        )
+    if not spec.shape:
+        return spec
+    if observed[f"nulls_{i}"]:
+        raise DataError(
+            f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
+            "before training."
+        )
+    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
+    if shortest is None:
+        return spec
+    if shortest != longest:
+        raise DataError(
+            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
+            "elements. Pad or cut them to one length."
+        )
+    return replace(spec, shape=(int(longest), *spec.shape[1:]))
+
+
+def _move(store: Store, source: str, target: str, purpose: str) -> None:
+    if not store.exists(source):
+        raise DataError(
+            f"validation: there are no rows {purpose}. Choose a fraction or a column that leaves "
+            "rows on both sides."
+        )
+    store.fs.mv(source, target, recursive=True)

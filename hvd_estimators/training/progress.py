@@ -1,0 +1,87 @@
+"""What a rank tells the driver while it trains."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from types import TracebackType
+
+from typing_extensions import Self
+
+from hvd_estimators.launch.events import EventSender
+from hvd_estimators.spec import TrainSpec
+
+__all__ = ["Progress"]
+
+_SECONDS_BETWEEN = 0.25
+
+
+class Progress:
+    """Reports rank 0's steps and epochs to the driver, as a context manager on every rank.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        The training job; nothing is reported where it is silent.
+    rank, size : int
+        This rank and the number of ranks.
+    """
+
+    def __init__(self, spec: TrainSpec, rank: int, size: int) -> None:
+        self._sender = EventSender() if rank == 0 and spec.verbose else None
+        self._epochs = spec.epochs
+        self._steps = spec.data.train_steps_per_epoch
+        self._rows_per_step = spec.data.batch_size * size
+        self._epoch = 0
+        self._started = self._reported = 0.0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._sender is not None:
+            self._sender.close()
+
+    def start_epoch(self, epoch: int) -> None:
+        """Note the time at which an epoch begins; epochs count from 0."""
+        self._epoch = epoch
+        self._started = self._reported = time.monotonic()
+
+    @property
+    def due(self) -> bool:
+        """Whether `step` should be called: somebody listens, and the last report is some time ago.
+
+        What is reported can be costly to have, a GPU's loss for example.
+        """
+        if self._sender is None:
+            return False
+        return time.monotonic() - self._reported > _SECONDS_BETWEEN
+
+    def step(self, step: int, means: Mapping[str, float]) -> None:
+        """Report that so many steps of the epoch are done, and what was measured so far."""
+        self._reported = time.monotonic()
+        self._report(step, means, done=False)
+
+    def end_epoch(self, means: Mapping[str, float]) -> None:
+        """Report the means of the whole epoch."""
+        self._report(self._steps, means, done=True)
+
+    def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
+        if self._sender is None:
+            return
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        self._sender.send(
+            kind="progress",
+            epoch=self._epoch,
+            epochs=self._epochs,
+            step=step,
+            steps=self._steps,
+            rows_per_second=step * self._rows_per_step / seconds,
+            means=dict(means),
+            done=done,
+        )

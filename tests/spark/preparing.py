@@ -1,0 +1,78 @@
+"""Frames to prepare, and what came of them read back by hand."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch
+from pyarrow import parquet
+from pyspark.sql import functions as F
+
+from hvd_estimators import prepare_data
+from hvd_estimators.data import prepare
+from hvd_estimators.data.columns import table_to_columns
+from hvd_estimators.torch import TorchEstimator
+
+
+def numbers(spark: Any, rows: int = 200) -> Any:
+    """Three columns of whole numbers, over spark.range."""
+    return spark.range(0, rows, 1, 3).select(
+        "id", (F.col("id") * 2.0).alias("x"), (F.col("id") % 5 == 0).alias("held_out")
+    )
+
+
+def index_of(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> str:
+    with prepare_data(1, store, frame, labels, **options) as index:
+        return index
+
+
+def read(store: Any, frame: Any, labels: Any = ("id",), **options: Any) -> Any:
+    """Prepare, and read back by hand: columns to train on, and to validate on."""
+    with prepare_data(1, store, frame, labels, **options) as index:
+        manifest = prepare.load_manifest(store, index)
+        splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
+        columns = []
+        for split in splits:
+            files = sorted(Path(split.path).glob("*.parquet"))
+            table = pa.concat_tables([parquet.read_table(file) for file in files])
+            assert table.num_rows == split.rows
+            columns.append(table_to_columns(table, manifest.columns))
+        return columns
+
+
+def jobs_of(spark: Any, action: Any) -> int:
+    """Return how many Spark jobs an action starts."""
+    context = spark.sparkContext
+    group = uuid.uuid4().hex
+    context.setJobGroup(group, "")
+    try:
+        action()
+        context._jsc.sc().listenerBus().waitUntilEmpty()
+        return len(context.statusTracker().getJobIdsForGroup(group))
+    finally:
+        for name in ("spark.jobGroup.id", "spark.job.description"):
+            context.setLocalProperty(name, None)
+
+
+def make_estimator(store: Any, **params: Any) -> TorchEstimator:
+    """An estimator of y from x."""
+    torch.manual_seed(0)
+    net = torch.nn.Linear(1, 1)
+    return TorchEstimator(
+        **{
+            "num_proc": 1,
+            "store": store,
+            "model": net,
+            "optimizer": torch.optim.SGD(net.parameters(), lr=0.01),
+            "loss": torch.nn.functional.mse_loss,
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "input_shapes": [[-1, 1]],
+            "random_seed": 1,
+            "verbose": 0,
+            **params,
+        }
+    )

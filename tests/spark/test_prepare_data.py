@@ -1,0 +1,260 @@
+"""prepare_data: what is written, what is refused, and what is used again."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from preparing import index_of, jobs_of, make_estimator, numbers, read
+from pyarrow import parquet
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions as F
+
+from hvd_estimators import (
+    clear_prepared_data,
+    clear_training_cache,
+    prepare_data,
+)
+from hvd_estimators.exceptions import ColumnError, DataError
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture(autouse=True)
+def _clear() -> Any:
+    yield
+    clear_training_cache()
+
+
+# What is written.
+
+
+def test_types_are_kept_and_vectors_are_32_bit_floats(spark: Any, store: Any) -> None:
+    schema = (
+        "id int, i8 byte, i16 short, i64 long, f32 float, f64 double, flag boolean, "
+        "money decimal(10,2), list array<float>, nested array<array<double>>, "
+        "prices array<decimal(6,1)>"
+    )
+    rows = [
+        (i, i, -i, i * 2**40, i / 3, i / 3, i % 2 == 0, Decimal(i) / 4, [i / 3, 0.5],
+         [[i / 3, 1.0, 2.0], [3.0, 4.0, -i / 7]], [Decimal(i), Decimal("0.5")])
+        for i in range(20)
+    ]  # fmt: skip
+    frame = spark.createDataFrame(rows, schema)
+    frame = frame.withColumn("v", array_to_vector(F.array(F.col("f64"), F.lit(0.1))))
+    (found,) = read(store, frame)
+    order = np.argsort(found["id"])
+    expected = {
+        "id": ("int32", lambda r: r[0]),
+        "i8": ("int8", lambda r: r[1]),
+        "i16": ("int16", lambda r: r[2]),
+        "i64": ("int64", lambda r: r[3]),
+        "f32": ("float32", lambda r: r[4]),
+        "f64": ("float64", lambda r: r[5]),
+        "flag": ("bool", lambda r: r[6]),
+        "money": ("float64", lambda r: float(r[7])),
+        "list": ("float32", lambda r: r[8]),
+        "nested": ("float64", lambda r: r[9]),
+        "prices": ("float64", lambda r: [float(p) for p in r[10]]),
+        "v": ("float32", lambda r: [r[5], 0.1]),
+    }
+    assert set(found) == set(expected)
+    for name, (dtype, value) in expected.items():
+        assert found[name].dtype == dtype, name
+        wanted = np.array([value(row) for row in rows], dtype)
+        np.testing.assert_array_equal(found[name][order], wanted, err_msg=name)
+
+
+SPARSE = [
+    Vectors.dense([0.0, 1.5, 0.0, -2.0]),
+    Vectors.sparse(4, {3: 0.1}),
+    Vectors.sparse(4, [0, 2], [0.0, 7.0]),  # a zero that is written out
+    Vectors.sparse(4, {}),
+    Vectors.dense([0.0, 0.0, 0.0, 0.0]),
+    Vectors.dense([1.0, 2.0, 3.0, 4.0]),
+    Vectors.sparse(4, {1: 1e-60}),  # zero as a 32-bit float
+    Vectors.sparse(4, {0: float("nan"), 1: float("-inf")}),
+]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_sparse_and_dense_vectors_come_back_as_they_were(
+    spark: Any, store: Any, compress: bool
+) -> None:
+    rows = list(enumerate(SPARSE * 3))
+    frame = spark.createDataFrame(rows, ["id", "v"]).repartition(3)
+    (found,) = read(store, frame, compress_sparse=compress)
+    expected = np.array([v.toArray() for v in SPARSE * 3]).astype(np.float32)
+    assert found["v"].dtype == np.float32
+    np.testing.assert_array_equal(found["v"][np.argsort(found["id"])], expected)
+
+
+def test_only_what_is_not_zero_is_written(spark: Any, store: Any) -> None:
+    frame = spark.createDataFrame(list(enumerate(SPARSE)), ["id", "v"])
+    with prepare_data(1, store, frame, ["id"], compress_sparse=True) as index:
+        table = parquet.read_table(store.get_train_data_path(index))
+    stored = {r["id"]: (r["v__indices"], r["v__values"]) for r in table.to_pylist()}
+    assert table.schema.field("v__indices").type.value_type == pa.int32()
+    assert table.schema.field("v__values").type.value_type == pa.float32()
+    assert set(table.column_names) == {"id", "v__indices", "v__values"}
+    assert stored[0] == ([1, 3], [1.5, -2.0])
+    assert stored[1] == ([3], [float(np.float32(0.1))])
+    assert stored[2] == ([2], [7.0])
+    assert stored[3] == stored[4] == stored[6] == ([], [])
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (Vectors.sparse(5, {0: 1.0}), "'v' is ragged: .* from 4 to 5"),
+        (Vectors.dense([1.0, 2.0]), "'v' is ragged: .* from 2 to 4"),
+        (None, "'v' holds 1 nulls"),
+    ],
+)
+def test_vectors_of_other_sizes_and_nulls_are_refused(
+    spark: Any, store: Any, compress: bool, bad: Any, message: str
+) -> None:
+    rows = [*enumerate(SPARSE), (100, bad)]
+    with pytest.raises(DataError, match=message):
+        index_of(store, spark.createDataFrame(rows, ["id", "v"]), compress_sparse=compress)
+    assert clear_prepared_data(store) == []
+
+
+@pytest.mark.parametrize("bad", [[[1.0, None]], [[1.0, 2.0], None], [None]])
+def test_nulls_in_nested_arrays_are_refused(spark: Any, store: Any, bad: Any) -> None:
+    rows = [(0, [[1.0, 2.0]] * len(bad)), (1, bad)]
+    frame = spark.createDataFrame(rows, "id int, x array<array<double>>")
+    with pytest.raises(DataError, match="'x' holds"):
+        index_of(store, frame)
+
+
+@pytest.mark.parametrize(
+    ("sql", "remedy"),
+    [
+        ("'text'", "StringIndexer"),
+        ("current_date()", "datediff"),
+        ("current_timestamp()", "unix_timestamp"),
+        ("to_timestamp_ntz('2026-01-01 00:00:00')", "unix_timestamp"),
+        ("map('a', 1)", "select the keys"),
+        ("struct(1, 2)", "select its fields"),
+        ("array(struct(1))", "select its fields"),
+        ("interval '1' day", "seconds"),
+    ],
+)
+def test_other_types_are_refused_with_a_remedy(
+    spark: Any, store: Any, sql: str, remedy: str
+) -> None:
+    frame = spark.range(3).select("id", F.expr(sql).alias("odd"))
+    with pytest.raises(ColumnError, match=f"'odd' has type .*{remedy}"):
+        index_of(store, frame)
+    assert not store.exists(store.prefix_path)
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("schema", "values", "count"),
+    [
+        ("x double", [1.0, NAN, INF, -INF, 2.0], 3),
+        ("x float", [1.0, NAN], 1),
+        ("x array<float>", [[1.0, 2.0], [NAN, INF], [1.0, -INF]], 2),
+        ("x array<array<double>>", [[[1.0, NAN]], [[1.0, 2.0]]], 1),
+    ],
+)
+def test_numbers_that_are_not_finite_are_refused_if_asked_for(
+    spark: Any, store: Any, schema: str, values: Any, count: int
+) -> None:
+    frame = spark.createDataFrame([(i, v) for i, v in enumerate(values)], f"id int, {schema}")
+    with pytest.raises(DataError, match=rf"'x' holds NaN or infinity .* in {count} rows"):
+        index_of(store, frame, check_finite=True)
+    (found,) = read(store, frame)
+    np.testing.assert_array_equal(found["x"][np.argsort(found["id"])], np.array(values))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize("bad", [Vectors.dense([1.0, NAN]), Vectors.sparse(2, {1: 1e300})])
+def test_vectors_are_checked_as_they_are_written(
+    spark: Any, store: Any, compress: bool, bad: Any
+) -> None:
+    # 1e300 is infinite as a 32-bit float.
+    frame = spark.createDataFrame([(0, Vectors.dense([1.0, 2.0])), (1, bad)], ["id", "v"])
+    with pytest.raises(DataError, match=r"'v' holds NaN or infinity .* in 1 rows"):
+        index_of(store, frame, compress_sparse=compress, check_finite=True)
+
+
+def test_an_estimator_passes_the_check_on(spark: Any, store: Any) -> None:
+    frame = spark.createDataFrame([(1.0, 2.0), (NAN, 1.0)], "x double, y double")
+    estimator = make_estimator(store, check_finite=True)
+    assert estimator.getCheckFinite() is True
+    with pytest.raises(DataError, match="'x' holds NaN"):
+        estimator.fit(frame)
+
+
+# How rows are split.
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_rows_that_are_not_the_same_twice_are_on_one_side_only(
+    spark: Any, store: Any, shuffled: bool
+) -> None:
+    frame = spark.range(0, 1000, 1, 3)
+    frame = frame.repartition(4) if shuffled else frame
+    frame = frame.select(
+        "id", F.rand().alias("noise"), F.monotonically_increasing_id().alias("number")
+    )
+    for validation in (0.3, "held_out"):
+        rows = frame.withColumn("held_out", F.col("noise") < 0.3)
+        train, val = read(store, rows, validation=validation)
+        ids = np.concatenate([train["id"], val["id"]])
+        assert sorted(ids) == list(range(1000))
+        numbers = np.concatenate([train["number"], val["number"]])
+        assert len(set(numbers)) == 1000
+        assert 200 < len(val["id"]) < 400
+        if validation == "held_out":
+            assert val["noise"].max() < 0.3 <= train["noise"].min()
+
+
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_a_seed_gives_the_same_split_each_time(spark: Any, store: Any, shuffled: bool) -> None:
+    frame = numbers(spark, 1000).drop("held_out")
+    frame = frame.repartition(4, "id") if shuffled else frame
+
+    def split(seed: int) -> Any:
+        clear_training_cache()
+        train, val = read(store, frame, validation=0.25, random_seed=seed)
+        assert sorted([*train["id"], *val["id"]]) == list(range(1000))
+        return sorted(val["id"])
+
+    assert split(1) == split(1)
+    assert split(1) != split(2)
+
+
+def test_a_split_does_not_depend_on_the_order_in_which_a_shuffle_gives_rows(
+    spark: Any, store: Any
+) -> None:
+    # The same rows in the same partitions, which are read in another order.
+    ids = np.arange(600)
+    splits = []
+    for order in (ids, ids[::-1]):
+        rows = pd.DataFrame({"id": order, "part": order % 3})
+        frame = spark.createDataFrame(rows).repartition(3, "part").drop("part")
+        _, val = read(store, frame.withColumn("x", F.col("id") * 1.0), validation=0.25)
+        splits.append(sorted(val["id"]))
+    assert splits[0] == splits[1]
+
+
+@pytest.mark.parametrize("validation", [None, 0.2, "held_out"])
+@pytest.mark.parametrize("check_finite", [False, True])
+def test_one_job_writes_all(spark: Any, store: Any, validation: Any, check_finite: bool) -> None:
+    frame = numbers(spark).withColumn("v", array_to_vector(F.array("x", "x")))
+    options = {"validation": validation, "check_finite": check_finite}
+    labels = ["id", "x"]
+    assert jobs_of(spark, lambda: index_of(store, frame, labels, **options)) == 1
+    assert jobs_of(spark, lambda: index_of(store, frame, labels, **options)) == 0
