@@ -14,7 +14,7 @@ import torch
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import functions as F
 
-from hvd_estimators import Store
+from hvd_estimators import Store, clear_prepared_data, clear_training_cache
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -138,8 +138,14 @@ def test_an_empty_frame_is_refused(spark: Any, store: Any) -> None:
         make_estimator(store).fit(numbers(spark).where("1 = 0"))
     with pytest.raises(DataError, match="no rows to train on"):
         make_estimator(store, validation="y").fit(numbers(spark).where("y > 0"))
+    assert_nothing_written(store)
+
+
+def test_fewer_rows_than_ranks_are_refused(spark: Any, store: Any) -> None:
     with pytest.raises(DataError, match="1 rows, fewer than the 2 ranks"):
         make_estimator(store).fit(numbers(spark, 1))
+    # What was written is whole, and kept for another fit.
+    assert [dataset.rows for dataset in clear_prepared_data(store)] == [1]
     assert_nothing_written(store)
 
 
@@ -227,7 +233,8 @@ def test_a_loss_that_raises_on_one_rank_reaches_the_driver_with_its_traceback(
     assert "ArithmeticError" in str(caught.value)
     assert "in loss" in str(caught.value)
     assert rank_processes() == []
-    # The prepared data went with the job that needed it.
+    # Nobody uses the prepared data any more.
+    clear_training_cache()
     assert [path.name for path in Path(store.prefix_path).iterdir() if path.name != "runs"] == []
 
 

@@ -13,7 +13,7 @@ from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.linalg import DenseVector, Vectors
 from pyspark.sql import functions as F
 
-from hvd_estimators import Store, prepare_data
+from hvd_estimators import Store, clear_training_cache, prepare_data
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -108,7 +108,8 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     state = torch.load(weights, weights_only=True)
     assert torch.equal(state["weight"], model.getModel().weight)
     assert again.stages[-1].getOptimizer().param_groups[0]["lr"] == 0.1
-    # Prepared data is gone, checkpoint and logs are kept.
+    # Prepared data goes, checkpoint and logs are kept.
+    clear_training_cache()
     kept = sorted(path.name for path in Path(store.prefix_path).iterdir())
     assert kept == ["runs"]
     run = Path(store.get_run_path(model.getRunId()))
@@ -232,7 +233,7 @@ def test_params_given_to_fit_replace_what_is_set(spark: Any, store: Any) -> None
     assert estimator.getEpochs() == 1
 
 
-def test_prepared_data_is_trained_on_and_deleted_at_the_end(spark: Any, store: Any) -> None:
+def test_prepared_data_is_trained_on_until_it_is_cleared(spark: Any, store: Any) -> None:
     frame = make_frame(spark, 100)
     net = TwoColumns()
     estimator = make_estimator(
@@ -242,6 +243,7 @@ def test_prepared_data_is_trained_on_and_deleted_at_the_end(spark: Any, store: A
         assert store.exists(store.get_train_data_path(dataset_idx))
         model = estimator.fit_on_parquet(dataset_idx=dataset_idx)
     assert "validation" in model.getHistory()[0]
+    clear_training_cache()
     assert not store.exists(store.get_train_data_path(dataset_idx))
     with pytest.raises(StoreError, match="no prepared dataset"):
         estimator.fit_on_parquet(dataset_idx=dataset_idx)
