@@ -10,16 +10,20 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.columns import Array, Columns
+from hvd_estimators.data.footers import first_rows, read_manifest
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.prepare import load_manifest, prepare_data
 from hvd_estimators.data.prepared import hold
 from hvd_estimators.data.readers import check_data_module
+from hvd_estimators.data.schema import known_columns, require_columns
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
+from hvd_estimators.data.transformation import Transformation, edited_fields
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ShapeError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
@@ -38,9 +42,12 @@ from hvd_estimators.progress import show_progress
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
 from hvd_estimators.store import Store
 
-__all__ = ["HorovodEstimator"]
+__all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
 logger = logging.getLogger(__name__)
+
+# Not a width that models often have, lest rows and columns be taken for each other.
+DRY_RUN_ROWS = 11
 
 
 class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, FileReadable):
@@ -110,9 +117,21 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     check_finite = declare(
         "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
     )
-    transformation_fn = declare("Row (a dict) to row, applied by the readers.")
-    transformation_edit_fields = declare("Fields that transformation_fn changes.")
-    transformation_removed_fields = declare("Fields that transformation_fn removes.")
+    transformation_fn = declare(
+        "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
+        "is given has to be numbers."
+    )
+    transformation_batch_fn = declare(
+        "Columns (a dict of NumPy arrays, rows first) to columns of as many rows, applied by the "
+        "readers instead of transformation_fn to many rows at a time."
+    )
+    transformation_edit_fields = declare(
+        "Fields that the transformation makes or changes, as (name, dtype, shape): they are cast "
+        "and checked."
+    )
+    transformation_removed_fields = declare(
+        "Fields that are dropped after the transformation.", convert=names
+    )
     train_reader_num_workers = declare(
         "Readers that work in parallel.",
         default=2,
@@ -192,6 +211,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             store.get_train_data_path(),
             store.get_val_data_path() if has_validation else None,
             self._needed_columns(),
+            allow_text=self._transformation() is not None,
         )
         return self._train(manifest, backend)
 
@@ -212,6 +232,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             verbose=self.getOrDefault("verbose"),
             random_seed=self.getOrDefault("random_seed"),
             check_finite=self.getOrDefault("check_finite"),
+            allow_text=self._transformation() is not None,
         ) as dataset_idx:
             return self._train(load_manifest(self.getOrDefault("store"), dataset_idx), backend)
 
@@ -256,26 +277,44 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             raise ParamError(
                 f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
             )
-        check_data_module(self.getOrDefault("data_module"))
+        self._check_data_module()
         if self.getOrDefault("shuffle_buffer_size") is not None:
             logger.warning(
                 "shuffle_buffer_size has no effect: rows are shuffled in a buffer that is bounded "
                 "by bytes. Leave it out; shuffle=False turns shuffling off."
             )
-        for name in ("transformation_edit_fields", "transformation_removed_fields"):
-            if self.getOrDefault(name) is not None:
-                logger.warning(
-                    "%s has no effect: fields are those that transformation_fn returns. Leave it "
-                    "out.",
-                    name,
-                )
+        self._transformation()
         run_id = self.getOrDefault("run_id")
         if run_id is not None:
             self.getOrDefault("store").run_paths(run_id)
 
-    @abc.abstractmethod
+    def _check_data_module(self) -> None:
+        """Make sure that there is something to read the rows with."""
+        check_data_module(self.getOrDefault("data_module"))
+
     def _check_frame(self, dataset: DataFrame) -> None:
-        """Check the model against what the DataFrame's schema tells, before data is written."""
+        """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
+        for name in ("feature_cols", "label_cols", "sample_weight_col"):
+            columns = self.getOrDefault(name)
+            if columns:
+                require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
+        if self._transformation() is not None:
+            return  # the first rows that are written tell what becomes of them
+        known = known_columns(dataset, self._needed_columns())
+        if known is None:
+            return
+        zeros = {spec.name: np.zeros((DRY_RUN_ROWS, *spec.shape), spec.dtype) for spec in known}
+        try:
+            self._dry_run(zeros)
+        except ShapeError:
+            # Zeros may be no valid input of the model: the first real rows decide.
+            rows: Any = dataset.select(*self._needed_columns()).limit(DRY_RUN_ROWS).toPandas()
+            if len(rows) == DRY_RUN_ROWS and not rows.isna().any(axis=None):
+                self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
+
+    @abc.abstractmethod
+    def _dry_run(self, columns: Columns) -> Any:
+        """Run a few rows through model and loss; raise `ShapeError` where they do not fit."""
 
     @abc.abstractmethod
     def _train(self, manifest: DatasetManifest, backend: Backend) -> HorovodModel:
@@ -310,10 +349,16 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         assert state is not None
         return state
 
-    def _run(self, backend: Backend, train: Any, spec: TrainSpec) -> Sequence[TrainResult]:
+    def _run(
+        self,
+        backend: Backend,
+        train: Any,
+        spec: TrainSpec,
+        env: Mapping[str, str | None] | None = None,
+    ) -> Sequence[TrainResult]:
         """Run the trainer on every rank, showing progress, and return the ranks' results."""
-        with show_progress(spec.verbose, backend.driver_host()) as env:
-            return backend.run(train, args=(spec,), kwargs={}, env=env)
+        with show_progress(spec.verbose, backend.driver_host()) as progress_env:
+            return backend.run(train, args=(spec,), kwargs={}, env={**(env or {}), **progress_env})
 
     def _data_spec(self, manifest: DatasetManifest, num_ranks: int) -> DataSpec:
         """Plan who reads what, and how."""
@@ -345,6 +390,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             options={
                 "shuffle": get("shuffle"),
                 "transform_fn": get("transformation_fn"),
+                "transformation": self._transformation(),
                 "inmemory_cache_all": get("inmemory_cache_all"),
                 "reader_pool_type": get("reader_pool_type"),
                 "train_reader_worker_count": get("train_reader_num_workers"),
@@ -355,6 +401,39 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
                 "verbose": get("verbose"),
             },
         )
+
+    def _transformation(self) -> Transformation | None:
+        """Return what the readers make of rows; None if nothing."""
+        get = self.getOrDefault
+        by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
+        for name, function in (
+            ("transformation_fn", by_row),
+            ("transformation_batch_fn", by_batch),
+        ):
+            if function is not None and not callable(function):
+                raise ParamError(f"{name}: expected a callable, found {function!r}.")
+        if by_row is not None and by_batch is not None:
+            raise ParamError(
+                "transformation_fn and transformation_batch_fn are both set. Set one of them."
+            )
+        edited = edited_fields(get("transformation_edit_fields"))
+        removed = tuple(get("transformation_removed_fields") or ())
+        if by_row is None and by_batch is None:
+            if edited or removed:
+                raise ParamError(
+                    "transformation_edit_fields and transformation_removed_fields tell of a "
+                    "transformation, and there is none. Set transformation_fn."
+                )
+            return None
+        weight = get("sample_weight_col")
+        needed = (*get("feature_cols"), *get("label_cols"), *([weight] if weight else []))
+        return Transformation(by_row, by_batch, edited, removed, needed)
+
+    def _first_rows(self, manifest: DatasetManifest) -> Columns:
+        """Return the first rows of a dataset as a model gets them."""
+        rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
+        transformation = self._transformation()
+        return rows if transformation is None else transformation(rows)
 
     def _all_feature_cols(self) -> list[str]:
         """Return the input columns and those that a data module wants beside them."""
@@ -374,3 +453,8 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         """Return the run's name: what is set, or one that no other run has."""
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
+
+
+def _stack(series: Any, spec: ColumnSpec) -> Array:
+    rows = [value.toArray() if hasattr(value, "toArray") else value for value in series]
+    return np.stack([np.asarray(row, spec.dtype) for row in rows])

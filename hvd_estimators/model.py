@@ -90,7 +90,7 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
                 f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "
                 f"{outputs}."
             )
-        arrays = [feature_array(dataset, name) for name in features]
+        arrays = [self._feature_column(dataset, name) for name in features]
         document, load = self._make_predictor()
         udf = _make_udf(document, load, features, shapes, self.getOrDefault("inference_batch_size"))
         predicted = udf(*arrays)
@@ -106,6 +106,10 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
             )
         }
         return with_struct.withColumns(columns).drop(struct)
+
+    def _feature_column(self, dataset: DataFrame, name: str) -> Column:
+        """Return a feature as the predictor takes it: numbers, or arrays of them."""
+        return feature_array(dataset, name)
 
     def _output_names(self) -> list[str]:
         given = self.getOrDefault("outputCols")
@@ -192,7 +196,7 @@ def _cached_predictor(key: str, document: bytes, load: Callable[[bytes], Predict
 def _to_array(series: pd.Series, name: str) -> Array:
     if series.isna().any():
         raise DataError(f"Column {name!r} holds nulls; fill or drop them before transform().")
-    if series.dtype != object or not len(series):
+    if series.dtype != object or not len(series) or isinstance(series.iloc[0], (str, bytes)):
         return series.to_numpy()
     try:
         return np.stack([_nested(value) for value in series])

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from collections import deque
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from hvd_estimators.data.columns import Array, Columns, concatenate, num_rows, row_bytes, take
-from hvd_estimators.data.rows import Layout, Memory, Rows, gather
+from hvd_estimators.data.columns import Array, Columns, num_rows, take
+from hvd_estimators.data.rows import Layout, Memory, Rows
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_batches", "cut_runs"]
+__all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_runs"]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
-"""Bytes of rows among which rows are shuffled."""
+"""Bytes of rows that are held for shuffling."""
 
 RUN_BYTES = 4 * 2**20
-"""Bytes, about, of the rows that are put in order at a time."""
+"""Bytes, about, of the rows that leave at a time."""
 
 _RUN_ROWS = 2**16
-"""Rows of a run at most: a column of them stays in the processor's cache while it is gathered."""
 
-_CACHE_LINE = 64
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,40 +46,32 @@ class Run:
         return Run(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
 
 
-def cut_batches(
-    parts: Iterable[Columns], sizes: Sequence[int], rng: np.random.Generator | None = None
-) -> Iterator[dict[str, Array]]:
-    """Cut the rows of one pass into batches; see `cut_runs`."""
-    for run in cut_runs(parts, sizes, rng):
-        yield from run.batches()
-
-
 def cut_runs(
     parts: Iterable[Columns],
     sizes: Sequence[int],
-    rng: np.random.Generator | None = None,
+    rngs: Iterable[np.random.Generator | None] = (None,),
     memory: Memory | None = None,
 ) -> Iterator[Run]:
-    """Cut the rows of one pass into batches of given sizes.
+    """Cut rows, pass after pass, into batches of given sizes.
 
-    Rows are shuffled as Rao and Sandelius shuffle (Sankhya A 23, 1961): what comes in is thrown
-    into one of many buckets by chance, and the rows of each bucket are then permuted. A pass that
-    fits into `SHUFFLE_BUFFER_BYTES` is thrown before the first bucket leaves. In a longer one the
-    first bucket leaves when the buffer is full and an empty one takes its place at the end of the
-    line, so that a row stays for a uniformly random part of the buffer's length. Where columns are
-    narrower than a cache line, neighbours that share one are thrown together, which makes the
-    throw as fast as reading in order; the permutation of the bucket parts them.
+    Shuffled rows come by way of windows. The rows of a window are put in random order; one half
+    of them leaves with the second half of the window before, in turns, and the other half with
+    the next window, so that neighbours are parted by up to two windows. Three windows are held,
+    the third of which is filled, also with the rows of the next pass, while the rows of the other
+    two leave. A pass of one window (up to half of `SHUFFLE_BUFFER_BYTES`) leaves in any order
+    with the same probability. The order in a pass depends on its generator alone.
 
     Parameters
     ----------
     parts : iterable of Columns
-        The rows of the pass, for example one part per row group.
+        The rows of the passes, for example one part per row group; may have no end.
     sizes : sequence of int
-        Rows of each batch; they add up to the rows of all parts.
-    rng : numpy.random.Generator, optional
-        Source of chance; without it the rows keep their order.
+        Rows of each batch of a pass; they add up to the rows of its parts.
+    rngs : iterable of numpy.random.Generator or None
+        Source of chance of each pass; None keeps its rows in their order. A pass is shuffled if
+        the others are.
     memory : Memory, optional
-        Where the batches' memory comes from; one that several passes share is used again.
+        Where the batches' memory comes from; one that several callers share is used again.
 
     Yields
     ------
@@ -91,136 +83,184 @@ def cut_runs(
     DataError
         If the parts hold other than as many rows as the sizes add up to.
     """
-    total = sum(sizes)
-    open_sizes = deque(sizes)
-    layout: Layout | None = None
-    memory = memory or Memory()
-    held: Rows | None = None
-    found = 0
-    for pieces in _in_order(parts) if rng is None else _shuffled(parts, total, rng):
-        layout = layout or Layout.of(pieces[0].columns)
-        rows = _join(held, pieces, layout, memory)
-        found += len(rows) - (0 if held is None else len(held))
-        if rng is not None:
-            rows = rows.take(rng.permutation(len(rows)), memory)
-        taken, run = 0, []
-        while open_sizes and taken + open_sizes[0] <= len(rows):
-            taken += open_sizes[0]
-            run.append(open_sizes.popleft())
-        held = rows.slice(taken, len(rows)) if taken < len(rows) else None
-        if run:
-            yield Run(rows, tuple(run))
-    if found != total or open_sizes:
-        raise DataError(
-            f"Expected {total} rows in a pass over the data, found {found}: the files were changed "
-            "while they were read. Train again, and leave the files as they are."
+    stream = _Stream(parts, sum(sizes), memory or Memory())
+    runs = list(_run_sizes(sizes, stream.rows_in(RUN_BYTES, most=_RUN_ROWS)))
+    windows: _Windows | None = None
+    for rng, is_last in _with_end(rngs):
+        if rng is None:
+            for run in runs:
+                yield Run(stream.take(sum(run)), run)
+        else:
+            windows = windows or _Windows(stream, max(map(sum, runs)))
+            yield from _shuffled_pass(windows, runs, rng, is_last)
+    stream.end()
+
+
+def _run_sizes(sizes: Sequence[int], run_rows: int) -> Iterator[tuple[int, ...]]:
+    """Split the sizes of a pass into those of runs, of one batch at least."""
+    run: list[int] = []
+    rows = 0
+    for size in sizes:
+        if run and rows + size > run_rows:
+            yield tuple(run)
+            run, rows = [], 0
+        run.append(size)
+        rows += size
+    if run:
+        yield tuple(run)
+
+
+def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Yield items, and whether each is the last one."""
+    rest = iter(items)
+    for item in rest:
+        for following in rest:
+            yield item, False
+            item = following
+        yield item, True
+
+
+class _Stream:
+    """The rows of all parts, one after another, pass after pass."""
+
+    def __init__(self, parts: Iterable[Columns], total: int, memory: Memory) -> None:
+        self.total = total
+        self.memory = memory
+        self._parts = iter(parts)
+        self._part: Columns = next(self._parts, {})
+        self._taken = 0
+        self._in_pass = 0
+        self._layout = Layout.of(self._part)
+
+    def rows_in(self, num_bytes: int, most: int) -> int:
+        """Return how many rows have a size, at least one."""
+        if not self._part:
+            return 1
+        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in self._part.values())
+        return min(max(num_bytes // max(row, 1), 1), most)
+
+    def empty(self, rows: int) -> Rows:
+        """Return memory for a number of rows."""
+        return Rows.empty(self._part, self._layout, rows, self.memory)
+
+    def take(self, count: int) -> Rows:
+        """Return the next rows."""
+        rows = self.empty(count)
+        self.copy_to(rows, 0, count)
+        return rows
+
+    def copy_to(self, rows: Rows, start: int, stop: int) -> None:
+        """Copy the next rows, which are of one pass, to some positions."""
+        while start < stop:
+            left = num_rows(self._part) - self._taken if self._part else 0
+            if not left:
+                part = next(self._parts, None)
+                if part is None:
+                    raise self._other_rows(self._in_pass)
+                self._part, self._taken = part, 0
+                continue
+            count = min(left, stop - start)
+            taken = self._taken + count
+            rows.slice(start, start + count).fill(take(self._part, slice(self._taken, taken)))
+            start, self._taken = start + count, taken
+            self._in_pass += count
+        if self._in_pass == self.total:
+            left = num_rows(self._part) - self._taken if self._part else 0
+            if left:
+                raise self._other_rows(self.total + left)
+            self._in_pass = 0
+
+    def end(self) -> None:
+        """Make sure that no rows are left."""
+        left = sum(num_rows(part) for part in self._parts)
+        if left:
+            raise self._other_rows(self.total + left)
+
+    def _other_rows(self, found: int) -> DataError:
+        return DataError(
+            f"Expected {self.total} rows in a pass over the data, found {found}: the files were "
+            "changed while they were read. Train again, and leave the files as they are."
         )
 
 
-@dataclass(frozen=True)
-class _Pieces:
-    """Some of the pieces, of a number of rows each, into which columns are cut; or all rows."""
+class _Windows:
+    """Memory for two or three windows of rows, which are filled in turns."""
 
-    columns: Columns
-    piece: int = 1
-    chosen: Array | None = None
+    def __init__(self, stream: _Stream, run_rows: int) -> None:
+        self._stream = stream
+        total = stream.total
+        if total <= stream.rows_in(SHUFFLE_BUFFER_BYTES // 2, most=total):
+            self._slots, self._slot_rows = 2, total
+        else:
+            rows = stream.rows_in(SHUFFLE_BUFFER_BYTES // 3, most=total)
+            self._slots, self._slot_rows = 3, max(rows, run_rows)
+        self._rows = stream.empty(self._slots * self._slot_rows)
+        starts = range(0, total, self._slot_rows)
+        self.sizes = [min(self._slot_rows, total - start) for start in starts]
+        self._turn = 0
+        self._filled = 0
+
+    def fill(self) -> range:
+        """Fill the next window, and return where its rows are."""
+        size = self._next_size
+        self.fill_ahead(size)
+        start = self._next_start
+        self._turn += 1
+        self._filled = 0
+        return range(start, start + size)
+
+    def fill_ahead(self, count: int) -> None:
+        """Fill some of the next window, as far as there is room."""
+        count = min(count, self._next_size - self._filled)
+        first = self._next_start + self._filled
+        self._stream.copy_to(self._rows, first, first + count)
+        self._filled += count
+
+    def take(self, positions: Array) -> Rows:
+        """Return a copy of the rows at some positions."""
+        return self._rows.take(positions, self._stream.memory)
 
     @property
-    def rows(self) -> int:
-        return num_rows(self.columns) if self.chosen is None else len(self.chosen) * self.piece
+    def _next_size(self) -> int:
+        return self.sizes[self._turn % len(self.sizes)]
 
-    def copy_to(self, target: Rows) -> None:
-        for name, array in target.columns().items():
-            column = self.columns[name]
-            if self.chosen is None:
-                array[...] = column
-            elif self.piece == 1:
-                gather(column, self.chosen, array)
-            else:
-                shape = (-1, self.piece, *array.shape[1:])
-                gather(column.reshape(shape), self.chosen, array.reshape(shape))
+    @property
+    def _next_start(self) -> int:
+        return self._turn % self._slots * self._slot_rows
 
 
-def _in_order(parts: Iterable[Columns]) -> Iterator[list[_Pieces]]:
-    for part in parts:
-        step = _run_rows(part)
-        for start in range(0, max(num_rows(part), 1), step):
-            yield [_Pieces(take(part, slice(start, start + step)))]
-
-
-def _shuffled(
-    parts: Iterable[Columns], total: int, rng: np.random.Generator
-) -> Iterator[list[_Pieces]]:
-    """Throw rows into buckets; yield what came into each, the first bucket first."""
-    buckets: deque[list[_Pieces]] = deque()
-    capacity = thrown = taken = 0
-    for part in _merged(parts):
-        if not buckets:
-            capacity = max(int(SHUFFLE_BUFFER_BYTES / row_bytes(part)), 1)
-            # Buckets leave and are replaced: the first one has been thrown into twice as often as
-            # the mean of them.
-            count = -(-min(total, 2 * capacity) // _run_rows(part))
-            buckets.extend([] for _ in range(max(count, 1)))
-        _throw(part, buckets, rng)
-        thrown += num_rows(part)
-        while thrown - taken > capacity:
-            bucket = buckets.popleft()
-            buckets.append([])
-            taken += sum(pieces.rows for pieces in bucket)
-            if bucket:
-                yield bucket
-    yield from filter(None, buckets)
-
-
-def _merged(parts: Iterable[Columns]) -> Iterator[Columns]:
-    """Put parts together that are so small that handling each would cost more than its rows."""
-    small: list[Columns] = []
-    size = 0.0
-    for part in parts:
-        small.append(part)
-        size += row_bytes(part) * num_rows(part)
-        if size >= RUN_BYTES:
-            yield concatenate(small)
-            small, size = [], 0
-    if small:
-        yield concatenate(small)
-
-
-def _throw(part: Columns, buckets: deque[list[_Pieces]], rng: np.random.Generator) -> None:
-    rows, piece = num_rows(part), _piece_rows(part)
-    whole = rows - rows % piece
-    for some, length in ((slice(0, whole), piece), (slice(whole, rows), 1)):
-        pieces = (some.stop - some.start) // length
-        if not pieces:
-            continue
-        columns = take(part, some)
-        labels = rng.integers(0, len(buckets), pieces)
-        order = np.argsort(labels, kind="stable")
-        stops = np.bincount(labels, minlength=len(buckets)).cumsum().tolist()
+def _shuffled_pass(
+    windows: _Windows, runs: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
+) -> Iterator[Run]:
+    waiting = late = np.empty(0, np.intp)
+    remaining = iter(runs)
+    run = next(remaining, None)
+    last = len(windows.sizes) - 1
+    for number in range(len(windows.sizes)):
+        where = windows.fill()
+        order = where.start + rng.permutation(len(where))
+        leaving = len(order) if number == last else len(order) // 2
+        waiting = np.concatenate([waiting, _interleave(late, order[:leaving])])
+        late = order[leaving:]
         start = 0
-        for bucket, stop in zip(buckets, stops, strict=True):
-            if stop > start:
-                bucket.append(_Pieces(columns, length, order[start:stop]))
-            start = stop
+        while run is not None and start + sum(run) <= len(waiting):
+            positions = waiting[start : start + sum(run)]
+            yield Run(windows.take(positions), run)
+            start += len(positions)
+            if not (is_last and number == last):
+                windows.fill_ahead(len(positions))
+            run = next(remaining, None)
+        waiting = waiting[start:]
 
 
-def _join(held: Rows | None, pieces: Sequence[_Pieces], layout: Layout, memory: Memory) -> Rows:
-    """Copy what a bucket holds behind the rows that are left over."""
-    start = 0 if held is None else len(held)
-    rows = Rows.empty(pieces[0].columns, layout, start + sum(some.rows for some in pieces), memory)
-    if held is not None:
-        held.copy_to(rows, 0)
-    for some in pieces:
-        some.copy_to(rows.slice(start, start + some.rows))
-        start += some.rows
-    return rows
-
-
-def _piece_rows(part: Columns) -> int:
-    """Return how many rows of a column, in the mean over the columns, fill a cache line."""
-    return max(int(_CACHE_LINE * len(part) / row_bytes(part)), 1)
-
-
-def _run_rows(part: Columns) -> int:
-    """Return how many rows are put in order at a time."""
-    return min(max(int(RUN_BYTES / row_bytes(part)), 1), _RUN_ROWS)
+def _interleave(first: Array, second: Array) -> Array:
+    """Return the entries of both, each in its order, as evenly mixed as their numbers allow."""
+    if not len(first):
+        return second
+    merged = np.empty(len(first) + len(second), first.dtype)
+    places = np.arange(len(first)) * len(merged) // len(first)
+    others = np.ones(len(merged), bool)
+    others[places] = False
+    merged[places] = first
+    merged[others] = second
+    return merged

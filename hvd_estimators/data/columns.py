@@ -14,7 +14,7 @@ from hvd_estimators.data.partitions import partition_column
 from hvd_estimators.data.types import is_bytes, is_list_view
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Array", "Columns", "concatenate", "num_rows", "row_bytes", "table_to_columns", "take"]
+__all__ = ["Array", "Columns", "num_rows", "table_to_columns", "take"]
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
@@ -55,28 +55,17 @@ def num_rows(columns: Columns) -> int:
     return len(next(iter(columns.values())))
 
 
-def row_bytes(columns: Columns) -> float:
-    """Return the mean size of a row, at least 1."""
-    size = sum(array.nbytes for array in columns.values())
-    return max(size / max(num_rows(columns), 1), 1)
-
-
 def take(columns: Columns, indices: Array | slice) -> dict[str, Array]:
     """Select rows of every column."""
     return {name: array[indices] for name, array in columns.items()}
-
-
-def concatenate(parts: Sequence[Columns]) -> dict[str, Array]:
-    """Put the rows of several parts one after another."""
-    if len(parts) == 1:
-        return dict(parts[0])
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
     if spec.kind == "sparse":
         return _densify(table, spec)
     column = _one_chunk(table, spec.name)
+    if spec.kind == "text":
+        return _decoded(column, spec.name).to_numpy(zero_copy_only=False)
     values = column
     for size in spec.shape:
         lengths, elements = _lists(values, spec.name)

@@ -41,7 +41,12 @@ def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
 
 
 def read_manifest(
-    store: Store, train_path: str, val_path: str | None, names: Sequence[str]
+    store: Store,
+    train_path: str,
+    val_path: str | None,
+    names: Sequence[str],
+    *,
+    allow_text: bool = False,
 ) -> DatasetManifest:
     """Describe Parquet files that `prepare_data` did not write.
 
@@ -54,6 +59,8 @@ def read_manifest(
     names : sequence of str
         The columns that are needed. A column that no file holds is looked for in the paths, as a
         Hive partition.
+    allow_text : bool
+        Take columns of strings and bytes, too.
 
     Returns
     -------
@@ -71,7 +78,7 @@ def read_manifest(
     with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
     if not any(footer.metadata.num_rows for footer in train):
         raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
-    specs: Sequence[ColumnSpec] = [_spec(with_rows, name) for name in names]
+    specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
     train_split = _split(train_path, train, specs, with_rows[0])
     # Validation rows are read as training rows are, so their types are held against these.
     val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
@@ -156,7 +163,9 @@ def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
 
 def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
     """Accept another Arrow type, such as large lists for lists, if readers make the same of it."""
-    found = column_spec(spec.name, footer.type(spec.name), footer.file)
+    found = column_spec(
+        spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
+    )
     if (found.dtype, len(found.shape)) != (spec.dtype, len(spec.shape)) or any(
         a != b and -1 not in (a, b) for a, b in zip(found.shape, spec.shape, strict=True)
     ):
@@ -166,10 +175,10 @@ def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
         )
 
 
-def _spec(footers: Sequence[Footer], name: str) -> ColumnSpec:
+def _spec(footers: Sequence[Footer], name: str, allow_text: bool) -> ColumnSpec:
     first = footers[0]
     if first.holds(name):
-        return column_spec(name, first.type(name), first.file)
+        return column_spec(name, first.type(name), first.file, allow_text=allow_text)
     if name not in first.partitions:
         raise ColumnError(
             f"The Parquet files have no column {name!r}; their columns are "

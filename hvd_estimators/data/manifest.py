@@ -14,7 +14,7 @@ __all__ = ["MANIFEST_FILE", "ColumnSpec", "DatasetManifest", "RowGroup", "Split"
 
 MANIFEST_FILE = "_manifest.json"
 
-Kind = Literal["scalar", "array", "vector", "sparse", "partition"]
+Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text"]
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,13 @@ class ColumnSpec:
     ----------
     name : str
         The column's name in the DataFrame.
-    kind : {"scalar", "array", "vector", "sparse", "partition"}
+    kind : {"scalar", "array", "vector", "sparse", "partition", "text"}
         ``vector`` and ``array`` are stored as lists of one length, ``sparse`` as a list of indices
         and a list of values (see `stored_names`). A ``partition`` is a number that stands in the
-        path, as in ``day=3/a.parquet``, and not in the file.
+        path, as in ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
+        transformation makes numbers of.
     dtype : str
-        NumPy name of the element type that readers deliver.
+        NumPy name of the element type that readers deliver; ``object`` for text.
     shape : tuple of int
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     """

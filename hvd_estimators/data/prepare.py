@@ -40,6 +40,7 @@ def prepare_data(
     verbose: int = 0,
     random_seed: int | None = None,
     check_finite: bool = False,
+    allow_text: bool = False,
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
 
@@ -78,6 +79,8 @@ def prepare_data(
     check_finite : bool
         Refuse NaN and infinity, also such as arise where a vector's number is too large for a
         32-bit float.
+    allow_text : bool
+        Write columns of strings and bytes, too, which a ``transformation_fn`` makes numbers of.
 
     Yields
     ------
@@ -108,7 +111,10 @@ def prepare_data(
     require_columns(df, "feature_columns", list(feature_columns))
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
-    columns = [stored_column(df, name, compress_sparse=compress_sparse) for name in names]
+    columns = [
+        stored_column(df, name, compress_sparse=compress_sparse, allow_text=allow_text)
+        for name in names
+    ]
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":
         raise ColumnError(
             f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "

@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators.data.columns import Array, Columns
+from hvd_estimators.exceptions import DataError
 
-__all__ = ["Layout", "Memory", "Rows", "gather"]
+__all__ = ["Layout", "Memory", "Rows"]
+
+_TILE_BYTES = 2**18
+"""Bytes of a block that are filled column by column, so that they stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +26,8 @@ class Layout:
     Attributes
     ----------
     groups : tuple of tuple of str
-        Names of the columns of each block. A group of several is a block of shape ``(columns,
-        rows)``, so that each column is contiguous; a group of one is that column as it is, of
-        shape ``(rows, *shape)``.
+        Names of the columns of each block. A group of several is a block of shape ``(rows,
+        columns)``; a group of one is that column as it is, of shape ``(rows, *shape)``.
     names : tuple of str
         All columns, in the order in which they were given.
     """
@@ -50,7 +53,7 @@ class Memory:
 
     def __init__(self, kept: int = 8) -> None:
         self._kept = kept
-        self._buffers: list[tuple[bytearray, weakref.ref[Array]]] = []
+        self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return an array with nothing in it yet."""
@@ -63,7 +66,8 @@ class Memory:
             if size <= len(candidate) <= 2 * size and given_out() is None:
                 position, buffer = i, candidate
                 break
-        buffer = buffer or bytearray(size + size // 4)
+        # NumPy asks the system for huge pages, which random access to a large buffer needs.
+        buffer = buffer or memoryview(np.empty(size + size // 4, np.uint8))  # type: ignore[arg-type]
         # Views of it, and views of these, hold this array, as its memory is not another array's.
         array = np.frombuffer(buffer, dtype, math.prod(shape))
         self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
@@ -72,14 +76,14 @@ class Memory:
 
 
 class Rows:
-    """Rows in blocks: selecting, cutting and joining take an operation a block, not a column.
+    """Rows in blocks: selecting and cutting takes an operation a block, not a column.
 
     Parameters
     ----------
     layout : Layout
         Which columns are in which block.
     blocks : sequence of ndarray
-        One block per group of the layout.
+        One block per group of the layout; rows are the first axis of all of them.
     """
 
     __slots__ = ("blocks", "layout")
@@ -89,15 +93,10 @@ class Rows:
         self.blocks = list(blocks)
 
     @staticmethod
-    def pack(columns: Columns, layout: Layout) -> Rows:
-        """Put columns into blocks; copies those that share one."""
-        return Rows(
-            layout,
-            [
-                columns[group[0]] if len(group) == 1 else np.stack([columns[n] for n in group])
-                for group in layout.groups
-            ],
-        )
+    def of(columns: Columns) -> Rows:
+        """Return columns as they are, each as a block of its own."""
+        layout = Layout(tuple((name,) for name in columns), tuple(columns))
+        return Rows(layout, list(columns.values()))
 
     @staticmethod
     def empty(like: Columns, layout: Layout, rows: int, memory: Memory) -> Rows:
@@ -105,63 +104,68 @@ class Rows:
         blocks = []
         for group in layout.groups:
             array = like[group[0]]
-            shape = (rows, *array.shape[1:]) if len(group) == 1 else (len(group), rows)
-            blocks.append(memory.empty(shape, array.dtype))
+            row_shape = array.shape[1:] if len(group) == 1 else (len(group),)
+            blocks.append(memory.empty((rows, *row_shape), array.dtype))
         return Rows(layout, blocks)
 
     def columns(self) -> dict[str, Array]:
-        """Return views of the columns, by name."""
+        """Return views of the columns, by name; those that share a block are strided."""
         arrays: dict[str, Array] = {}
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             if len(group) == 1:
                 arrays[group[0]] = block
             else:
-                arrays.update(zip(group, block, strict=True))
+                arrays.update(zip(group, block.T, strict=True))
         if len(self.layout.groups) == 1:
             return arrays
         return {name: arrays[name] for name in self.layout.names}
 
     def __len__(self) -> int:
-        return self.blocks[0].shape[self._axis(0)]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(block.nbytes for block in self.blocks)
+        return len(self.blocks[0])
 
     def slice(self, start: int, stop: int) -> Rows:
         """Return a view of some rows."""
-        return Rows(
-            self.layout,
-            [
-                block[:, start:stop] if self._axis(i) else block[start:stop]
-                for i, block in enumerate(self.blocks)
-            ],
-        )
+        return Rows(self.layout, [block[start:stop] for block in self.blocks])
 
-    def take(self, indices: Array, memory: Memory) -> Rows:
-        """Return a copy of the rows at some positions, in their order."""
-        result = Rows.empty(self.columns(), self.layout, len(indices), memory)
-        for i, (block, target) in enumerate(zip(self.blocks, result.blocks, strict=True)):
-            if self._axis(i):
-                for column, column_target in zip(block, target, strict=True):
-                    gather(column, indices, column_target)
-            else:
-                gather(block, indices, target)
-        return result
+    def take(self, positions: Array, memory: Memory) -> Rows:
+        """Return a copy of the rows at some positions, in their order; all are in range."""
+        taken = []
+        for block in self.blocks:
+            target = memory.empty((len(positions), *block.shape[1:]), block.dtype)
+            # Without "clip" NumPy gathers into a buffer first.
+            np.take(_records(block), positions, axis=0, out=_records(target), mode="clip")
+            taken.append(target)
+        return Rows(self.layout, taken)
 
-    def copy_to(self, other: Rows, start: int) -> None:
-        """Copy all rows to a place among those of another."""
-        target = other.slice(start, start + len(self))
-        for block, target_block in zip(self.blocks, target.blocks, strict=True):
-            target_block[...] = block
+    def fill(self, columns: Columns) -> None:
+        """Copy columns, which have as many rows, to these rows.
 
-    def _axis(self, i: int) -> int:
-        """Return the axis of a block that counts rows."""
-        return int(len(self.layout.groups[i]) > 1)
+        Raises
+        ------
+        DataError
+            If a column has other shapes or types than those that these rows are for.
+        """
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            for name in group:
+                row_shape = block.shape[1:] if len(group) == 1 else ()
+                found = columns[name]
+                if (found.shape[1:], found.dtype) != (row_shape, block.dtype):
+                    raise DataError(
+                        f"Column {name!r} has rows of shape {found.shape[1:]} and type "
+                        f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
+                    )
+            if len(group) == 1:
+                block[...] = columns[group[0]]
+                continue
+            tile = max(_TILE_BYTES // (block.itemsize * len(group)), 1)
+            for start in range(0, len(block), tile):
+                for target, name in zip(block[start : start + tile].T, group, strict=True):
+                    target[...] = columns[name][start : start + tile]
 
 
-def gather(array: Array, positions: Array, target: Array) -> None:
-    """Copy the entries at some positions (which have to be in range) of the first axis."""
-    # Without "clip" NumPy gathers into a buffer first.
-    np.take(array, positions, axis=0, out=target, mode="clip")
+def _records(block: Array) -> Array:
+    """Return a block of one entry per row, which NumPy copies as a whole."""
+    size = block.itemsize * math.prod(block.shape[1:])
+    if block.ndim == 1 or block.dtype.hasobject or not size or not len(block):
+        return block
+    return block.reshape(len(block), -1).view(f"V{size}")[:, 0]

@@ -93,7 +93,9 @@ def require_columns(df: DataFrame, param: str, names: list[str]) -> None:
         )
 
 
-def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) -> StoredColumn:
+def stored_column(
+    df: DataFrame, name: str, *, compress_sparse: bool = False, allow_text: bool = False
+) -> StoredColumn:
     """Decide how a column is written.
 
     Parameters
@@ -105,6 +107,8 @@ def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) ->
         are written as 32-bit floats, decimals as 64-bit floats, everything else in its own type.
     compress_sparse : bool
         Write vectors as indices and values of what is not zero.
+    allow_text : bool
+        Take strings and bytes, too.
 
     Raises
     ------
@@ -115,6 +119,8 @@ def stored_column(df: DataFrame, name: str, *, compress_sparse: bool = False) ->
     column = df[f"`{name}`"]
     if isinstance(data_type, VectorUDT):
         return _sparse(name, column) if compress_sparse else _dense(name, column)
+    if allow_text and isinstance(data_type, (T.StringType, T.BinaryType)):
+        return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
         dtype = _dtype(name, element, data_type)

@@ -24,7 +24,9 @@ _is_string = _one_of("is_string", "is_large_string", "is_string_view")
 _is_list = _one_of("is_list", "is_large_list", "is_list_view", "is_large_list_view")
 
 
-def column_spec(name: str, data_type: pa.DataType, file: str) -> ColumnSpec:
+def column_spec(
+    name: str, data_type: pa.DataType, file: str, *, allow_text: bool = False
+) -> ColumnSpec:
     """Describe a column by its Arrow type.
 
     Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays
@@ -38,6 +40,8 @@ def column_spec(name: str, data_type: pa.DataType, file: str) -> ColumnSpec:
         Its type.
     file : str
         The file that has it; for messages.
+    allow_text : bool
+        Take strings, and bytes as such (but for those of a fixed size).
 
     Returns
     -------
@@ -62,6 +66,9 @@ def column_spec(name: str, data_type: pa.DataType, file: str) -> ColumnSpec:
         leaf = leaf.value_type
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
+    is_text = _is_string(leaf) or (is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf))
+    if allow_text and is_text and not shape:
+        return ColumnSpec(name, "text", "object")
     if is_bytes(leaf):
         shape.append(leaf.byte_width if pa.types.is_fixed_size_binary(leaf) else -1)
         dtype = "uint8"

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-__all__ = ["GradientAverager", "average_batch_norm"]
+from hvd_estimators.torch.buckets import fill_buckets, sparse_parameters
 
-_BUCKET_BYTES = 16 * 2**20
+__all__ = ["GradientAverager", "average_batch_norm"]
 
 
 class GradientAverager:
@@ -19,8 +18,9 @@ class GradientAverager:
     Gradients travel in buckets, each reduced as soon as the last of its gradients is there;
     ``optimizer.step()`` waits for them. A bucket always holds the same tensors in the same order,
     so that sums are taken in the same order in every run. A parameter that took no part on this
-    rank counts as zero. Unlike ``horovod.torch.DistributedOptimizer`` it leaves the optimizer's
-    class alone, and so works with any.
+    rank counts as zero, one that took no part on any rank keeps no gradient. Unlike
+    ``horovod.torch.DistributedOptimizer`` it leaves the optimizer's class alone, and so works
+    with any.
 
     Parameters
     ----------
@@ -42,11 +42,9 @@ class GradientAverager:
         compression: Any = None,
     ) -> None:
         self._passes = passes_per_step
-        self._compression = compression or hvd.Compression.none
-        self._sparse = set(_sparse_parameters(module))
         owned = {p for group in optimizer.param_groups for p in group["params"]}
         named = [(n, p) for n, p in module.named_parameters() if p in owned and p.requires_grad]
-        self._buckets = list(self._fill_buckets(named))
+        self._buckets = fill_buckets(named, set(sparse_parameters(module)), compression)
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._passes_left = dict.fromkeys(self._bucket_of, passes_per_step)
         self._pending = False
@@ -66,10 +64,10 @@ class GradientAverager:
         if self._alone:
             return
         for bucket in self._buckets:
-            if bucket.handle is None:
-                self._launch(bucket)
+            if not bucket.in_flight:
+                bucket.launch()
         for bucket in self._buckets:
-            self._finish(bucket)
+            bucket.finish()
         self._passes_left = dict.fromkeys(self._bucket_of, self._passes)
 
     def _on_gradient(self, parameter: Any) -> None:
@@ -77,7 +75,7 @@ class GradientAverager:
         if self._alone:
             return
         bucket = self._bucket_of[parameter]
-        if bucket.handle is not None:
+        if bucket.in_flight:
             raise RuntimeError(
                 "A gradient was computed after it had been sent to the other ranks: more "
                 f"backward passes than backward_passes_per_step={self._passes} came before "
@@ -87,69 +85,7 @@ class GradientAverager:
         if self._passes_left[parameter] == 0:
             bucket.waiting -= 1
             if bucket.waiting == 0:
-                self._launch(bucket)
-
-    def _launch(self, bucket: _Bucket) -> None:
-        for parameter in bucket.parameters:
-            if parameter.grad is None:
-                parameter.grad = self._zero_gradient(parameter)
-        if bucket.sparse:
-            (parameter,) = bucket.parameters
-            bucket.handle = hvd.sparse_allreduce_async(parameter.grad, bucket.name, hvd.Average)
-            return
-        compressed = [self._compression.compress(p.grad) for p in bucket.parameters]
-        bucket.contexts = [context for _, context in compressed]
-        bucket.handle = hvd.grouped_allreduce_async_(
-            [tensor for tensor, _ in compressed], name=bucket.name, op=hvd.Average
-        )
-
-    def _finish(self, bucket: _Bucket) -> None:
-        if bucket.sparse:
-            (parameter,) = bucket.parameters
-            parameter.grad = bucket.handle()
-        else:
-            for parameter, output, context in zip(
-                bucket.parameters, hvd.synchronize(bucket.handle), bucket.contexts, strict=True
-            ):
-                parameter.grad = self._compression.decompress(output, context)
-        bucket.handle = None
-        bucket.waiting = len(bucket.parameters)
-
-    def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
-        if parameter not in self._sparse:
-            return torch.zeros_like(parameter)
-        indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
-        values = parameter.new_zeros((0, *parameter.shape[1:]))
-        return torch.sparse_coo_tensor(indices, values, parameter.shape)
-
-    def _fill_buckets(self, named: list[tuple[str, torch.nn.Parameter]]) -> Iterable[_Bucket]:
-        """Yield buckets of one dtype each, last parameters first: their gradients come first."""
-        open_buckets: dict[torch.dtype, _Bucket] = {}
-        for name, parameter in reversed(named):
-            if parameter in self._sparse:
-                yield _Bucket(f"gradient.{name}", sparse=True, parameters=[parameter])
-                continue
-            bucket = open_buckets.get(parameter.dtype)
-            if bucket is None or bucket.nbytes > _BUCKET_BYTES:
-                if bucket is not None:
-                    yield bucket
-                bucket = _Bucket(f"gradients.{name}", sparse=False, parameters=[])
-                open_buckets[parameter.dtype] = bucket
-            bucket.parameters.append(parameter)
-            bucket.waiting += 1
-            bucket.nbytes += parameter.nbytes
-        yield from open_buckets.values()
-
-
-class _Bucket:
-    def __init__(self, name: str, sparse: bool, parameters: list[torch.nn.Parameter]) -> None:
-        self.name = name
-        self.sparse = sparse
-        self.parameters = parameters
-        self.waiting = len(parameters)
-        self.nbytes = 0
-        self.handle: Any = None
-        self.contexts: list[Any] = []
+                bucket.launch()
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:
@@ -163,9 +99,3 @@ def average_batch_norm(module: torch.nn.Module) -> None:
     ]
     if statistics and hvd.size() > 1:
         hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
-
-
-def _sparse_parameters(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    for layer in module.modules():
-        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
-            yield from layer.parameters(recurse=False)

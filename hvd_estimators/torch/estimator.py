@@ -6,16 +6,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from pyspark.sql import DataFrame
 
-from hvd_estimators.data.columns import Array, Columns
-from hvd_estimators.data.footers import first_rows
-from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
-from hvd_estimators.data.schema import known_columns, require_columns
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.estimator import HorovodEstimator
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, functions, shapes
 from hvd_estimators.spec import DataSpec, TrainResult
@@ -34,9 +30,6 @@ from hvd_estimators.torch.trainer import TorchTrainSpec, train
 __all__ = ["TorchEstimator"]
 
 logger = logging.getLogger(__name__)
-
-# Not a width that models often have, lest rows and columns be taken for each other.
-_DRY_RUN_ROWS = 11
 
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
@@ -98,6 +91,10 @@ class TorchEstimator(HorovodEstimator):
 
     def _check_params(self) -> None:
         super()._check_params()
+        self._check_training()
+
+    def _check_training(self) -> None:
+        """Check model, optimizer, loss and metrics together."""
         get = self.getOrDefault
         if not isinstance(get("model"), torch.nn.Module):
             raise ParamError(f"model: expected a torch.nn.Module, found {type(get('model'))}.")
@@ -122,31 +119,11 @@ class TorchEstimator(HorovodEstimator):
                 )
         self._metric_groups()
 
-    def _check_frame(self, dataset: DataFrame) -> None:
-        """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
-        for name in ("feature_cols", "label_cols", "sample_weight_col"):
-            columns = self.getOrDefault(name)
-            if columns:
-                require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
-        known = known_columns(dataset, self._needed_columns())
-        if known is None or self.getOrDefault("transformation_fn") is not None:
-            return
-        zeros = {spec.name: np.zeros((_DRY_RUN_ROWS, *spec.shape), spec.dtype) for spec in known}
-        try:
-            self._dry_run(zeros)
-        except ShapeError:
-            # Zeros may be no valid input of the model: the first real rows decide.
-            rows: Any = dataset.select(*self._needed_columns()).limit(_DRY_RUN_ROWS).toPandas()
-            if len(rows) == _DRY_RUN_ROWS and not rows.isna().any(axis=None):
-                self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
-
     def _train(self, manifest: DatasetManifest, backend: Backend) -> TorchModel:
         get = self.getOrDefault
         module, optimizer = get("model"), get("optimizer")
         data = self._data_spec(manifest, backend.num_processes())
-        output_shapes = None
-        if get("transformation_fn") is None:
-            output_shapes = self._dry_run(first_rows(get("store"), manifest, _DRY_RUN_ROWS))
+        output_shapes = self._dry_run(self._first_rows(manifest))
         self._check_steps(data)
         loss, constructors = get("loss"), get("loss_constructors")
         labels = len(get("label_cols"))
@@ -272,8 +249,3 @@ class TorchEstimator(HorovodEstimator):
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         return load_torch_params(super()._load_params, documents)
-
-
-def _stack(series: Any, spec: ColumnSpec) -> Array:
-    rows = [value.toArray() if hasattr(value, "toArray") else value for value in series]
-    return np.stack([np.asarray(row, spec.dtype) for row in rows])

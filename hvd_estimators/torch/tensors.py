@@ -5,17 +5,19 @@ Used on both sides: by the trainer, by the driver's dry run, and by ``transform`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from hvd_estimators.data.columns import Array, Columns
+from hvd_estimators.data.batching import Run
+from hvd_estimators.data.columns import Array
 
-__all__ = ["Batch", "Loss", "TensorSpec", "align", "as_list"]
+__all__ = ["Batch", "Loss", "TensorSpec", "align", "as_list", "tensor_batches"]
 
 LossFunction = Callable[..., torch.Tensor]
+AnyColumns = Mapping[str, Array | torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,11 @@ class TensorSpec:
     label_shapes: tuple[tuple[int, ...], ...] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
-    def inputs(self, columns: Columns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    def inputs(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Return the model's inputs, each with the rows of the batch first."""
         return self._tensors(columns, self.feature_cols, self.input_shapes, device)
 
-    def batch(self, columns: Columns, device: torch.device | str = "cpu") -> Batch:
+    def batch(self, columns: AnyColumns, device: torch.device | str = "cpu") -> Batch:
         """Return inputs, targets and weights of a batch."""
         weights = None
         if self.sample_weight_col is not None:
@@ -58,7 +60,7 @@ class TensorSpec:
 
     def _tensors(
         self,
-        columns: Columns,
+        columns: AnyColumns,
         names: Sequence[str],
         shapes: Sequence[Sequence[int]] | None,
         device: torch.device | str,
@@ -97,11 +99,34 @@ class Batch:
         return float(self.rows if self.weights is None else self.weights.sum())
 
 
-def _tensor(array: Array, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    if not array.flags.writeable:
-        # torch has no read-only tensors, and warns.
-        array = array.copy()
-    return torch.from_numpy(array).to(device, dtype, non_blocking=True)
+def tensor_batches(
+    runs: Iterable[Run],
+) -> Generator[dict[str, torch.Tensor], None, None]:
+    """Yield each batch of each run as column name to tensor, without a copy.
+
+    A run's blocks become tensors once, and torch cuts these into batches and columns.
+    """
+    for run in runs:
+        groups = run.rows.layout.groups
+        blocks = [_from_numpy(block).split(run.sizes) for block in run.rows.blocks]
+        for parts in zip(*blocks, strict=True):
+            tensors: dict[str, torch.Tensor] = {}
+            for group, part in zip(groups, parts, strict=True):
+                columns = part.unbind(1) if len(group) > 1 else (part,)
+                tensors.update(zip(group, columns, strict=True))
+            yield tensors
+
+
+def _from_numpy(array: Array) -> torch.Tensor:
+    # torch has no read-only tensors, and warns.
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _tensor(
+    column: Array | torch.Tensor, dtype: torch.dtype, device: torch.device | str
+) -> torch.Tensor:
+    tensor = column if isinstance(column, torch.Tensor) else _from_numpy(column)
+    return tensor.to(device, dtype, non_blocking=True)
 
 
 def as_list(outputs: Any) -> list[torch.Tensor]:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import inspect
 import itertools
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
+from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.learning_rate import LearningRate
 from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     load_state,
     save_state,
 )
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.tensorboard import EventWriter, record_scalars
 from hvd_estimators.training.weighing import WeighedBatches
@@ -94,7 +93,7 @@ class _Trainer:
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.device = _choose_device(spec.use_gpu)
+        self.device = choose_device(spec.use_gpu)
         self.module = load_module(spec.module).to(self.device)
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves what an optimizer remembers to its parameters' device.
@@ -125,7 +124,8 @@ class _Trainer:
                 self.size,
                 spec.backward_passes_per_step,
                 spec.data.sample_weight_col,
-                _sum_over_ranks,
+                sum_over_ranks,
+                tensor_batches(data.train_runs()),
             )
             self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
             for epoch in range(done, spec.epochs):
@@ -137,7 +137,7 @@ class _Trainer:
                     self._save_checkpoint()
             self._callbacks("on_train_end")
         state = save_state(self._state()) if self.rank == 0 else None
-        return TrainResult(_digest(self.module), state, tuple(self.history))
+        return TrainResult(weights_digest(self.module), state, tuple(self.history))
 
     def _run_epoch(self, epoch: int, batches: WeighedBatches, data: DataModule) -> EpochRecord:
         self.progress.start_epoch(epoch)
@@ -197,7 +197,7 @@ class _Trainer:
                 computed.append(self.loss(outputs, labels, weights))
                 return computed[-1] * factor
 
-            raw, returned = _call_with_leading(
+            raw, returned = call_with_leading(
                 custom,
                 self.module,
                 self.optimizer,
@@ -218,7 +218,7 @@ class _Trainer:
         self.module.eval()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
         steps = self.spec.data.validation_steps_per_epoch
-        with torch.no_grad(), contextlib.closing(_as_generator(data.val_data())) as batches:
+        with torch.no_grad(), contextlib.closing(tensor_batches(data.val_runs())) as batches:
             for columns in itertools.islice(batches, steps):
                 batch = self.spec.tensors.batch(columns, self.device)
                 outputs, labels = align(
@@ -241,7 +241,7 @@ class _Trainer:
                 "spec": self.spec,
             }
             constructors = self.spec.loss_constructors or ()
-            losses = tuple(_call_with_known(make, offered) for make in constructors)
+            losses = tuple(call_with_known(make, offered) for make in constructors)
         return [
             loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
         ]
@@ -283,52 +283,3 @@ class _Trainer:
             method = getattr(callback, moment, None)
             if method is not None:
                 method(**arguments)
-
-
-def _sum_over_ranks(value: float) -> float:
-    own = torch.tensor([value], dtype=torch.float64)
-    return float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
-
-
-def _choose_device(use_gpu: bool) -> torch.device:
-    available = hvd.allgather_object(use_gpu and torch.cuda.is_available(), name="cuda")
-    if any(available) and not all(available):
-        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
-        raise RuntimeError(
-            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
-            "(spark.task.resource.gpu.amount), or set use_gpu=False."
-        )
-    if not any(available):
-        return torch.device("cpu")
-    # Pinned ranks see one GPU; the others choose by their number on the machine.
-    index = hvd.local_rank() % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def _call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    """Call a function with those of the offered arguments that it takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function(**offered)
-    return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})
-
-
-def _call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with as many of the arguments as it takes, the first ones."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return function(*arguments)
-    taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return function(*arguments[:taken])
-
-
-def _as_generator(batches: Iterator[Columns]) -> Any:
-    yield from batches
-
-
-def _digest(module: torch.nn.Module) -> str:
-    digest = hashlib.sha256()
-    for parameter in module.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()

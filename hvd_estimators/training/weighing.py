@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
-from hvd_estimators.data.columns import Columns, num_rows
+from hvd_estimators.data.columns import num_rows
 from hvd_estimators.data.readers import DataModule
 
 __all__ = ["WeighedBatches"]
@@ -31,6 +32,8 @@ class WeighedBatches:
     sum_over_ranks : callable
         Adds up a number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
         and only where the plan does not tell what a step counts for.
+    batches : iterator of mapping, optional
+        The batches in the framework's form: column name to rows. Default: as ``data`` gives them.
     """
 
     def __init__(
@@ -40,8 +43,9 @@ class WeighedBatches:
         passes_per_step: int,
         weight_col: str | None,
         sum_over_ranks: Callable[[float], float],
+        batches: Iterator[Any] | None = None,
     ) -> None:
-        self._batches = iter(data.train_data())
+        self._batches = iter(data.train_data()) if batches is None else batches
         # With sample weights the sum of a step depends on the rows.
         self._sizes = None if weight_col else data.global_train_sizes()
         self._size = size
@@ -49,7 +53,7 @@ class WeighedBatches:
         self._weight_col = weight_col
         self._sum_over_ranks = sum_over_ranks
 
-    def next_window(self, count: int) -> list[tuple[Columns, float]]:
+    def next_window(self, count: int) -> list[tuple[Mapping[str, Any], float]]:
         """Return the batches between two steps of the optimizer."""
         window = list(itertools.islice(self._batches, count))
         if self._sizes is not None:
@@ -61,7 +65,7 @@ class WeighedBatches:
         share = self._size * self._passes / total if total else 0.0
         return [(columns, weight * share) for columns, weight in zip(window, weights, strict=True)]
 
-    def _weight(self, columns: Columns) -> float:
+    def _weight(self, columns: Mapping[str, Any]) -> float:
         if self._weight_col is None:
             return float(num_rows(columns))
         return float(columns[self._weight_col].sum())

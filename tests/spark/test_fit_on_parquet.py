@@ -12,7 +12,7 @@ from pyarrow import parquet
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
-from hvd_estimators.data.columns import concatenate, table_to_columns
+from hvd_estimators.data.columns import table_to_columns
 from hvd_estimators.data.footers import read_manifest
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.torch import TorchEstimator
@@ -106,14 +106,13 @@ def test_lists_and_decimals_in_both_formats_of_spark(
 
     manifest = read_manifest(store, str(tmp_path / "data"), None, names)
 
-    found = concatenate(
-        [
-            table_to_columns(
-                parquet.ParquetFile(group.file).read_row_group(group.index), manifest.columns
-            )
-            for group in manifest.train.row_groups
-        ]
-    )
+    parts = [
+        table_to_columns(
+            parquet.ParquetFile(group.file).read_row_group(group.index), manifest.columns
+        )
+        for group in manifest.train.row_groups
+    ]
+    found = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(found["id"])
     expected = frame.orderBy("id").toPandas()
     for name in names:

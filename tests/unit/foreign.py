@@ -4,14 +4,14 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.data.columns import concatenate, table_to_columns
+from hvd_estimators.data.columns import table_to_columns
 from hvd_estimators.data.footers import first_rows, read_manifest
 from hvd_estimators.store import LocalStore
 
 
-def describe(folder, *names, validation=None):
+def describe(folder, *names, validation=None, **options):
     store = LocalStore(str(folder.parent))
-    return read_manifest(store, str(folder), validation and str(validation), names)
+    return read_manifest(store, str(folder), validation and str(validation), names, **options)
 
 
 def read(split, specs):
@@ -21,7 +21,7 @@ def read(split, specs):
     for group in split.row_groups:
         table = parquet.ParquetFile(group.file).read_row_group(group.index, columns=names)
         parts.append(table_to_columns(table, specs, group.file))
-    return concatenate(parts)
+    return {spec.name: np.concatenate([part[spec.name] for part in parts]) for spec in specs}
 
 
 def load(folder, *names):

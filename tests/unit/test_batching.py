@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.data import batching
-from hvd_estimators.data.batching import cut_batches, cut_runs
+from hvd_estimators.data.batching import cut_runs
 from hvd_estimators.data.rows import Memory
 from hvd_estimators.exceptions import DataError
 
@@ -29,6 +29,12 @@ def random_sizes(rows, data):
     """Draw batch sizes, some of them zero, that add up to a number of rows."""
     cuts = data.draw(st.lists(st.integers(0, rows), max_size=10).map(sorted))
     return np.diff([0, *cuts, rows]).tolist()
+
+
+def cut_batches(parts, sizes, rng=None):
+    """Return the batches of one pass."""
+    for run in cut_runs(parts, sizes, [rng]):
+        yield from run.batches()
 
 
 def delivered(batches):
@@ -89,49 +95,76 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
     assert abs(correlation) < 5 / np.sqrt(rows - 1)
 
 
-def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_fillings(monkeypatch):
-    part, buffer = 50, 200
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_windows(
+    monkeypatch, passes
+):
+    part, buffer, window, rows = 50, 300, 100, 2000
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(batching, "RUN_BYTES", 20 * ROW_BYTES)
     taken = 0
 
     def parts():
         nonlocal taken
-        for content in make_parts([part] * 40):
+        for content in make_parts([part] * 40) * passes:
             taken += part
             yield content
 
     given_out, mixed = 0, 0
-    for batch in cut_batches(parts(), [10] * 200, np.random.default_rng(0)):
-        given_out += 10
-        mixed += len(set(batch["number"] // buffer)) > 1
-        # Beside the buffer: the part that made it overflow, and what is left of a run.
-        assert taken - given_out <= buffer + part + 40
-    assert given_out == part * 40
-    # Rows that stay behind make most of the 200 batches hold rows of several stretches as long as
-    # the buffer; were it emptied each time, none would.
-    assert mixed > 100
+    rngs = [np.random.default_rng(number) for number in range(passes)]
+    for run in cut_runs(parts(), [10] * 200, rngs):
+        for batch in run.batches():
+            given_out += 10
+            mixed += len(set(batch["number"] // window)) > 1
+            # Beside the windows: the part that the next rows come from.
+            assert taken - given_out <= buffer + part
+    assert given_out == taken == rows * passes
+    # But for the first half window of a pass, all batches hold rows of two windows.
+    assert mixed == passes * (200 - 5)
 
 
-@pytest.mark.parametrize("width", [1, 20])
-def test_neighbours_in_a_cache_line_are_parted(width):
-    """Narrow columns are thrown in pieces of 16 rows: none of that is to be seen in a batch."""
+def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
+    """Whether it is the first pass or follows another: a resumed run goes on as it would have."""
+    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", 100 * ROW_BYTES)
+    sizes = [7] * 50
+
+    def rows(passes):
+        rngs = [np.random.default_rng(number) for number in passes]
+        parts = make_parts([70] * 5) * len(passes)
+        return [row for run in cut_runs(parts, sizes, rngs) for row in run.rows.columns()["number"]]
+
+    both = rows([0, 1])
+    assert both[:350] == rows([0])
+    assert both[350:] == rows([1])
+    assert sorted(both[350:]) == list(range(350))
+    assert both[:350] != both[350:]
+
+
+def test_neighbours_are_parted(monkeypatch):
     rows, batch_size = 400_000, 100
     numbers = np.arange(rows, dtype=np.int32)
-    parts = [{f"c{i}": some for i in range(width)} for some in np.split(numbers, 8)]
+    parts = [{f"c{i}": some for i in range(20)} for some in np.split(numbers, 8)]
 
     batches = list(
         cut_batches(parts, [batch_size] * (rows // batch_size), np.random.default_rng(0))
     )
 
     pairs = sum(int((np.diff(np.sort(batch["c0"])) == 1).sum()) for batch in batches)
-    # Of the rows - 1 pairs of neighbours, a share of batch_size / rows meets in a batch by chance;
-    # a run of 2**16 rows, to which the other 15 rows of a piece go as well, raises that of these
-    # by rows / 2**16.
-    by_chance = batch_size
-    assert pairs < 1.5 * by_chance * rows / 2**16
-    delivered_rows = np.concatenate([batch["c0"] for batch in batches])
+    # Of the rows - 1 pairs of neighbours, a share of batch_size / rows meets in a batch by chance.
+    assert pairs < 1.5 * batch_size
+    delivered_rows = np.concatenate([batch["c19"] for batch in batches])
     np.testing.assert_array_equal(np.sort(delivered_rows), numbers)
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_two_orders_are_interleaved_evenly(first, second):
+    merged = batching._interleave(np.arange(first), np.arange(100, 100 + second)).tolist()
+
+    assert [row for row in merged if row < 100] == list(range(first))
+    assert [row for row in merged if row >= 100] == list(range(100, 100 + second))
+    for length in range(len(merged) + 1):
+        share = length * first / max(len(merged), 1)
+        assert abs(sum(row < 100 for row in merged[:length]) - share) <= 1
 
 
 def test_all_orders_of_a_small_pass_come_equally_often():
@@ -150,7 +183,7 @@ def test_all_orders_of_a_small_pass_come_equally_often():
 def test_batches_that_were_handed_out_are_not_overwritten():
     """Memory is used again, but not while somebody holds it."""
     kept, copies = [], []
-    for run in cut_runs(make_parts([1000] * 40), [100] * 400, np.random.default_rng(0)):
+    for run in cut_runs(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
         for batch in run.batches():
             kept.append(batch["pair"])
             copies.append(batch["pair"].copy())
@@ -187,7 +220,8 @@ def test_other_rows_than_were_planned_are_refused(shuffle, lengths):
         list(cut_batches(make_parts(lengths), [5] * 4, rng))
 
 
-def test_unshuffled_batches_leave_as_soon_as_their_rows_are_there():
+def test_unshuffled_batches_leave_run_by_run(monkeypatch):
+    monkeypatch.setattr(batching, "RUN_BYTES", 3 * ROW_BYTES)
     taken = []
 
     def parts():
@@ -201,6 +235,14 @@ def test_unshuffled_batches_leave_as_soon_as_their_rows_are_there():
     assert taken == [0]
     next(batches)
     assert taken == [0, 1]
+
+
+def test_columns_that_change_their_type_or_shape_are_refused():
+    first = {"x": np.zeros(4, np.int64), "y": np.zeros((4, 2))}
+    for changed in ({"x": np.zeros(4)}, {"y": np.zeros((4, 3))}):
+        (name,) = changed
+        with pytest.raises(DataError, match=f"'{name}' has rows of shape .* after others"):
+            list(cut_batches([first, {**first, **changed}], [8]))
 
 
 def test_empty_batches_keep_the_columns_and_their_shapes():

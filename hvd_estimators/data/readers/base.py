@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -16,15 +16,15 @@ from hvd_estimators.data.batching import Run, cut_runs
 from hvd_estimators.data.columns import Array, Columns, num_rows
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.prefetch import Prefetch
-from hvd_estimators.data.rows import Memory
+from hvd_estimators.data.readers.ranges import PART_BYTES
+from hvd_estimators.data.rows import Memory, Rows
 from hvd_estimators.data.sharding import RowRange, ShardPlan
+from hvd_estimators.data.transformation import RowFunction, Transformation
 
 __all__ = ["DataModule", "PlannedDataModule"]
 
 Batch = dict[str, Array]
 _RUNS_AHEAD = 2
-
-RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 
 
 class DataModule(ABC):
@@ -122,6 +122,14 @@ class DataModule(ABC):
     def val_data(self) -> Iterator[Batch]:
         """Return the batches of one pass over this rank's validation rows."""
 
+    def train_runs(self) -> Iterator[Run]:
+        """Return the training batches in runs, for those who take several at a time."""
+        return _single_runs(self.train_data())
+
+    def val_runs(self) -> Iterator[Run]:
+        """Return the validation batches of one pass in runs."""
+        return _single_runs(self.val_data())
+
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the rows of each training step over all ranks, where they are known beforehand.
 
@@ -150,6 +158,8 @@ class PlannedDataModule(DataModule):
         How readers work in parallel.
     train_reader_worker_count, val_reader_worker_count : int
         Readers that work in parallel.
+    transformation : Transformation, optional
+        Applied to all rows that are read. Default: ``transform_fn``, where that is given.
     **kwargs
         See `DataModule`.
     """
@@ -165,6 +175,7 @@ class PlannedDataModule(DataModule):
         reader_pool_type: str = "thread",
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
+        transformation: Transformation | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -176,6 +187,9 @@ class PlannedDataModule(DataModule):
         self.reader_pool_type = reader_pool_type
         self.train_reader_worker_count = train_reader_worker_count
         self.val_reader_worker_count = val_reader_worker_count
+        if transformation is None and self.transform_fn is not None:
+            transformation = Transformation(self.transform_fn)
+        self.transformation = transformation
         self._cache: dict[RowRange, list[Columns]] = {}
         self._memory = Memory()
         self._open: set[Generator[Run, None, None] | Prefetch[Run]] = set()
@@ -233,14 +247,16 @@ class PlannedDataModule(DataModule):
         sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
         first_pass, skip = divmod(self.skip_train_steps, len(sizes))
         passes = self._train_passes(ranges, first_pass)
+        rngs = (
+            self._rng(pass_number, "rows") if self.shuffle else None
+            for pass_number in itertools.count(first_pass)
+        )
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
-            for pass_number in itertools.count(first_pass):
-                rng = self._rng(pass_number, "rows") if self.shuffle else None
-                for run in cut_runs(_take_rows(parts, sum(sizes)), sizes, rng, self._memory):
-                    skipped = min(skip, len(run.sizes))
-                    skip -= skipped
-                    if skipped < len(run.sizes):
-                        yield run.skip(skipped) if skipped else run
+            for run in cut_runs(parts, sizes, rngs, self._memory):
+                skipped = min(skip, len(run.sizes))
+                skip -= skipped
+                if skipped < len(run.sizes):
+                    yield run.skip(skipped) if skipped else run
 
     def _val_runs(self) -> Generator[Run, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
@@ -278,7 +294,10 @@ class PlannedDataModule(DataModule):
         read = self._read_cached if self.inmemory_cache_all else self.read
         with contextlib.closing(read(passes, workers)) as parts:
             for part in parts:
-                yield part if self.transform_fn is None else transform_rows(part, self.transform_fn)
+                if self.transformation is None:
+                    yield part
+                else:
+                    yield from self.transformation.parts(part, PART_BYTES)
 
     def _read_cached(
         self, passes: Iterator[Sequence[RowRange]], workers: int
@@ -308,6 +327,11 @@ class PlannedDataModule(DataModule):
         return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
 
 
+def _single_runs(batches: Iterator[Batch]) -> Iterator[Run]:
+    for batch in batches:
+        yield Run(Rows.of(batch), (num_rows(batch),))
+
+
 def _batches(runs: Iterator[Run]) -> Iterator[Batch]:
     for run in runs:
         yield from run.batches()
@@ -321,12 +345,3 @@ def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
             return
         rows -= num_rows(part)
         yield part
-
-
-def transform_rows(part: Columns, function: RowFunction) -> Batch:
-    """Apply a row function to each row and stack what it returns, column by column."""
-    rows = [
-        function({name: array[index] for name, array in part.items()})
-        for index in range(num_rows(part))
-    ]
-    return {name: np.stack([np.asarray(row[name]) for row in rows]) for name in rows[0]}

@@ -56,9 +56,9 @@ def range_tables(
             f"{row_range.row_group}: it was changed after training had begun. Train again, and "
             "leave the files as they are."
         )
-    row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    row_bytes = _row_bytes(groups.row_group(row_range.row_group), specs)
     batches = file.iter_batches(
-        max(PART_BYTES // max(row_bytes, 1), 1),
+        max(int(PART_BYTES / max(row_bytes, 1)), 1),
         row_groups=[row_range.row_group],
         columns=[name for spec in specs for name in spec.stored_names],
         use_threads=False,
@@ -72,6 +72,15 @@ def range_tables(
             yield pa.Table.from_batches([rows])
         if stop <= batch.num_rows:
             return
+
+
+def _row_bytes(group: Any, specs: Sequence[ColumnSpec]) -> float:
+    """Return the size of a row, that of text as far as the footer tells."""
+    size = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    text = {spec.name for spec in specs if spec.kind == "text"}
+    columns = (group.column(i) for i in range(group.num_columns)) if text else ()
+    stored = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in text)
+    return float(size + stored / max(group.num_rows, 1))
 
 
 class RangeFiles:

@@ -1,0 +1,47 @@
+"""What torch ranks agree on: their device, sums of numbers, and a digest of the weights."""
+
+from __future__ import annotations
+
+import hashlib
+
+import horovod.torch as hvd
+import torch
+
+__all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
+
+
+def choose_device(use_gpu: bool) -> torch.device:
+    """Return this rank's GPU, or the CPU where no rank has a GPU. Called by all ranks.
+
+    Raises
+    ------
+    RuntimeError
+        If some ranks have a GPU and others have none.
+    """
+    available = hvd.allgather_object(use_gpu and torch.cuda.is_available(), name="cuda")
+    if any(available) and not all(available):
+        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
+        raise RuntimeError(
+            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
+            "(spark.task.resource.gpu.amount), or set use_gpu=False."
+        )
+    if not any(available):
+        return torch.device("cpu")
+    # Pinned ranks see one GPU; the others choose by their number on the machine.
+    index = hvd.local_rank() % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def sum_over_ranks(value: float) -> float:
+    """Add up a number of each rank, exactly in 64 bits. Called by all ranks."""
+    own = torch.tensor([value], dtype=torch.float64)
+    return float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
+
+
+def weights_digest(module: torch.nn.Module) -> str:
+    """Return a digest of a module's parameters; equal where they are, bit by bit."""
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()

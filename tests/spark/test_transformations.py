@@ -1,0 +1,117 @@
+"""Fits with a transformation: strings become numbers between reading and batching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from preparing import make_estimator
+from pyspark.sql import functions as F
+
+from hvd_estimators import clear_training_cache
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, ShapeError
+
+pytestmark = pytest.mark.spark
+
+WORDS = ["", "a", "bb", "ccc", "dddd"]
+
+
+def tokenize(row: dict[str, Any]) -> dict[str, Any]:
+    return {"x": len(row["word"]), "y": row["y"], "word": row["word"]}
+
+
+def tokenize_batch(columns: dict[str, Any]) -> dict[str, Any]:
+    return {"x": np.char.str_len(columns["word"].astype(str)), "y": columns["y"]}
+
+
+def make_frame(spark: Any) -> Any:
+    """Words, and three times their lengths."""
+    rows = [(WORDS[i % 5], 3.0 * (i % 5)) for i in range(100)]
+    return spark.createDataFrame(rows, "word string, y double").withColumn("x", F.lit(0.0))
+
+
+def estimator_of_lengths(store: Any, **params: Any) -> Any:
+    net = torch.nn.Linear(1, 1)
+    torch.nn.init.zeros_(net.weight)
+    defaults = {
+        "feature_cols": ["x"],
+        "continuous_cols": ["word"],
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.05),
+        "epochs": 12,
+        "batch_size": 10,
+    }
+    return make_estimator(store, **{**defaults, **params})
+
+
+@pytest.mark.parametrize("reader", ["petastorm", "arrow"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"transformation_fn": tokenize, "transformation_removed_fields": ["word"]},
+        {
+            "transformation_batch_fn": tokenize_batch,
+            "transformation_edit_fields": [("x", np.float32, ())],
+        },
+    ],
+)
+def test_a_transformation_makes_numbers_of_strings(
+    spark: Any, store: Any, form: dict[str, Any], reader: str
+) -> None:
+    model = estimator_of_lengths(store, data_module=reader, **form).fit(make_frame(spark))
+
+    assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
+    assert float(model.getModel().bias) == pytest.approx(0, abs=0.15)
+
+
+def test_it_is_the_same_on_parquet_that_others_wrote(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    make_frame(spark).write.parquet(store.get_train_data_path())
+    estimator = estimator_of_lengths(store, transformation_fn=tokenize)
+
+    model = estimator.fit_on_parquet()
+
+    assert float(model.getModel().weight) == pytest.approx(3, abs=0.05)
+
+
+def test_strings_without_a_transformation_are_refused(spark: Any, store: Any) -> None:
+    with pytest.raises(ColumnError, match="'word' has type string"):
+        estimator_of_lengths(store).fit(make_frame(spark))
+    assert list(Path(store.prefix_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"transformation_fn": lambda row: row, "feature_cols": ["word"]}, DataError, "'word' is"),
+        ({"transformation_fn": lambda row: {"x": row["x"]}}, DataError, "no field 'y'"),
+        (
+            {"transformation_fn": lambda row: {"x": [row["x"]] * 2, "y": row["y"]}},
+            ShapeError,
+            "model",
+        ),
+        (
+            {"transformation_fn": tokenize, "transformation_batch_fn": tokenize_batch},
+            ParamError,
+            "both set",
+        ),
+        ({"transformation_edit_fields": [("x", "int64", ())]}, ParamError, "Set transformation_fn"),
+        ({"transformation_fn": "tokenize"}, ParamError, "transformation_fn: expected a callable"),
+        (
+            {"transformation_fn": tokenize, "transformation_edit_fields": ["x"]},
+            ParamError,
+            "transformation_edit_fields: expected entries",
+        ),
+    ],
+)
+def test_the_driver_tells_before_ranks_start(
+    spark: Any, store: Any, params: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        estimator_of_lengths(store, input_shapes=None, **params).fit(make_frame(spark))
+    clear_training_cache()
+    assert not store.exists(f"{store.prefix_path}/runs")

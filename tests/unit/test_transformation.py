@@ -1,0 +1,138 @@
+"""What a user's function makes of rows, and what is refused."""
+
+import contextlib
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from foreign import describe, write
+
+from hvd_estimators.data.readers import ranges
+from hvd_estimators.data.readers.arrow import ArrowDataModule
+from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.data.transformation import EditedField, Transformation, edited_fields
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+
+READERS: list[type] = [ArrowDataModule]
+with contextlib.suppress(ImportError):
+    from hvd_estimators.data.readers.petastorm import PetastormDataModule
+
+    READERS.append(PetastormDataModule)
+WORDS = np.array(["a", "bb", "ccc", "dd"], object)
+COLUMNS = {"word": WORDS, "x": np.arange(4.0), "y": np.arange(4)}
+
+
+def by_row(row):
+    return {**row, "length": len(row["word"]), "pair": [row["x"], -row["x"]]}
+
+
+def by_batch(columns):
+    return {
+        **columns,
+        "length": np.array([len(word) for word in columns["word"]]),
+        "pair": np.stack([columns["x"], -columns["x"]], axis=1),
+    }
+
+
+@pytest.mark.parametrize("form", [{"row_function": by_row}, {"batch_function": by_batch}])
+def test_rows_and_batches_give_the_same(form):
+    transformation = Transformation(
+        **form,
+        edited=(EditedField("length", "float32", ()), EditedField("pair", "float32", (None,))),
+        removed=("y",),
+        needed=("length", "pair"),
+    )
+
+    columns = transformation(COLUMNS)
+
+    # Text that nothing needs is dropped.
+    assert set(columns) == {"x", "length", "pair"}
+    assert columns["length"].dtype == columns["pair"].dtype == np.float32
+    np.testing.assert_array_equal(columns["length"], [1, 2, 3, 2])
+    np.testing.assert_array_equal(columns["pair"], [[0, 0], [1, -1], [2, -2], [3, -3]])
+
+
+@pytest.mark.parametrize(
+    ("transformation", "message"),
+    [
+        (Transformation(lambda row: None), "transformation_fn returned NoneType. Return a dict"),
+        (Transformation(batch_function=lambda c: [1]), "transformation_batch_fn returned list"),
+        (Transformation(batch_function=lambda c: {"x": c["x"][:3]}), r"\(3,\) for 'x' of 4 rows"),
+        (Transformation(batch_function=lambda c: {"x": 1.0}), r"\(\) for 'x' of 4 rows"),
+        (Transformation(lambda r: {"x": [1] * r["y"]}), r"shapes \(0,\) and \(1,\) for 'x'"),
+        (Transformation(lambda r: dict.fromkeys("xyz"[: r["y"] + 1], 1)), "fields for some rows"),
+        (Transformation(lambda row: {"x": 1}, needed=("y",)), "no field 'y'; its fields are x"),
+        (Transformation(lambda row: row, removed=("y",), needed=("y",)), "no field 'y'"),
+        (Transformation(lambda row: row, needed=("word",)), "'word' is str.* Make numbers"),
+        (
+            Transformation(by_row, edited=(EditedField("pair", "float32", (3,)),)),
+            r"'pair' has rows of shape \(2,\) .* says \(3,\)",
+        ),
+        (Transformation(by_row, edited=(EditedField("z", "int64", None),)), "no field 'z'"),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_refused(transformation, message):
+    with pytest.raises(DataError, match=message):
+        transformation(COLUMNS)
+
+
+def test_edited_fields_are_read_from_tuples_with_more_entries_than_three():
+    fields = edited_fields([("a", np.float32, (None, 3), False), ("b", "int64", None)])
+
+    assert fields == (EditedField("a", "float32", (None, 3)), EditedField("b", "int64", None))
+    assert edited_fields(None) == ()
+    for bad in ["a", ("a",), ("a", "no type", ()), ("a", "int64", 3)]:
+        with pytest.raises(ParamError, match="transformation_edit_fields: expected entries"):
+            edited_fields([bad])
+
+
+def test_rows_that_grow_are_transformed_a_few_at_a_time():
+    rows, grown = 1000, 8 * 500
+    columns = {"x": np.arange(rows, dtype=np.float64)}
+
+    def grow(columns):
+        return {"x": np.repeat(columns["x"], 500).reshape(-1, 500)}
+
+    transformation = Transformation(batch_function=grow)
+
+    parts = list(transformation.parts(columns, 100 * grown))
+
+    assert [len(part["x"]) for part in parts] == [32, *[100] * 9, 68]
+    np.testing.assert_array_equal(np.concatenate([p["x"][:, 0] for p in parts]), columns["x"])
+
+
+@pytest.mark.parametrize("module", READERS)
+def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkeypatch, module):
+    path = tmp_path / "data" / "a.parquet"
+    columns = {
+        "s": ["one", "two", "three"],
+        "d": pa.array(["x", "y", "x"]).dictionary_encode(),
+        "b": pa.array([b"1", b"22", b""]),
+        "fixed": pa.array([b"ab", b"cd", b"ef"], pa.binary(2)),
+    }
+    write(path, **columns)
+
+    with pytest.raises(ColumnError, match="'s' has type string"):
+        describe(path.parent, "s")
+    manifest = describe(path.parent, *columns, allow_text=True)
+    assert [spec.kind for spec in manifest.columns] == ["text", "text", "text", "array"]
+
+    # Text counts with its size in the file, so that parts are bounded by bytes.
+    monkeypatch.setattr(ranges, "PART_BYTES", 100)
+    plan = plan_shards(manifest.train.row_groups, 1)
+    options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
+    with (
+        module(train_plan=plan, **options) as data,
+        contextlib.closing(data.read(iter([plan.shards[0]]), 1)) as parts,
+    ):
+        found = list(parts)
+    assert len(found) > 1
+    expected = {
+        **columns,
+        "d": ["x", "y", "x"],
+        "b": [b"1", b"22", b""],
+        "fixed": [[97, 98], [99, 100], [101, 102]],
+    }
+    assert {name: [row for part in found for row in part[name].tolist()] for name in expected} == (
+        expected
+    )
