@@ -1,4 +1,4 @@
-"""Rows per second of the input pipeline, as torch tensors, against Petastorm's and plain decoding.
+"""Rows per second of the input pipeline, as tensors, against Petastorm's and plain decoding.
 
 One process. All contenders take turns, and the best of each counts; the first turn does not.
 """
@@ -111,6 +111,8 @@ def measure(data: Data, repeats: int) -> dict[str, Any]:
             for module in (PetastormDataModule, ArrowDataModule):
                 name = f"ours, {module.short_name}, batch {size}"
                 contenders[name] = ours(stack, module, data, size)
+            name = f"ours, arrow, tf.data, batch {size}"
+            contenders[name] = ours(stack, ArrowDataModule, data, size, as_tensorflow)
         best = dict.fromkeys(contenders, 0.0)
         for turn in range(repeats + 1):
             for name, contender in contenders.items():
@@ -163,7 +165,14 @@ def decode(data: Data) -> int:
 
 
 def petastorm(data: Data, batch_size: int) -> int:
-    """Shuffle and batch with Petastorm's own loader, in a buffer as large as ours, or nearly."""
+    """Shuffle and batch one pass with Petastorm's own loader."""
+    with petastorm_batches(data, batch_size) as batches:
+        return sum(len(next(iter(batch.values()))) for batch in batches)
+
+
+@contextlib.contextmanager
+def petastorm_batches(data: Data, batch_size: int) -> Iterator[Iterator[Any]]:
+    """Open Petastorm's own loader, with a buffer as large as ours, or nearly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         from petastorm import make_batch_reader
@@ -172,7 +181,6 @@ def petastorm(data: Data, batch_size: int) -> int:
         row_bytes = sum(
             spec.width * np.dtype(spec.dtype).itemsize for spec in data.manifest.columns
         )
-        rows = 0
         reader = make_batch_reader(
             Path(data.file).as_uri(), num_epochs=1, workers_count=WORKERS, seed=1
         )
@@ -180,13 +188,27 @@ def petastorm(data: Data, batch_size: int) -> int:
         with BatchedDataLoader(
             reader, batch_size=batch_size, shuffling_queue_capacity=capacity
         ) as loader:
-            for batch in loader:
-                rows += len(next(iter(batch.values())))
-    return rows
+            yield iter(loader)
+
+
+def as_torch(module: PlannedDataModule) -> Iterator[Any]:
+    """Return the training batches as torch tensors, without end."""
+    return tensor_batches(module.train_runs())
+
+
+def as_tensorflow(module: PlannedDataModule) -> Iterator[Any]:
+    """Return the training batches as TensorFlow tensors, without end, through ``tf.data``."""
+    from hvd_estimators.keras.dataset import ColumnDatasets
+
+    return iter(ColumnDatasets(module).train())
 
 
 def ours(
-    stack: contextlib.ExitStack, kind: type[PlannedDataModule], data: Data, batch_size: int
+    stack: contextlib.ExitStack,
+    kind: type[PlannedDataModule],
+    data: Data,
+    batch_size: int,
+    batches_of: Callable[[PlannedDataModule], Iterator[Any]] = as_torch,
 ) -> Contender:
     """Open one of our data modules.
 
@@ -208,14 +230,14 @@ def ours(
 
     def run() -> tuple[int, float]:
         rows = 0
-        with contextlib.closing(tensor_batches(module.train_runs())) as batches:
-            for timed_pass in (False, True, True):
-                if not rows:
-                    started = time.perf_counter()
-                for _ in range(plan.steps(batch_size)):
-                    tensors = next(batches)
-                    rows += timed_pass * len(next(iter(tensors.values())))
-            return rows, time.perf_counter() - started
+        batches = batches_of(module)
+        for timed_pass in (False, True, True):
+            if not rows:
+                started = time.perf_counter()
+            for _ in range(plan.steps(batch_size)):
+                tensors = next(batches)
+                rows += timed_pass * len(next(iter(tensors.values())))
+        return rows, time.perf_counter() - started
 
     return run
 

@@ -158,6 +158,21 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         convert=boolean,
         accessor="InMemoryCacheAll",
     )
+    cache_type = declare(
+        "'local-disk' keeps what is read from a remote store on the rank's disk, for the epochs "
+        "that follow, and deletes it at the end. Petastorm only.",
+        default="null",
+        convert=one_of("null", "local-disk"),
+    )
+    cache_location = declare(
+        "Directory, on every machine, of the disk cache. Default: that of temporary files.",
+        convert=text,
+    )
+    cache_size_limit = declare(
+        "Bytes, about, that each rank keeps in the disk cache.",
+        default=10 * 2**30,
+        convert=integer(1),
+    )
     use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
     mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
     backward_passes_per_step = declare(
@@ -290,7 +305,13 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
 
     def _check_data_module(self) -> None:
         """Make sure that there is something to read the rows with."""
-        check_data_module(self.getOrDefault("data_module"))
+        module = self.getOrDefault("data_module")
+        check_data_module(module)
+        if self.getOrDefault("cache_type") != "null" and module != "petastorm":
+            raise ParamError(
+                f"cache_type: only Petastorm caches on disk, found data_module={module!r}. Set "
+                "data_module='petastorm', or leave cache_type out."
+            )
 
     def _check_frame(self, dataset: DataFrame) -> None:
         """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
@@ -392,6 +413,9 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
                 "transform_fn": get("transformation_fn"),
                 "transformation": self._transformation(),
                 "inmemory_cache_all": get("inmemory_cache_all"),
+                "cache_type": get("cache_type"),
+                "cache_location": get("cache_location"),
+                "cache_size_limit": get("cache_size_limit"),
                 "reader_pool_type": get("reader_pool_type"),
                 "train_reader_worker_count": get("train_reader_num_workers"),
                 "val_reader_worker_count": get("val_reader_num_workers"),

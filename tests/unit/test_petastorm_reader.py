@@ -1,14 +1,19 @@
 """How row ranges are handed to Petastorm's worker pools."""
 
+import itertools
 import threading
 
+import numpy as np
 import pytest
+from foreign import describe, write
 
 pytest.importorskip(
     "petastorm", reason="not installable beside today's PyArrow", exc_type=ImportError
 )
 
-from hvd_estimators.data.readers.petastorm import _RangeVentilator
+from hvd_estimators.data.readers import ranges
+from hvd_estimators.data.readers.petastorm import PetastormDataModule, _RangeVentilator
+from hvd_estimators.data.sharding import plan_shards
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -56,3 +61,38 @@ def test_reading_runs_ahead_by_a_bounded_number_of_ranges():
     ventilator._thread.join(10)
     assert items == [0, 1, 2]
     assert not ventilator.completed()
+
+
+@pytest.mark.parametrize("pool", ["thread", "process"])
+@pytest.mark.parametrize("limit", [2**30, 1])
+def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, pool, limit):
+    """Even where nothing fits into it, and what was read has to be read again."""
+    rows, cache = 60, tmp_path / "cache"
+    cache.mkdir()
+    monkeypatch.setattr(ranges, "PART_BYTES", 80)
+    write(tmp_path / "data" / "a.parquet", x=np.arange(rows))
+    manifest = describe(tmp_path / "data", "x")
+    plan = plan_shards(manifest.train.row_groups, 1)
+
+    with PetastormDataModule(
+        train_dir=manifest.train.path,
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan,
+        train_batch_size=20,
+        reader_pool_type=pool,
+        cache_type="local-disk",
+        cache_location=str(cache),
+        cache_size_limit=limit,
+    ) as module:
+        runs = module.train_runs()
+        first = [row for run in itertools.islice(runs, 1) for row in run.rows.columns()["x"]]
+        if limit > 1:
+            # From now on the cache is all there is.
+            (tmp_path / "data" / "a.parquet").unlink()
+        passes = [[row for row in next(runs).rows.columns()["x"]] for _ in range(5)]
+        assert list(cache.iterdir()) != []
+
+    for found in [first, *passes]:
+        assert sorted(found) == list(range(rows))
+    assert list(cache.iterdir()) == []

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
+import tempfile
 import threading
 import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
@@ -14,7 +18,9 @@ with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.cache import CacheBase, NullCache
     from petastorm.fs_utils import FilesystemResolver, get_filesystem_and_path_or_paths
+    from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
     from petastorm.reader_impl.arrow_table_serializer import ArrowTableSerializer
     from petastorm.workers_pool import EmptyResultError
@@ -40,9 +46,46 @@ class PetastormDataModule(PlannedDataModule):
     Petastorm shards by whole row groups and in an order of its own. This reader keeps its
     `Reader` and worker pools, and hands the workers the planned row ranges instead, so that each
     row is read once and the order depends on the seed alone.
+
+    Parameters
+    ----------
+    cache_type : {"null", "local-disk"}
+        "local-disk" keeps what was read in a folder on this machine, for the passes that follow;
+        it is deleted at the end.
+    cache_location : str, optional
+        Where that folder is made. Default: among the system's temporary files.
+    cache_size_limit : int
+        Bytes that it may hold, about; what was stored first gives way.
+    **kwargs
+        See `PlannedDataModule`.
     """
 
     short_name = "petastorm"
+
+    def __init__(
+        self,
+        *,
+        cache_type: str = "null",
+        cache_location: str | None = None,
+        cache_size_limit: int = 10 * 2**30,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._cached_parts: CacheBase = NullCache()
+        if cache_type == "local-disk":
+            folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
+            # Parts are of all sizes: no row size to check the limit against.
+            self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything that still reads, and delete the cache."""
+        super().__exit__(exc_type, exc, traceback)
+        self._cached_parts.cleanup()
 
     def read(
         self, passes: Iterator[Sequence[RowRange]], workers: int
@@ -96,6 +139,7 @@ class PetastormDataModule(PlannedDataModule):
                 reader_pool=_make_pool(self.reader_pool_type, workers),
                 worker_class=_RangeWorker,
                 is_batched_reader=True,
+                cache=self._cached_parts,
             )
 
 
@@ -215,21 +259,42 @@ class _RangeWorker(ArrowReaderWorker):
         sequence: int,
     ) -> None:
         self._files = self._files or RangeFiles(storage_options)
-        with self._files.open(row_range.file) as file:
-            tables = range_tables(file, row_range, columns)
-            table = next(tables)
+        parts = self._read_parts(row_range, columns)
+        with contextlib.closing(parts):
+            position = 0
+
+            def read_up_to(part: int) -> tuple[pa.Table, bool]:
+                nonlocal position
+                skipped, position = part - position, part + 1
+                return next(itertools.islice(parts, skipped, None))
+
+            is_last = False
             for part in itertools.count():
-                following = next(tables, None)
-                after = (sequence, part + 1) if following is not None else (sequence + 1, 0)
+                if is_last:
+                    return
+                key = f"{row_range.file} {row_range.row_group} {row_range.start} {part}"
+                fill = functools.partial(read_up_to, part)
+                table, is_last = self._local_cache.get(key, fill)
+                after = (sequence + 1, 0) if is_last else (sequence, part + 1)
                 metadata = {
                     _FILE: row_range.file,
                     _PART: f"{sequence} {part}",
                     _NEXT: f"{after[0]} {after[1]}",
                 }
                 self.publish_func(table.replace_schema_metadata(metadata))
-                if following is None:
-                    return
+
+    def _read_parts(
+        self, row_range: RowRange, columns: Sequence[ColumnSpec]
+    ) -> Generator[tuple[pa.Table, bool], None, None]:
+        """Yield the tables of a range, and whether each is the last; opens the file when asked."""
+        assert self._files is not None
+        with self._files.open(row_range.file) as file:
+            tables = range_tables(file, row_range, columns)
+            table = next(tables)
+            for following in tables:
+                yield table, False
                 table = following
+            yield table, True
 
 
 class _TableQueueReader:

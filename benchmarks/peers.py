@@ -1,0 +1,157 @@
+"""Rows per second of several libraries' input pipelines, as shuffled batches of torch tensors.
+
+One process each way, in turns. Beside what `make setup` installs it needs
+``pip install 'datasets<3' mosaicml-streaming`` (later versions of datasets do not run beside the
+PyArrow that Petastorm needs); a library that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import torch
+from pyarrow import parquet
+
+from benchmarks.common import parser, show_result, show_table
+from benchmarks.loader import Data, petastorm_batches, write
+from hvd_estimators.data.readers.arrow import ArrowDataModule
+from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.data.readers.petastorm import PetastormDataModule
+from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.torch.tensors import tensor_batches
+
+SECONDS = 5.0
+"""Time after which a slow library's pass is broken off."""
+
+Batches = Callable[[], contextlib.AbstractContextManager[Iterator[Any]]]
+
+
+class ScannedParquet(torch.utils.data.IterableDataset):
+    """What one writes with pyarrow.dataset: rows are shuffled within what is scanned at once."""
+
+    def __init__(self, file: str, batch_size: int) -> None:
+        self.file = file
+        self.batch_size = batch_size
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        rng = np.random.default_rng(0)
+        for scanned in pyarrow.dataset.dataset(self.file).to_batches(batch_size=2**17):
+            rows = scanned.take(pa.array(rng.permutation(len(scanned))))
+            columns = {
+                name: torch.from_numpy(rows.column(name).to_numpy().copy())
+                for name in rows.schema.names
+            }
+            for start in range(0, len(scanned), self.batch_size):
+                yield {n: c[start : start + self.batch_size] for n, c in columns.items()}
+
+
+def ours(module: type[PlannedDataModule], data: Data, batch_size: int) -> Batches:
+    @contextlib.contextmanager
+    def batches() -> Iterator[Iterator[Any]]:
+        plan = plan_shards(data.manifest.train.row_groups, 1)
+        with (
+            module(
+                train_dir=data.manifest.train.path,
+                val_dir=None,
+                columns=data.manifest.columns,
+                train_plan=plan,
+                train_batch_size=batch_size,
+            ) as opened,
+            contextlib.closing(tensor_batches(opened.train_runs())) as found,
+        ):
+            yield itertools.islice(found, plan.steps(batch_size))
+
+    return batches
+
+
+def torch_over_pyarrow(data: Data, batch_size: int) -> Batches:
+    dataset = ScannedParquet(data.file, batch_size)
+    return lambda: contextlib.nullcontext(iter(torch.utils.data.DataLoader(dataset, None)))
+
+
+def hugging_face(data: Data, batch_size: int, folder: Path) -> Batches:
+    import datasets
+
+    datasets.disable_progress_bars()
+    loaded = datasets.load_dataset(
+        "parquet", data_files=data.file, split="train", cache_dir=str(folder / "datasets")
+    ).with_format("torch")
+    return lambda: contextlib.nullcontext(
+        iter(torch.utils.data.DataLoader(loaded, batch_size, shuffle=True))
+    )
+
+
+def mosaic(data: Data, batch_size: int, folder: Path) -> Batches:
+    from streaming import MDSWriter, StreamingDataset
+
+    converted = folder / f"mds-{batch_size}"
+    names = [spec.name for spec in data.manifest.columns]
+    rows = parquet.read_table(data.file)
+    with MDSWriter(out=str(converted), columns=dict.fromkeys(names, "float32")) as writer:
+        for batch in rows.to_batches(2**16):
+            arrays = [batch.column(name).to_numpy() for name in names]
+            for values in zip(*arrays, strict=True):
+                writer.write(dict(zip(names, values, strict=True)))
+    dataset = StreamingDataset(local=str(converted), shuffle=True, batch_size=batch_size)
+    return lambda: contextlib.nullcontext(iter(torch.utils.data.DataLoader(dataset, batch_size)))
+
+
+def contenders(data: Data, batch_size: int, folder: Path) -> dict[str, Batches]:
+    found = {
+        "hvd_estimators, Arrow": ours(ArrowDataModule, data, batch_size),
+        "hvd_estimators, Petastorm": ours(PetastormDataModule, data, batch_size),
+        "petastorm": lambda: petastorm_batches(data, batch_size),
+        "torch over pyarrow.dataset": torch_over_pyarrow(data, batch_size),
+    }
+    if importlib.util.find_spec("datasets"):
+        found["datasets"] = hugging_face(data, batch_size, folder)
+    if importlib.util.find_spec("streaming"):
+        found["mosaicml-streaming"] = mosaic(data, batch_size, folder)
+    return found
+
+
+def speed(batches: Batches) -> float:
+    """Return rows per second of one pass, or of its first seconds."""
+    rows = 0
+    started = time.perf_counter()
+    with batches() as found:
+        for batch in found:
+            columns = batch._asdict() if hasattr(batch, "_asdict") else batch
+            rows += len(next(iter(columns.values())))
+            if time.perf_counter() - started > SECONDS:
+                break
+    return rows / (time.perf_counter() - started)
+
+
+def main() -> None:
+    options = parser(__doc__, rows=2_000_000, repeats=3).parse_args()
+    torch.set_num_threads(1)
+    figures: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-peers-") as folder:
+        data = next(write(Path(folder), options.rows))
+        for batch_size in data.batch_sizes:
+            pipelines = contenders(data, batch_size, Path(folder))
+            best = dict.fromkeys(pipelines, 0.0)
+            for _ in range(options.repeats):
+                for name, batches in pipelines.items():
+                    best[name] = max(best[name], speed(batches))
+            title = f"{data.name}, {data.rows} rows, batch {batch_size}, from open to close"
+            base = best["petastorm"]
+            table = [(name, found, found / base) for name, found in best.items()]
+            show_table(title, ("library", "rows/s", "times petastorm"), table)
+            figures[str(batch_size)] = best
+    show_result("peers", vars(options), {"rows_per_second": figures})
+
+
+if __name__ == "__main__":
+    main()
