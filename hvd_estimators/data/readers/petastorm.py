@@ -18,7 +18,6 @@ with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.arrow_reader_worker import ArrowReaderWorker
-    from petastorm.cache import CacheBase, NullCache
     from petastorm.fs_utils import FilesystemResolver, get_filesystem_and_path_or_paths
     from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
@@ -71,7 +70,7 @@ class PetastormDataModule(PlannedDataModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._cached_parts: CacheBase = NullCache()
+        self._cached_parts: LocalDiskCache | None = None
         if cache_type == "local-disk":
             folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
             # Parts are of all sizes: no row size to check the limit against.
@@ -85,7 +84,8 @@ class PetastormDataModule(PlannedDataModule):
     ) -> None:
         """Stop everything that still reads, and delete the cache."""
         super().__exit__(exc_type, exc, traceback)
-        self._cached_parts.cleanup()
+        if self._cached_parts is not None:
+            self._cached_parts.cleanup()
 
     def read(
         self, passes: Iterator[Sequence[RowRange]], workers: int
