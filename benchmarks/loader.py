@@ -117,7 +117,7 @@ def measure(data: Data, repeats: int) -> dict[str, Any]:
         for turn in range(repeats + 1):
             for name, contender in contenders.items():
                 rows, seconds = contender()
-                if rows % data.rows:
+                if not rows or rows % data.rows:
                     raise SystemExit(f"{name}: {rows} rows were delivered of {data.rows}.")
                 if turn:
                     best[name] = max(best[name], rows / seconds)
