@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("prepare", "transform", "loader", "memory", "fit")
+BENCHMARKS = ("prepare", "transform", "loader", "memory", "fit", "keras", "lightning")
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Spark's Python workers run this Python, not the first one in PATH.
@@ -20,7 +21,9 @@ os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 
 import numpy as np
+import pyarrow as pa
 import torch
+from pyarrow import parquet
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -104,6 +107,19 @@ def regression_data(spark: SparkSession, rows: int) -> DataFrame:
     )
     frame.count()
     return frame
+
+
+def write_regression_data(folder: Path, target: Path, rows: int) -> None:
+    """Write rows as NumPy arrays into one folder, and as Parquet into another; without Spark."""
+    rng = np.random.default_rng(0)
+    features = rng.normal(size=(rows, WIDTH)).astype(np.float32)
+    label = (np.sin(2 * features[:, 0]) + NOISE * rng.normal(size=rows)).astype(np.float32)
+    np.save(folder / "features.npy", features)
+    np.save(folder / "label.npy", label)
+    target.mkdir(parents=True)
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(features.reshape(-1)), WIDTH)
+    table = pa.table({"features": vectors, "label": label})
+    parquet.write_table(table, target / "part-0.parquet", row_group_size=50_000)
 
 
 def collect(frame: DataFrame) -> Arrays:

@@ -15,6 +15,7 @@ from hvd_estimators.exceptions import DataError
 
 __all__ = ["Layout", "Memory", "Rows"]
 
+_ALIGNMENT = 64
 _TILE_BYTES = 2**18
 """Bytes of a block that are filled column by column, so that they stay in the processor's cache."""
 
@@ -66,8 +67,7 @@ class Memory:
             if size <= len(candidate) <= 2 * size and given_out() is None:
                 position, buffer = i, candidate
                 break
-        # NumPy asks the system for huge pages, which random access to a large buffer needs.
-        buffer = buffer or memoryview(np.empty(size + size // 4, np.uint8))  # type: ignore[arg-type]
+        buffer = buffer or _new_buffer(size + size // 4)
         # Views of it, and views of these, hold this array, as its memory is not another array's.
         array = np.frombuffer(buffer, dtype, math.prod(shape))
         self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
@@ -161,6 +161,14 @@ class Rows:
             for start in range(0, len(block), tile):
                 for target, name in zip(block[start : start + tile].T, group, strict=True):
                     target[...] = columns[name][start : start + tile]
+
+
+def _new_buffer(size: int) -> memoryview:
+    # NumPy asks the system for huge pages, which random access to a large buffer needs. TensorFlow
+    # takes memory as it is if it begins at a multiple of 64.
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memoryview(memory[start : start + size])  # type: ignore[arg-type]
 
 
 def _records(block: Array) -> Array:

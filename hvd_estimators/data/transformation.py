@@ -59,7 +59,9 @@ class Transformation:
     removed : tuple of str
         Fields that are dropped.
     needed : tuple of str
-        Fields that must be there in the end, and be numbers. Text among the others is dropped.
+        Fields that must be numbers in the end. Text among the others is dropped.
+    all_needed : bool
+        Whether all of these must be there.
     """
 
     row_function: RowFunction | None = None
@@ -67,6 +69,7 @@ class Transformation:
     edited: tuple[EditedField, ...] = ()
     removed: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
+    all_needed: bool = True
 
     def __call__(self, columns: Columns) -> dict[str, Array]:
         """Return the transformed columns.
@@ -97,8 +100,9 @@ class Transformation:
             arrays[field.name] = _as_declared(arrays[field.name], field)
         for name in self.needed:
             if name not in arrays:
-                raise _missing(name, arrays)
-            if arrays[name].dtype.kind not in "biuf":
+                if self.all_needed:
+                    raise _missing(name, arrays)
+            elif arrays[name].dtype.kind not in "biuf":
                 raise DataError(
                     f"Column {name!r} is {arrays[name].dtype.name} after the transformation. Make "
                     "numbers of it."

@@ -29,6 +29,8 @@ def imported(*statements):
     [
         ("hvd_estimators", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
         ("hvd_estimators.torch", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
+        ("hvd_estimators.keras", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
+        ("hvd_estimators.lightning", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
         ("hvd_estimators.launch.worker", FRAMEWORKS | SPARK | DATA),
         ("hvd_estimators.launch.local", FRAMEWORKS - {"horovod"} | SPARK | DATA),
         ("hvd_estimators.data.readers", FRAMEWORKS | SPARK | {"petastorm", "pandas"}),
@@ -37,6 +39,8 @@ def imported(*statements):
         ("hvd_estimators.training.tensorboard", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.weighing", FRAMEWORKS | SPARK),
         ("hvd_estimators.torch.trainer", FRAMEWORKS - {"torch", "horovod"} | SPARK),
+        ("hvd_estimators.lightning.trainer", {"keras", "tensorflow"} | SPARK),
+        ("hvd_estimators.keras.trainer", {"torch", "lightning", "pytorch_lightning"} | SPARK),
     ],
 )
 def test_what_a_rank_imports_brings_no_spark_and_no_framework_but_its_own(module, heavy):

@@ -1,0 +1,145 @@
+"""Steps per second of Keras training on two ranks, against a loop that is written by hand.
+
+Same rows, network, optimizer and batches. The hand-written loop has its rows in memory; the
+trainer reads Parquet. Both take turns, and the best epoch of each counts, the first of each turn
+(TensorFlow traces in it) left out.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+from benchmarks.common import (
+    HIDDEN,
+    WIDTH,
+    parser,
+    show_result,
+    show_table,
+    write_regression_data,
+)
+from hvd_estimators import Store
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.launch.local import LocalBackend
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+LEARNING_RATE = 1e-3
+
+
+class Clock(keras.callbacks.Callback):
+    """Adds the seconds of each epoch to the logs."""
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.started = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["seconds"] = time.perf_counter() - self.started
+
+
+def make_net() -> keras.Model:
+    keras.utils.set_random_seed(11)
+    return keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            keras.layers.Dense(HIDDEN, activation="relu"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def by_hand(folder: str, batch_size: int, epochs: int) -> list[float]:
+    """Train with nothing but Keras, ``tf.data`` and Horovod; return the seconds of each epoch."""
+    import os
+
+    import horovod.tensorflow as hvd
+    import keras
+    import tensorflow as tf
+
+    hvd.init()
+    tf.config.threading.set_intra_op_parallelism_threads(int(os.environ["OMP_NUM_THREADS"]))
+    features, labels = (
+        np.load(f"{folder}/{name}.npy")[hvd.rank() :: hvd.size()] for name in ("features", "label")
+    )
+    rows = tf.data.Dataset.from_tensor_slices((features, labels[:, None]))
+    batches = rows.shuffle(10_000, seed=1).batch(batch_size).prefetch(tf.data.AUTOTUNE)
+    model = make_net()
+    optimizer = keras.optimizers.Adam(LEARNING_RATE * hvd.size())
+    loss, measured = keras.losses.MeanSquaredError(), keras.metrics.Mean()
+
+    @tf.function
+    def step(x: Any, y: Any) -> None:
+        with tf.GradientTape() as tape:
+            value = loss(y, model(x, training=True))
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply(hvd.grouped_allreduce(gradients), model.trainable_variables)
+        measured.update_state(value)
+
+    taken = []
+    for _ in range(epochs):
+        started = time.perf_counter()
+        measured.reset_state()
+        for x, y in batches:
+            step(x, y)
+        hvd.allreduce(measured.result(), name="loss")
+        taken.append(time.perf_counter() - started)
+    hvd.shutdown()
+    return taken
+
+
+def fit(store: Store, ranks: int, batch_size: int, epochs: int) -> list[float]:
+    """Train with the estimator; return the seconds of each epoch."""
+    fitted = KerasEstimator(
+        backend=LocalBackend(ranks, env=QUIET),
+        store=store,
+        model=make_net(),
+        optimizer=keras.optimizers.Adam(LEARNING_RATE),
+        loss="mse",
+        feature_cols=["features"],
+        label_cols=["label"],
+        batch_size=batch_size,
+        epochs=epochs,
+        random_seed=1,
+        callbacks=[Clock()],
+        verbose=0,
+    ).fit_on_parquet()
+    return fitted.getHistory()["seconds"]
+
+
+def main() -> None:
+    arguments = parser(__doc__, rows=200_000, repeats=2)
+    arguments.add_argument("--ranks", type=int, default=2, help="processes")
+    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
+    arguments.add_argument("--epochs", type=int, default=4, help="epochs of each turn")
+    given = arguments.parse_args()
+    steps = -(-given.rows // given.ranks // given.batch_size)
+    best = {"trainer": 0.0, "hand-written loop": 0.0}
+    with tempfile.TemporaryDirectory() as directory:
+        folder = Path(directory)
+        store = Store.create(f"{directory}/store")
+        write_regression_data(folder, Path(store.get_train_data_path()), given.rows)
+        for _ in range(given.repeats):
+            taken = LocalBackend(given.ranks, env=QUIET).run(
+                by_hand, (str(folder), given.batch_size, given.epochs)
+            )
+            slowest = [max(epoch) for epoch in zip(*taken, strict=True)]
+            loop = "hand-written loop"
+            best[loop] = max(best[loop], steps / min(slowest[1:]))
+            seconds = fit(store, given.ranks, given.batch_size, given.epochs)
+            best["trainer"] = max(best["trainer"], steps / min(seconds[1:]))
+    ratio = best["trainer"] / best["hand-written loop"]
+    show_table(
+        f"Keras, {given.ranks} ranks, batches of {given.batch_size} rows, steps per second",
+        ["", "steps/s"],
+        [[name, value] for name, value in best.items()],
+    )
+    print(f"\ntrainer / hand-written loop: {ratio:.2f} (target: 0.9)")
+    show_result("keras", vars(given), {"steps_per_second": best, "ratio": ratio})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Keras 3 on Spark: `KerasEstimator` and `KerasModel`; an optimizer and callbacks for Horovod.
+
+Imported when first used, so that a rank can import the trainer without PySpark.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_estimators.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hvd_estimators.keras.callbacks import (
+        BestModelCheckpoint,
+        BroadcastCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+        MetricAverageCallback,
+    )
+    from hvd_estimators.keras.estimator import KerasEstimator
+    from hvd_estimators.keras.model import KerasModel
+    from hvd_estimators.keras.optimizer import DistributedOptimizer
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastCallback",
+    "DistributedOptimizer",
+    "KerasEstimator",
+    "KerasModel",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "BestModelCheckpoint": "hvd_estimators.keras.callbacks",
+        "BroadcastCallback": "hvd_estimators.keras.callbacks",
+        "DistributedOptimizer": "hvd_estimators.keras.optimizer",
+        "KerasEstimator": "hvd_estimators.keras.estimator",
+        "KerasModel": "hvd_estimators.keras.model",
+        "LearningRateScheduleCallback": "hvd_estimators.keras.callbacks",
+        "LearningRateWarmupCallback": "hvd_estimators.keras.callbacks",
+        "MetricAverageCallback": "hvd_estimators.keras.callbacks",
+    },
+    {
+        "horovod": "hvd-estimators build-horovod",
+        "keras": "pip install keras",
+        "tensorflow": "pip install tensorflow",
+    },
+)

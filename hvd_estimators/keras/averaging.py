@@ -1,0 +1,200 @@
+"""Averages gradients and state over ranks with Horovod's collectives. Runs on the worker.
+
+Under Keras 3 ``horovod.tensorflow.keras.DistributedOptimizer`` is accepted and averages nothing,
+so only ``horovod.tensorflow``'s own operations are used here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.columns import Array
+
+__all__ = ["GradientAverager", "StatisticsAverager", "broadcast_variables", "sum_arrays"]
+
+_BUCKET_BYTES = 16 * 2**20
+
+
+class GradientAverager:
+    """Replaces the gradients of a rank by their weighted mean over all ranks.
+
+    Gradients travel in buckets of one dtype, each a single tensor that is made of the same
+    gradients in the same order in every run, one bucket after the other: how sums round then never
+    depends on timing, as it would if Horovod fused tensors by chance. The weight of the rank's
+    batch is part of the first bucket, so that weighing costs no reduction of its own.
+
+    Parameters
+    ----------
+    compression : horovod compressor, optional
+        For example ``horovod.tensorflow.Compression.fp16``.
+    name : str
+        Distinguishes this averager's tensors from those of others.
+
+    Attributes
+    ----------
+    weight : tf.Tensor or None
+        What the current batch counts for; None where the batches of all ranks count for the same.
+    """
+
+    def __init__(self, compression: Any = None, name: str = "gradients") -> None:
+        self._compression = compression or hvd.Compression.none
+        self._name = name
+        self.weight: tf.Tensor | None = None
+
+    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
+        """Multiply gradients by the weight of the batch; None stays None."""
+        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+        if self.weight is None:
+            return dense
+        return [
+            # Where there are no rows a gradient may be NaN, and counts for nothing.
+            None if g is None else tf.math.multiply_no_nan(g, tf.cast(self.weight, g.dtype))
+            for g in dense
+        ]
+
+    def average(self, weighted: Sequence[Any], weight: Any) -> list[Any]:
+        """Return the ranks' weighted gradients added up, divided by the sum of their weights.
+
+        Parameters
+        ----------
+        weighted : sequence of tf.Tensor or None
+            Gradients times weight.
+        weight : tf.Tensor or float
+            The weight.
+        """
+        result = list(weighted)
+        weight = tf.cast(weight, tf.float32)
+        buckets = list(_buckets(weighted))
+        if hvd.size() == 1:
+            return [None if g is None else _divide(g, weight) for g in weighted]
+        # Not in half precision: the weight is as exact as the gradients, at least.
+        alone = self._compression is not hvd.Compression.none or not (
+            buckets and weighted[buckets[0][0]].dtype == tf.float32
+        )
+        total = _sum(weight, f"{self._name}.weight") if alone else None
+        for number, bucket in enumerate(buckets):
+            parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
+            if total is None and not number:
+                parts.append(tf.reshape(weight, (1,)))
+            # One bucket after the other, lest Horovod fuses them.
+            after = [] if not number else [result[buckets[number - 1][0]]]
+            with tf.control_dependencies(after):
+                flat = tf.concat(parts, axis=0)
+                if alone:
+                    # As small as a mean, so that sums of half precision do not overflow.
+                    flat = _divide(flat, total)
+                packed, context = self._compression.compress(flat)
+                packed = _sum(packed, f"{self._name}.{number}")
+                flat = self._compression.decompress(packed, context)
+            if not alone:
+                if total is None:
+                    flat, total = flat[:-1], flat[-1]
+                flat = _divide(flat, total)
+            sizes = [weighted[index].shape.num_elements() for index in bucket]
+            for index, part in zip(bucket, tf.split(flat, sizes), strict=True):
+                result[index] = tf.reshape(part, weighted[index].shape)
+        return result
+
+
+def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield positions of one dtype, last gradients first: they are computed first."""
+    open_buckets: dict[tf.DType, list[int]] = {}
+    room: dict[tf.DType, int] = {}
+    for index in reversed(range(len(gradients))):
+        gradient = gradients[index]
+        if gradient is None:
+            continue
+        dtype = gradient.dtype
+        if dtype in open_buckets and room[dtype] <= 0:
+            yield open_buckets.pop(dtype)
+        if dtype not in open_buckets:
+            open_buckets[dtype], room[dtype] = [], _BUCKET_BYTES
+        open_buckets[dtype].append(index)
+        room[dtype] -= gradient.shape.num_elements() * dtype.size
+    yield from open_buckets.values()
+
+
+def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    # All batches of a step may count for nothing.
+    return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
+
+
+def _sum(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    # The same name in whatever function or branch the operation is traced.
+    return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
+
+
+def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
+    """Return arrays of numbers added up over the ranks, in 64 bits and in one reduction."""
+    if not arrays:
+        return []
+    flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
+    if hvd.size() > 1:
+        flat = _sum(tf.constant(flat), name).numpy()
+    stops = np.cumsum([np.size(array) for array in arrays])[:-1]
+    return [
+        part.reshape(np.shape(array))
+        for part, array in zip(np.split(flat, stops), arrays, strict=True)
+    ]
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Set Keras variables to what they are on one rank."""
+    if hvd.size() == 1:
+        return
+    for index, variable in enumerate(variables):
+        variable.assign(
+            hvd.broadcast(
+                tf.convert_to_tensor(variable.value),
+                root_rank,
+                name=f"hvd_estimators.broadcast.{index}",
+                ignore_name_scope=True,
+            )
+        )
+
+
+class StatisticsAverager:
+    """Sets what layers count while they train to its mean over the ranks.
+
+    That is the moving statistics of batch normalization and every other variable of floats that is
+    not trained and changes nevertheless.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built, and the same on all ranks.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._variables = [
+            variable
+            for variable in model.non_trainable_variables
+            if keras.backend.is_float_dtype(variable.dtype)
+        ]
+        self._digests = [_digest(variable) for variable in self._variables]
+
+    def average(self) -> None:
+        """Average; called on all ranks at the same time."""
+        if not self._variables or hvd.size() == 1:
+            return
+        changed = [
+            float(_digest(variable) != before)
+            for variable, before in zip(self._variables, self._digests, strict=True)
+        ]
+        # What changed on one rank is averaged on all of them; frozen layers stay as they are.
+        (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
+        moved = [v for v, count in zip(self._variables, changes, strict=True) if count]
+        sums = sum_arrays([variable.numpy() for variable in moved], "statistics")
+        for variable, total in zip(moved, sums, strict=True):
+            variable.assign(total / hvd.size())
+
+
+def _digest(variable: Any) -> bytes:
+    return hashlib.sha256(np.ascontiguousarray(variable.numpy()).data).digest()

@@ -1,0 +1,322 @@
+"""Dry runs on the driver: whether columns, model, loss and labels fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.keras.tensors import Field, TensorSpec
+
+__all__ = [
+    "DryRun",
+    "call_on_zeros",
+    "has_loss",
+    "input_structure",
+    "kept_random_state",
+    "weighs_by_samples",
+]
+
+# Of Keras's losses those whose labels have another shape than the outputs.
+_SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
+
+
+def input_structure(model: keras.Model, feature_cols: Sequence[str]) -> Any:
+    """Return a model's inputs as fields in the model's structure.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Functional and sequential models tell their inputs; others take what they are given: one
+        tensor, or a tuple of several.
+    feature_cols : sequence of str
+        Columns in the order of the inputs; by name where inputs are a dict of these names.
+
+    Raises
+    ------
+    ShapeError
+        If the model has another number of inputs.
+    """
+    fields = [Field(name) for name in feature_cols]
+    structure = _symbolic(model, "input")
+    if structure is None:
+        return fields[0] if len(fields) == 1 else tuple(fields)
+    inputs = keras.tree.flatten(structure)
+    if len(inputs) != len(fields):
+        raise ShapeError(
+            f"feature_cols: the model has {len(inputs)} inputs "
+            f"({', '.join(tensor.name for tensor in inputs)}), and there are {len(fields)} feature "
+            f"columns: {', '.join(feature_cols)}. Set one column per input; "
+            "pyspark.ml.feature.VectorAssembler makes one column of several."
+        )
+    if isinstance(structure, dict) and set(structure) == set(feature_cols):
+        return {name: _input_field(name, structure[name]) for name in structure}
+    flat = [_input_field(n, t) for n, t in zip(feature_cols, inputs, strict=True)]
+    return keras.tree.pack_sequence_as(structure, flat)
+
+
+def _symbolic(model: keras.Model, side: str) -> Any:
+    """Return the symbolic "input" or "output" of a model in its structure; None without one."""
+    if isinstance(model, keras.Sequential):
+        found = getattr(model, f"{side}s") if model.built else None
+        return found[0] if found else None
+    try:
+        return getattr(model, side)
+    except (AttributeError, ValueError):
+        return None
+
+
+def _input_field(column: str, tensor: Any) -> Field:
+    shape = tuple(tensor.shape[1:])
+    known = all(size is not None for size in shape)
+    return Field(column, shape if known else None, keras.backend.standardize_dtype(tensor.dtype))
+
+
+class DryRun:
+    """A few rows through a model and its loss. Builds the model where it was not: give a copy.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Compiled.
+    feature_cols, label_cols : sequence of str
+        Columns of the inputs and outputs.
+    sample_weight_col : str or None
+        Weight of each row.
+    label_shapes : sequence of sequence of int, or None
+        Shape of each label, -1 for the rows first.
+
+    Attributes
+    ----------
+    model : keras.Model
+        The model, built after `run`.
+    output_shapes : list of tuple of int
+        Shape of one row of each output.
+    tensors : TensorSpec
+        How columns become tensors.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        feature_cols: Sequence[str],
+        label_cols: Sequence[str],
+        sample_weight_col: str | None,
+        label_shapes: Sequence[Sequence[int]] | None,
+    ) -> None:
+        self.model = model
+        self._label_cols = label_cols
+        self._weight_col = sample_weight_col
+        self._label_shapes = label_shapes
+        self._inputs: Any = input_structure(model, feature_cols)
+        outputs = _symbolic(model, "output")
+        self.output_shapes: list[tuple[int, ...]] | None = None
+        self._outputs: Any = None
+        self._known: dict[str, tuple[int, ...]] = {}
+        if outputs is not None:
+            self._take_outputs(outputs)
+
+    @property
+    def tensors(self) -> TensorSpec:
+        """How columns become tensors, as far as it is known by now."""
+        labels = self._label_fields()
+        structure: Any
+        if self._outputs is None:
+            structure = labels[0] if len(labels) == 1 else tuple(labels)
+        elif isinstance(self._outputs, dict) and set(self._outputs) == set(self._label_cols):
+            by_name = {field.column: field for field in labels}
+            structure = {name: by_name[name] for name in self._outputs}
+        else:
+            structure = keras.tree.pack_sequence_as(self._outputs, labels)
+        return TensorSpec(self._inputs, structure, self._weight_col)
+
+    def run(self, columns: Columns) -> None:
+        """Call the model and its loss with some rows.
+
+        Raises
+        ------
+        ShapeError
+            If the model cannot take the columns, its outputs are not as many as the labels, or
+            the loss cannot take outputs and labels.
+        """
+        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._check_columns(keras.tree.flatten(self._inputs), columns, "feature_cols", "input")
+        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs)
+        given = ", ".join(
+            f"{field.column} {array.shape} {array.dtype}"
+            for field, array in zip(
+                keras.tree.flatten(self._inputs), keras.tree.flatten(x), strict=True
+            )
+        )
+        with kept_random_state(), tf.device("CPU:0"):
+            try:
+                outputs = self.model(x, training=False)
+            except Exception as error:
+                raise ShapeError(
+                    f"The model cannot take the feature columns. It was called with {given} and "
+                    f"raised {type(error).__name__}: {error}. Set feature_cols in the order of the "
+                    "model's inputs, in the shapes that it expects."
+                ) from error
+            self._take_outputs(outputs)
+            self._check_rows(outputs, len(next(iter(columns.values()))))
+            if has_loss(self.model):
+                self._check_loss(x, outputs, columns)
+
+    def _take_outputs(self, outputs: Any) -> None:
+        flat = keras.tree.flatten(outputs)
+        if len(flat) != len(self._label_cols):
+            raise ShapeError(
+                f"label_cols: the model has {len(flat)} outputs, and there are "
+                f"{len(self._label_cols)} label columns: {', '.join(self._label_cols)}. Set one "
+                "label column per output."
+            )
+        self._outputs = keras.tree.map_structure(lambda tensor: 0, outputs)
+        self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
+
+    def _label_fields(self) -> list[Field]:
+        names = list(self._label_cols)
+        if self._label_shapes is not None:
+            return [
+                Field(name, tuple(shape[1:]))
+                for name, shape in zip(names, self._label_shapes, strict=True)
+            ]
+        shapes = self.output_shapes or [()] * len(names)
+        return [
+            # A label of as many elements as its output is compared in the output's shape.
+            Field(name, shape if _same_size(shape, self._known.get(name)) else None)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+
+    def _check_columns(
+        self, fields: Sequence[Field], columns: Columns, param: str, end: str
+    ) -> None:
+        for field in fields:
+            shape = columns[field.column].shape[1:]
+            if not field.fits(shape):
+                raise ShapeError(
+                    f"{param}: a row of column {field.column!r} has shape {shape}, and the model's "
+                    f"{end} for it has {field.shape}. Set columns in the order of the model's "
+                    f"{end}s, with as many elements as these."
+                )
+
+    def _check_rows(self, outputs: Any, rows: int) -> None:
+        for name, output in zip(self._label_cols, keras.tree.flatten(outputs), strict=True):
+            if not output.shape or output.shape[0] != rows:
+                raise ShapeError(
+                    f"The model's output for label {name!r} has shape {tuple(output.shape)} for "
+                    f"{rows} rows. Its first dimension must count the rows."
+                )
+
+    def _check_loss(self, x: Any, outputs: Any, columns: Columns) -> None:
+        tensors = self.tensors
+        self._check_columns(list(tensors.label_fields()), columns, "label_shapes", "label")
+        batch = tensors.arrays(columns)
+        labels = [tf.convert_to_tensor(a) for a in keras.tree.flatten(batch[1])]
+        shapes = "; ".join(
+            f"{field.column}: output {tuple(output.shape)}, label {tuple(label.shape)}"
+            for field, output, label in zip(
+                tensors.label_fields(), keras.tree.flatten(outputs), labels, strict=True
+            )
+        )
+        remedy = "Set label_cols and the model's outputs to the same shapes, or label_shapes."
+        try:
+            value = self.model.compute_loss(
+                x,
+                keras.tree.pack_sequence_as(tensors.labels, labels),
+                outputs,
+                None if len(batch) == 2 else tf.convert_to_tensor(batch[2]),
+            )
+        except Exception as error:
+            raise ShapeError(
+                f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: "
+                f"{error}. {remedy}"
+            ) from error
+        if value is not None and value.shape.rank:
+            raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
+        for loss, output, label in zip(
+            _losses(self.model, len(labels)), keras.tree.flatten(outputs), labels, strict=True
+        ):
+            # Labels that only broadcast to the output train on something nobody meant.
+            sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
+            if sizes[0] != sizes[1] and _compares_elements(loss):
+                raise ShapeError(
+                    f"The loss compares outputs and labels element by element ({shapes}). {remedy}"
+                )
+
+
+def has_loss(model: keras.Model) -> bool:
+    """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
+    return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
+
+
+def weighs_by_samples(model: keras.Model, outputs: int) -> bool | None:
+    """Return whether a model's losses divide by the sum of sample weights, not by rows.
+
+    Returns
+    -------
+    bool or None
+        None if losses differ in that, or one of them is no mean at all.
+    """
+    found = {
+        str(getattr(loss, "reduction", "sum_over_batch_size"))
+        for loss in _losses(model, outputs)
+        if loss is not None
+    }
+    if found <= {"sum_over_batch_size", "mean"}:
+        return False
+    return True if found == {"mean_with_sample_weight"} else None
+
+
+def call_on_zeros(model: keras.Model, inputs: Any) -> list[tuple[int, ...]]:
+    """Return the shape of one row of each output of a model, for inputs that tell their shapes."""
+    x = keras.tree.map_structure(lambda field: np.zeros((2, *field.shape), field.dtype), inputs)
+    with kept_random_state(), tf.device("CPU:0"):
+        outputs = model(x, training=False)
+    return [tuple(tensor.shape[1:]) for tensor in keras.tree.flatten(outputs)]
+
+
+def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> bool:
+    if not shape or other is None or None in shape:
+        return False
+    return math.prod(size or 0 for size in shape) == math.prod(other)
+
+
+def _losses(model: keras.Model, outputs: int) -> list[Any]:
+    """Return the loss of each output, as `compile` was given it."""
+    given = [model.loss]
+    if isinstance(model.loss, dict):
+        given = [model.loss.get(name) for name in getattr(model, "output_names", model.loss)]
+    elif model.loss is not None:
+        given = keras.tree.flatten(model.loss)
+    return list(given) * outputs if len(given) == 1 else list(given)
+
+
+def _compares_elements(loss: Any) -> bool:
+    """Return whether a loss is one of Keras's that needs labels in the shape of outputs."""
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError:
+        return False
+    function = getattr(resolved, "fn", resolved)
+    module = str(getattr(function, "__module__", ""))
+    name = str(getattr(function, "__name__", ""))
+    return module.startswith("keras.") and name not in _SPARSE
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Leave Python's and NumPy's random numbers as they are: Keras draws seeds from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,125 @@
+"""Batches of columns as ``tf.data`` datasets. Runs on the worker.
+
+Rows cross from NumPy to TensorFlow in runs of many batches (`Run`), some MiB at a time; TensorFlow
+itself cuts them into batches, so that Python runs once per run, not once per batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.batching import Run
+from hvd_estimators.data.readers import DataModule
+
+__all__ = ["ColumnDatasets", "column_dataset"]
+
+Form = Callable[[dict[str, tf.Tensor]], Any]
+
+
+class ColumnDatasets:
+    """The batches of a data module as datasets.
+
+    Parameters
+    ----------
+    data : DataModule
+        Gives the batches; has to stay open as long as the datasets are used.
+    rows : int, optional
+        Rows of every training batch, where all have the same: their shape is then static.
+    prefetch : int
+        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+    form : callable, optional
+        Makes an element of a batch; see `column_dataset`.
+    """
+
+    def __init__(
+        self,
+        data: DataModule,
+        rows: int | None = None,
+        prefetch: int = 0,
+        form: Form | None = None,
+    ) -> None:
+        self._data = data
+        self._form = form
+        self._rows = rows
+        self._prefetch = prefetch
+        runs = data.train_runs()
+        # The first run tells which columns there are, and of which types.
+        self._first = next(runs)
+        self._runs = itertools.chain([self._first], runs)
+
+    def train(self) -> tf.data.Dataset:
+        """Return the training batches, without end. They can be gone through once."""
+        return column_dataset(
+            lambda: self._runs, self._first, self._rows, self._prefetch, self._form
+        )
+
+    def validation(self, steps: int) -> tf.data.Dataset:
+        """Return at most so many validation batches; every iteration is a new pass."""
+        runs = self._data.val_runs
+        return column_dataset(runs, self._first, None, self._prefetch, self._form).take(steps)
+
+
+def column_dataset(
+    runs: Callable[[], Iterator[Run]],
+    like: Run,
+    rows: int | None = None,
+    prefetch: int = 0,
+    form: Form | None = None,
+) -> tf.data.Dataset:
+    """Return the batches of runs as a dataset.
+
+    Parameters
+    ----------
+    runs : callable
+        Returns the runs of one iteration.
+    like : Run
+        A run with the same columns.
+    rows : int, optional
+        Rows of every batch, where all have the same.
+    prefetch : int
+        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+    form : callable, optional
+        Makes an element of the columns of a batch: a dict, column name to tensor of shape
+        ``(rows, *shape)``. Traced. Default: the dict itself.
+
+    Returns
+    -------
+    tf.data.Dataset
+        One element per batch.
+    """
+    layout = like.rows.layout
+
+    def generate() -> Iterator[tuple[Any, ...]]:
+        for run in runs():
+            yield (np.array(run.sizes, np.int64), *run.rows.blocks)
+
+    def cut(sizes: tf.Tensor, *blocks: tf.Tensor) -> tf.data.Dataset:
+        def batch(start: tf.Tensor, size: tf.Tensor) -> Any:
+            columns: dict[str, tf.Tensor] = {}
+            for group, block in zip(layout.groups, blocks, strict=True):
+                part = tf.ensure_shape(block[start : start + size], (rows, *block.shape[1:]))
+                parts = [part] if len(group) == 1 else tf.unstack(part, axis=1)
+                columns.update(zip(group, parts, strict=True))
+            # Here, and not in a map of its own: a function's call costs more than what it does.
+            return columns if form is None else form(columns)
+
+        starts = tf.cumsum(sizes, exclusive=True)
+        return tf.data.Dataset.from_tensor_slices((starts, sizes)).map(batch)
+
+    signature = (
+        tf.TensorSpec((None,), tf.int64),
+        *(tf.TensorSpec((None, *block.shape[1:]), block.dtype) for block in like.rows.blocks),
+    )
+    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature).flat_map(cut)
+    options = tf.data.Options()
+    options.deterministic = True
+    # Slices are too small to be shared out, and the cores have the model's work to do.
+    options.threading.max_intra_op_parallelism = 1
+    options.threading.private_threadpool_size = 2
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return dataset.prefetch(prefetch or tf.data.AUTOTUNE).with_options(options)

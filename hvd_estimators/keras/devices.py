@@ -1,0 +1,44 @@
+"""Which devices and how many threads TensorFlow uses in a rank. Runs on the worker."""
+
+from __future__ import annotations
+
+import os
+
+import horovod.tensorflow as hvd
+import tensorflow as tf
+
+__all__ = ["choose_devices", "limit_threads"]
+
+
+def choose_devices(use_gpu: bool) -> None:
+    """Let TensorFlow see one GPU, or none, and as many cores as are the rank's.
+
+    Raises
+    ------
+    RuntimeError
+        If some ranks see a GPU and others do not.
+    """
+    limit_threads()
+    gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
+    # Pinned ranks see one GPU; the others choose by their number on the machine.
+    chosen = gpus[hvd.local_rank() % len(gpus)] if gpus else None
+    tf.config.set_visible_devices([chosen] if chosen else [], "GPU")
+    if chosen:
+        tf.config.experimental.set_memory_growth(chosen, True)
+    available = hvd.allgather_object(bool(gpus), name="hvd_estimators.gpus")
+    if any(available) and not all(available):
+        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
+        raise RuntimeError(
+            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
+            "(spark.task.resource.gpu.amount), or set use_gpu=False."
+        )
+
+
+def limit_threads() -> None:
+    """Compute with as many threads as ``OMP_NUM_THREADS`` says, if TensorFlow has not begun yet."""
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit():
+        try:
+            tf.config.threading.set_intra_op_parallelism_threads(int(threads))
+        except RuntimeError:
+            return

@@ -1,0 +1,298 @@
+"""`KerasEstimator`: trains a Keras model on a DataFrame."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+from pyspark.sql import DataFrame
+
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.checks import DryRun, has_loss, kept_random_state, weighs_by_samples
+from hvd_estimators.keras.model import KerasModel
+from hvd_estimators.keras.serialization import (
+    OptimizerDocument,
+    dump,
+    dump_model,
+    load,
+    load_model,
+    load_weights,
+)
+from hvd_estimators.keras.session import check_callbacks
+from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.params import declare, integer, numbers, shapes
+from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
+
+__all__ = ["KerasEstimator"]
+
+logger = logging.getLogger(__name__)
+
+
+def _environment(name: str, value: Any) -> dict[str, str | None]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of variable to value, found {value!r}.")
+    return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
+
+
+class KerasEstimator(HorovodEstimator):
+    """Trains a Keras 3 model on a DataFrame, with Horovod, one process per rank.
+
+    ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
+    tasks with ``Model.fit``, and returns a `KerasModel`. Each feature column is one input of the
+    model, reshaped to what the model declares (a number per row is ``(rows, 1)``), and each label
+    column is compared to one output. The given model and optimizer are left as they are. Runs on
+    the driver; Keras has to run on TensorFlow.
+
+    An epoch trains on every row once. The learning rate is that of one rank: training applies it
+    multiplied by the number of ranks, and what callbacks and schedules set counts in the same way.
+    The gradient of a step is that of the loss over the rows of all ranks. Callbacks run on every
+    rank and see what was measured on all of them; those that write files (TensorBoard,
+    ModelCheckpoint, CSVLogger, and your own with an attribute ``rank_zero_only = True``) run on
+    rank 0. ``stop_training`` ends training after the epoch in which a callback sets it.
+
+    Raises
+    ------
+    ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError, DependencyError
+        Before training, if params, columns, shapes, rows, store, cluster or Keras will not do.
+    WorkerFailedError
+        If a rank fails.
+    """
+
+    optimizer = declare(
+        "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
+        "compiled with."
+    )
+    loss = declare(
+        "A loss, or a list or dict with one per output. Default: what the model is compiled with."
+    )
+    loss_weights = declare("Weight of each output's loss. Default: 1.", convert=numbers)
+    metrics = declare(
+        "Keras metrics, as compile() takes them. Default: what the model is compiled with, where "
+        "loss is not set.",
+        default=[],
+    )
+    callbacks = declare("Keras callbacks.", default=[])
+    custom_objects = declare(
+        "Name to custom class or function of the model, beside those that can be found in it.",
+        default={},
+    )
+    checkpoint_callback = declare(
+        "A keras.callbacks.ModelCheckpoint that decides which model is returned, such as "
+        "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the last one."
+    )
+    backend_env = declare(
+        "Environment variables of the ranks; None deletes one.", default={}, convert=_environment
+    )
+    tensorflow_dataset_prefetch_buffer_size = declare(
+        "Batches that are ready beforehand. 0 lets tf.data choose.", default=0, convert=integer(0)
+    )
+
+    def get_model_class(self) -> type[KerasModel]:
+        """Return the class of the model that `fit` returns; for subclasses to override."""
+        return KerasModel
+
+    def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return the shapes of the model's inputs and outputs, -1 for what is not fixed."""
+        model = self.getOrDefault("model")
+        return tuple(  # type: ignore[return-value]
+            [[-1 if size is None else size for size in tensor.shape] for tensor in side]
+            for side in (model.inputs, model.outputs)
+        )
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        require_tensorflow()
+        get = self.getOrDefault
+        model = get("model")
+        if not isinstance(model, keras.Model):
+            raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
+        if get("optimizer") is None and not model.compiled:
+            raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
+        self._optimizer()
+        has_own_step = type(model).train_step is not keras.Model.train_step
+        if get("loss") is None and not has_loss(model) and not has_own_step:
+            raise ParamError("loss is not set. Set loss, or compile the model with one.")
+        check_callbacks(get("callbacks"))
+        checkpoint = get("checkpoint_callback")
+        if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
+            raise ParamError(
+                "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
+                f"{checkpoint!r}."
+            )
+        label_shapes = get("label_shapes")
+        if label_shapes is not None and len(shapes("label_shapes", label_shapes)) != len(
+            get("label_cols")
+        ):
+            raise ParamError(
+                f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
+                f"{len(label_shapes)}."
+            )
+
+    def _check_frame(self, dataset: DataFrame) -> None:
+        self._training_model()
+        super()._check_frame(dataset)
+
+    def _train(self, manifest: DatasetManifest, backend: Backend) -> KerasModel:
+        get = self.getOrDefault
+        data = self._data_spec(manifest, backend.num_processes())
+        dry_run = self._dry_run(self._first_rows(manifest))
+        self._check_steps(dry_run.model, data)
+        spec = KerasTrainSpec(
+            **self._common_spec(data, "keras"),
+            # After the dry run, which builds a model that was not built.
+            model=dump(dry_run.model, get("custom_objects")),
+            tensors=dry_run.tensors,
+            weigh_by_samples=self._weighs_by_samples(dry_run.model),
+            checkpoint_callback=get("checkpoint_callback"),
+            floatx=keras.config.floatx(),
+            prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
+        )
+        environment = {"KERAS_BACKEND": "tensorflow", **get("backend_env")}
+        results = self._run(backend, train, spec, environment)
+        return self._create_model(results, spec, dry_run.output_shapes)
+
+    def _create_model(
+        self,
+        results: Sequence[TrainResult],
+        spec: KerasTrainSpec,
+        output_shapes: list[tuple[int, ...]] | None,
+    ) -> KerasModel:
+        """Make the model from what the ranks returned; for subclasses to override."""
+        with kept_random_state():
+            model = load(spec.model)
+        load_weights(model, self._trained_state(results))
+        return self.get_model_class()(
+            **self._get_model_kwargs(
+                model=model,
+                history=_as_history(results[0].history),
+                run_id=spec.run.run_id,
+                output_shapes=None if output_shapes is None else list(map(list, output_shapes)),
+            )
+        )
+
+    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
+        """Return the model's params; for subclasses to override."""
+        return {
+            "feature_columns": self.getOrDefault("feature_cols"),
+            "label_columns": self.getOrDefault("label_cols"),
+            "custom_objects": self.getOrDefault("custom_objects"),
+            "floatx": keras.config.floatx(),
+            **fitted,
+        }
+
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        given = self.getOrDefault("optimizer")
+        if given is None:
+            given = self.getOrDefault("model").optimizer
+        try:
+            return keras.optimizers.get(given)
+        except (TypeError, ValueError) as error:
+            raise ParamError(f"optimizer: expected a Keras optimizer, found {given!r}.") from error
+
+    def _training_model(self) -> keras.Model:
+        """Return a copy of the model, compiled as it is to be trained."""
+        get = self.getOrDefault
+        given: keras.Model = get("model")
+        settings = dict(given._compile_config.config) if given.compiled else {}
+        if settings.get("jit_compile"):
+            logger.warning(
+                "jit_compile is turned off while the ranks train: Horovod's operations cannot be "
+                "compiled by XLA. Compile the model with jit_compile=False to leave this out."
+            )
+        if get("loss") is not None:
+            settings.update(
+                loss=get("loss"), loss_weights=None, metrics=None, weighted_metrics=None
+            )
+        if get("metrics"):
+            settings["metrics"] = get("metrics")
+        if get("loss_weights") is not None:
+            settings["loss_weights"] = get("loss_weights")
+        optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
+        settings["optimizer"] = optimizer.make()
+        with kept_random_state():
+            try:
+                model = load_model(dump_model(given, get("custom_objects")))
+            except (TypeError, ValueError) as error:
+                raise ParamError(
+                    f"model: it cannot be saved and loaded, as its copies for the ranks are "
+                    f"({type(error).__name__}: {error}). Set custom_objects to the classes and "
+                    "functions that it is made of; classes need get_config()."
+                ) from error
+            model.compile(**settings)
+            if model.built:
+                optimizer.restore(model.optimizer, model.trainable_variables)
+        self._weighs_by_samples(model)
+        return model
+
+    def _weighs_by_samples(self, model: keras.Model) -> bool:
+        """Return what batches count for; see `KerasTrainSpec`."""
+        found = weighs_by_samples(model, len(self.getOrDefault("label_cols")))
+        if found is None:
+            raise ParamError(
+                "loss: expected losses that are means over the rows, all in the same way, so that "
+                "the ranks' gradients can be averaged. Set reduction='sum_over_batch_size', or "
+                "'mean_with_sample_weight', for all of them."
+            )
+        return found and self.getOrDefault("sample_weight_col") is not None
+
+    def _dry_run(self, columns: Columns) -> DryRun:
+        get = self.getOrDefault
+        dry_run = DryRun(
+            self._training_model(),
+            get("feature_cols"),
+            get("label_cols"),
+            get("sample_weight_col"),
+            get("label_shapes"),
+        )
+        dry_run.run(columns)
+        return dry_run
+
+    def _check_steps(self, model: keras.Model, data: DataSpec) -> None:
+        """Refuse batches that a model cannot take."""
+        plan = data.train_plan
+        sizes = [
+            size
+            for rank in range(plan.num_ranks)
+            for size in plan.batch_sizes(rank, data.batch_size)
+        ]
+        has_batch_norm = any(
+            isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+        )
+        if has_batch_norm and 0 in sizes:
+            raise DataError(
+                "Batch normalization needs a row on every rank in every step, and there are "
+                f"{sum(sizes)} rows for {plan.num_ranks} ranks. Set num_proc or batch_size so that "
+                "the rows can be shared out."
+            )
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        if name == "optimizer" and isinstance(value, keras.optimizers.Optimizer):
+            value = OptimizerDocument.of(value, self.getOrDefault("custom_objects"))
+        return dump(value, self.getOrDefault("custom_objects"))
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        values = super()._load_params(documents)
+        document = values.get("optimizer")
+        if isinstance(document, OptimizerDocument):
+            optimizer = values["optimizer"] = document.make()
+            if "model" in values and values["model"].built:
+                document.restore(optimizer, values["model"].trainable_variables)
+        return values
+
+
+def _as_history(records: Sequence[EpochRecord]) -> dict[str, list[Any]]:
+    """Return epochs as Keras's ``History.history``."""
+    history: dict[str, list[Any]] = {}
+    for record in records:
+        for name, value in record.train.items():
+            history.setdefault(name, []).append(value)
+        for name, value in (record.validation or {}).items():
+            history.setdefault(f"val_{name}", []).append(value)
+    return history

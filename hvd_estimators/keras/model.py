@@ -1,0 +1,88 @@
+"""`KerasModel`: predicts with a trained Keras model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_estimators.data.columns import Array
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.checks import call_on_zeros, input_structure
+from hvd_estimators.keras.devices import limit_threads
+from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_model
+from hvd_estimators.model import HorovodModel, Predictor
+from hvd_estimators.params import declare
+
+__all__ = ["KerasModel"]
+
+
+class KerasModel(HorovodModel):
+    """A fitted Keras model as a Spark ML Transformer.
+
+    `transform` adds one column per output: a double for a number per row, an ML vector for a
+    one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
+    is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+
+    ``getModel()`` is a plain Keras model, compiled with the plain optimizer and the learning rate
+    of one rank. A saved `KerasModel` holds it as ``model.keras`` too, for use without this package.
+    """
+
+    history = declare("What was measured: name to a list of values by epoch, as Keras's History.")
+    custom_objects = declare("Name to custom class or function of the model.", default={})
+    floatx = declare("Keras's float type while it was trained.", default="float32")
+
+    def _make_predictor(self) -> tuple[bytes, Any]:
+        require_tensorflow()
+        model = self.getOrDefault("model")
+        if model is None:
+            raise ParamError("model is not set. Set model.")
+        columns = self.getOrDefault("feature_columns") or []
+        structure, floatx = self._inputs(), self.getOrDefault("floatx")
+
+        def load(document: bytes) -> Predictor:
+            return _KerasPredictor(document, structure, columns, floatx)
+
+        return dump_model(model, self.getOrDefault("custom_objects")), load
+
+    def _output_shapes(self) -> list[tuple[int, ...]]:
+        known = self.getOrDefault("output_shapes")
+        if known is not None:
+            return [tuple(shape) for shape in known]
+        model = self.getOrDefault("model")
+        if any(field.shape is None for field in keras.tree.flatten(self._inputs())):
+            raise ParamError(
+                "output_shapes is not known for a model that was not fitted and does not tell the "
+                "shapes of its inputs. Set output_shapes (the shape of one row of each output)."
+            )
+        return call_on_zeros(model, self._inputs())
+
+    def _inputs(self) -> Any:
+        columns = self.getOrDefault("feature_columns") or []
+        return input_structure(self.getOrDefault("model"), columns)
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        return dump(value, self.getOrDefault("custom_objects"))
+
+    def _extra_files(self) -> dict[str, bytes]:
+        """Return the model as a plain ``.keras`` file, for use without this package."""
+        return {"model.keras": save_model(self.getOrDefault("model"))}
+
+
+class _KerasPredictor:
+    """Runs a model's forward pass; lives in an executor's Python worker."""
+
+    def __init__(self, document: bytes, structure: Any, columns: list[str], floatx: str) -> None:
+        limit_threads()
+        tf.config.set_visible_devices([], "GPU")
+        keras.config.set_floatx(floatx)
+        self._model = load_model(document)
+        self._structure = structure
+        self._columns = columns
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        columns = dict(zip(self._columns, arrays, strict=True))
+        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure)
+        return list(keras.tree.flatten(self._model.predict_on_batch(x)))

@@ -1,0 +1,330 @@
+"""The callbacks that the trainer adds to the user's, and which of these run on which rank."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
+from hvd_estimators.keras.checkpoint import callback_state, restore_callback
+from hvd_estimators.spec import EpochRecord
+from hvd_estimators.store import Store
+from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.tensorboard import EventWriter
+
+__all__ = [
+    "EpochEnd",
+    "KeptModel",
+    "ProgressReports",
+    "RankCallbacks",
+    "StatisticsCallback",
+    "check_callbacks",
+    "for_rank",
+]
+
+_WRITING = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+)
+
+
+def for_rank(
+    callbacks: Sequence[keras.callbacks.Callback], rank: int, logs_path: str | None
+) -> list[keras.callbacks.Callback]:
+    """Return the callbacks that run on a rank.
+
+    Those that write files, and those of the user's that have a true attribute ``rank_zero_only``,
+    run on rank 0 alone; TensorBoard's write where the run keeps its logs.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        What the user gave.
+    rank : int
+        The rank.
+    logs_path : str or None
+        Directory of the run's logs.
+    """
+    chosen = []
+    for callback in callbacks:
+        if isinstance(callback, _WRITING) or getattr(callback, "rank_zero_only", False):
+            if rank != 0:
+                continue
+            if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
+                callback.log_dir = logs_path
+        chosen.append(callback)
+    return chosen
+
+
+class StatisticsCallback(keras.callbacks.Callback):
+    """Averages the statistics of batch normalization before they are validated with or saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._averager: StatisticsAverager | None = None
+        self._due = False
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Remember what the statistics are."""
+        self._averager = StatisticsAverager(self.model)
+        self._due = True
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Average what training has counted."""
+        self._average()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Average, where there was no validation."""
+        self._average()
+
+    def _average(self) -> None:
+        if self._due and self._averager is not None:
+            self._due = False
+            self._averager.average()
+
+
+class ProgressReports(keras.callbacks.Callback):
+    """Tells the driver how far the epoch is. Rank 0 only."""
+
+    def __init__(self, progress: Progress) -> None:
+        super().__init__()
+        self._progress = progress
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Note when the epoch began."""
+        self._progress.start_epoch(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Report now and then what this rank has measured."""
+        if self._progress.due:
+            self._progress.step(batch, _scalars(self.model.get_metrics_result()))
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Report the whole epoch."""
+        self._progress.end_epoch(_scalars(logs or {}))
+
+
+class KeptModel:
+    """The model that the user's checkpoint callback keeps. Rank 0 only.
+
+    Parameters
+    ----------
+    callback : keras.callbacks.ModelCheckpoint
+        Its path is replaced.
+    directory : str
+        A local directory for its file.
+    checkpoint_path : str or None
+        The run's checkpoint, beside which the file is kept; None where runs are not kept.
+    store : Store
+        Opens it.
+    """
+
+    def __init__(
+        self,
+        callback: keras.callbacks.ModelCheckpoint,
+        directory: str,
+        checkpoint_path: str | None,
+        store: Store,
+    ) -> None:
+        suffix = ".weights.h5" if callback.save_weights_only else ".keras"
+        self._path = os.path.join(directory, f"kept{suffix}")
+        callback.filepath = self._path
+        self._store = store
+        self._stored_at: str | None = None
+        self._written = 0
+        if checkpoint_path is not None:
+            self._stored_at = posixpath.join(posixpath.dirname(checkpoint_path), f"kept{suffix}")
+
+    def fetch(self) -> None:
+        """Get what an earlier part of the run kept."""
+        if self._stored_at is not None and self._store.exists(self._stored_at):
+            with open(self._path, "wb") as file:
+                file.write(self._store.read(self._stored_at))
+            self._written = os.stat(self._path).st_mtime_ns
+
+    def upload(self) -> None:
+        """Write the file to the store, where it is new."""
+        if self._stored_at is None or not os.path.exists(self._path):
+            return
+        written = os.stat(self._path).st_mtime_ns
+        if written != self._written:
+            with self._store.open_atomic(self._stored_at) as file:
+                file.write(self.read() or b"")
+            self._written = written
+
+    def read(self) -> bytes | None:
+        """Return the model; None if the callback kept none."""
+        if not os.path.exists(self._path):
+            return None
+        with open(self._path, "rb") as file:
+            return file.read()
+
+
+class EpochEnd(keras.callbacks.Callback):
+    """Comes after all other callbacks: takes down an epoch, and lets ranks stop together.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        The user's, on all ranks the same; their state is kept for a resumed run.
+    history : sequence of EpochRecord
+        Epochs of an earlier part of the run.
+    restored : sequence of mapping
+        State of the callbacks after these.
+    writer : EventWriter
+        Writes the logs, where no callback of the user's does.
+    save : callable
+        Called on rank 0 with the epochs and the callbacks' state after each epoch.
+
+    Attributes
+    ----------
+    history : list of EpochRecord
+        All epochs so far.
+    stop : bool
+        Whether a callback of this rank has asked for a stop in the course of the epoch.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        history: Sequence[EpochRecord],
+        restored: Sequence[Mapping[str, Any]],
+        writer: EventWriter,
+        save: Callable[[tuple[EpochRecord, ...], tuple[Mapping[str, Any], ...]], None],
+    ) -> None:
+        super().__init__()
+        self.history = list(history)
+        self._callbacks = callbacks
+        self._restored = restored
+        self._writer = writer
+        self._save = save
+        self._own_tensorboard = any(
+            isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
+        )
+        self.stop = False
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Restore the callbacks, which have reset themselves just before."""
+        for callback, state in zip(self._callbacks, self._restored, strict=False):
+            restore_callback(callback, state)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Take down what was measured, agree on whether to stop, and save."""
+        values = dict(logs or {})
+        train = {name: v for name, v in values.items() if not name.startswith("val_")}
+        validation = {
+            name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
+        }
+        self.history.append(EpochRecord(epoch, train, validation or None))
+        if not self._own_tensorboard:
+            stages = {"train": train, "validation": validation}
+            self._writer.scalars(
+                epoch,
+                {
+                    f"{stage}/{name}": value
+                    for stage, measured in stages.items()
+                    for name, value in _scalars(measured).items()
+                },
+            )
+        wanted = float(self.stop or self.model.stop_training)
+        (ranks,) = sum_arrays([np.array(wanted)], "stop")
+        self.model.stop_training = bool(ranks)
+        if hvd.rank() == 0:
+            states = tuple(callback_state(callback) for callback in self._callbacks)
+            self._save(tuple(self.history), states)
+
+
+class RankCallbacks(keras.callbacks.CallbackList):
+    """All callbacks of a rank.
+
+    A callback that sets ``model.stop_training`` on some ranks only (because it looks at the rank's
+    own batches, or at a clock) would leave the others waiting. So training stops at the end of an
+    epoch, on all ranks, if any rank wants it to.
+
+    Keras hands the logs of each batch, as numbers, to a thread of its own even if no callback takes
+    them. Here they are left in TensorFlow then, which saves a good part of a small model's step.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        In the order in which they are called.
+    end : EpochEnd
+        The last one.
+    model : keras.Model
+        The model.
+    epochs, steps : int
+        Epochs of the run, batches of an epoch.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[keras.callbacks.Callback],
+        end: EpochEnd,
+        model: keras.Model,
+        epochs: int,
+        steps: int,
+    ) -> None:
+        super().__init__(
+            [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
+        )
+        self._end = end
+        self._batch_ends = any(map(_takes_batch_ends, callbacks))
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks."""
+        super().on_train_batch_begin(batch, logs)
+        self._put_stop_off()
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks, if any of them takes this."""
+        if self._batch_ends:
+            super().on_train_batch_end(batch, logs)
+            self._put_stop_off()
+
+    def _put_stop_off(self) -> None:
+        if self.model.stop_training:
+            self._end.stop = True
+            self.model.stop_training = False
+
+
+def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
+    if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
+        return False
+    base = keras.callbacks.Callback
+    kind = type(callback)
+    return (
+        kind.on_train_batch_end is not base.on_train_batch_end
+        or kind.on_batch_end is not base.on_batch_end
+    )
+
+
+def check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Make sure that callbacks can run on several ranks. Runs on the driver.
+
+    Raises
+    ------
+    ParamError
+        If one is no Keras callback, or keeps and restores models by itself.
+    """
+    for callback in callbacks:
+        if not isinstance(callback, keras.callbacks.Callback):
+            raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            raise ParamError(
+                "callbacks: BackupAndRestore would restore one rank and not the others. Leave it "
+                "out: the store keeps a checkpoint of every epoch, and a fit with the same run_id "
+                "goes on from there."
+            )
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

@@ -1,0 +1,114 @@
+"""How columns become what a model is called with and compared to. Used on both sides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.columns import Array, Columns
+
+__all__ = ["Field", "TensorSpec"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One column as one tensor.
+
+    Attributes
+    ----------
+    column : str
+        The column.
+    shape : tuple of int, or None
+        Shape of a row; None for the column's own, in which a number counts as ``(1,)``.
+    dtype : str or None
+        Type of the elements; None for Keras's float type where the column holds floats or
+        booleans, and the column's own otherwise.
+    """
+
+    column: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+    def array(self, array: Array) -> Array:
+        """Return a column's array, rows first, as the model takes it."""
+        shape, dtype = self._form(array.shape[1:], array.dtype)
+        return array.astype(dtype, copy=False).reshape(len(array), *shape)
+
+    def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Return a column's tensor, rows first, as the model takes it."""
+        given = tuple(tensor.shape[1:])
+        shape, dtype = self._form(given, np.dtype(tensor.dtype.as_numpy_dtype))
+        if shape != given:
+            rows = tensor.shape[0]
+            tensor = tf.reshape(tensor, (tf.shape(tensor)[0] if rows is None else rows, *shape))
+            tensor = tf.ensure_shape(tensor, (rows, *shape))
+        return tf.cast(tensor, dtype)
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Return whether rows of a column have as many elements as the tensor's."""
+        return self.shape is None or math.prod(self.shape) == math.prod(shape)
+
+    def _form(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
+        is_float = dtype.kind in "fb"
+        return (
+            (shape or (1,)) if self.shape is None else self.shape,
+            self.dtype or (keras.config.floatx() if is_float else dtype.name),
+        )
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """All of a model's tensors.
+
+    Attributes
+    ----------
+    inputs, labels : Field, or nested structure of Field
+        What the model is called with, and what its outputs are compared to, in their structure.
+    sample_weight_col : str or None
+        Weight of each row.
+    """
+
+    inputs: Any
+    labels: Any
+    sample_weight_col: str | None = None
+
+    def arrays(self, columns: Columns) -> tuple[Any, ...]:
+        """Return inputs, labels and weights (where there are any) of some rows."""
+        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs)
+        y = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.labels)
+        if self.sample_weight_col is None:
+            return x, y
+        return x, y, columns[self.sample_weight_col].astype(keras.config.floatx())
+
+    def tensors(self, columns: dict[str, tf.Tensor]) -> tuple[Any, ...]:
+        """Return inputs, labels and weights (where there are any) of a batch.
+
+        Lists become tuples, as `Model.fit` makes them: for ``tf.data`` a list is one tensor.
+        """
+        x = _without_lists(self.inputs, lambda f: f.tensor(columns[f.column]))
+        y = _without_lists(self.labels, lambda f: f.tensor(columns[f.column]))
+        if self.sample_weight_col is None:
+            return x, y
+        return x, y, tf.cast(columns[self.sample_weight_col], keras.config.floatx())
+
+    def input_fields(self) -> Iterator[Field]:
+        """Yield the fields of the inputs, in the order of the structure."""
+        yield from keras.tree.flatten(self.inputs)
+
+    def label_fields(self) -> Iterator[Field]:
+        """Yield the fields of the labels, in the order of the structure."""
+        yield from keras.tree.flatten(self.labels)
+
+
+def _without_lists(structure: Any, function: Callable[[Field], tf.Tensor]) -> Any:
+    if isinstance(structure, dict):
+        return {name: _without_lists(part, function) for name, part in structure.items()}
+    if isinstance(structure, (list, tuple)):
+        return tuple(_without_lists(part, function) for part in structure)
+    return function(structure)

@@ -1,0 +1,227 @@
+"""Training on one rank: what runs in each process that a backend starts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import multiprocessing
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.readers import DataModule, open_data_module
+from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
+from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
+from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
+from hvd_estimators.keras.dataset import ColumnDatasets
+from hvd_estimators.keras.devices import choose_devices
+from hvd_estimators.keras.optimizer import distribute
+from hvd_estimators.keras.serialization import load
+from hvd_estimators.keras.session import (
+    EpochEnd,
+    KeptModel,
+    ProgressReports,
+    RankCallbacks,
+    StatisticsCallback,
+    for_rank,
+)
+from hvd_estimators.keras.tensors import TensorSpec
+from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult, TrainSpec
+from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.tensorboard import EventWriter
+
+__all__ = ["KerasTrainSpec", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class KerasTrainSpec(TrainSpec):
+    """What a Keras rank is told.
+
+    Attributes
+    ----------
+    model : bytes
+        The compiled model, see `hvd_estimators.keras.serialization.dump`.
+    tensors : TensorSpec
+        How columns become tensors.
+    weigh_by_samples : bool
+        Whether a batch counts for the sum of its sample weights instead of for its rows.
+    checkpoint_callback : keras.callbacks.ModelCheckpoint or None
+        Decides which model is returned; None for the last one.
+    floatx : str
+        Keras's float type.
+    prefetch : int
+        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+    """
+
+    model: bytes
+    tensors: TensorSpec
+    weigh_by_samples: bool
+    checkpoint_callback: keras.callbacks.ModelCheckpoint | None
+    floatx: str
+    prefetch: int
+
+
+def train(spec: KerasTrainSpec) -> TrainResult:
+    """Train for the epochs that are left. Runs on every rank.
+
+    Returns
+    -------
+    TrainResult
+        The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
+    """
+    if spec.mp_start_method:
+        multiprocessing.set_start_method(spec.mp_start_method, force=True)
+    require_tensorflow()
+    hvd.init()
+    try:
+        choose_devices(spec.use_gpu)
+        keras.config.set_floatx(spec.floatx)
+        if spec.random_seed is not None:
+            keras.utils.set_random_seed(spec.random_seed)
+        with tempfile.TemporaryDirectory() as directory:
+            return _Trainer(spec, directory).run()
+    finally:
+        hvd.shutdown()
+
+
+class _Trainer:
+    def __init__(self, spec: KerasTrainSpec, directory: str) -> None:
+        self.spec = spec
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.model: keras.Model = load(spec.model)
+        self.history: tuple[EpochRecord, ...] = ()
+        self.restored: Sequence[Mapping[str, Any]] = ()
+        self.kept: KeptModel | None = None
+        if spec.checkpoint_callback is not None and self.rank == 0:
+            self.kept = KeptModel(
+                spec.checkpoint_callback, directory, spec.run.checkpoint_path, spec.store
+            )
+        self._restore()
+        broadcast_variables([*self.model.variables, *self.model.optimizer.variables])
+        self.averager = GradientAverager(spec.gradient_compression)
+        distribute(
+            self.model.optimizer,
+            self.averager,
+            spec.backward_passes_per_step,
+            spec.data.train_steps_per_epoch,
+            self.size if spec.scale_learning_rate else 1,
+        )
+        self._weigh_batches()
+
+    def run(self) -> TrainResult:
+        spec, done = self.spec, len(self.history)
+        steps = spec.data.train_steps_per_epoch
+        data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
+        logs = spec.run.logs_path if self.rank == 0 else None
+        progress = Progress(spec, self.rank, self.size)
+        with data, EventWriter(logs) as writer, progress:
+            checkpoint = spec.checkpoint_callback
+            stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
+            end = EpochEnd(stateful, self.history, self.restored, writer, self._save)
+            if done < spec.epochs:
+                self._fit(data, done, end, progress)
+        return TrainResult(_digest(self.model), self._final_state(), tuple(end.history))
+
+    def _fit(self, data: DataModule, done: int, end: EpochEnd, progress: Progress) -> None:
+        spec = self.spec
+        turn_off_jit_compile(self.model)
+        datasets = ColumnDatasets(
+            data, _equal_rows(spec.data, data), spec.prefetch, spec.tensors.tensors
+        )
+        steps = spec.data.train_steps_per_epoch
+        if steps % self.model.steps_per_execution:
+            # Several batches at a time would end an epoch within the next.
+            self.model.steps_per_execution = 1
+        has_validation = spec.data.val_plan is not None
+        validation = datasets.validation(spec.data.validation_steps_per_epoch)
+        chosen: list[Any] = [StatisticsCallback(), MetricAverageCallback()]
+        chosen += for_rank(spec.callbacks, self.rank, spec.run.logs_path)
+        if self.rank == 0:
+            chosen += [spec.checkpoint_callback] if self.kept is not None else []
+            chosen += [ProgressReports(progress)] if spec.verbose else []
+        self.model.fit(
+            datasets.train(),
+            epochs=spec.epochs,
+            initial_epoch=done,
+            steps_per_epoch=steps,
+            validation_data=validation if has_validation else None,
+            # The data module shuffles.
+            shuffle=False,
+            callbacks=RankCallbacks(chosen, end, self.model, spec.epochs, steps),
+            verbose=0,
+        )
+
+    def _weigh_batches(self) -> None:
+        """Tell the averager, from within the training step, what the batch counts for."""
+        step, averager = self.model.train_step, self.averager
+        by_samples, full = self.spec.weigh_by_samples, self.spec.data.batch_size
+
+        def train_step(data: Any) -> Any:
+            x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            if by_samples:
+                weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+            else:
+                weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
+            averager.weight = weight / full
+            return step(data)
+
+        self.model.train_step = train_step
+
+    def _restore(self) -> None:
+        """Load the newest checkpoint of the run on all ranks, where there is one."""
+        path = self.spec.run.checkpoint_path
+        document = None
+        if self.rank == 0 and path is not None and self.spec.store.exists(path):
+            document = self.spec.store.read(path)
+        document = hvd.broadcast_object(document, root_rank=0, name="checkpoint")
+        if document is None:
+            return
+        state = read_checkpoint(self.model, document)
+        self.history, self.restored = state.history, state.callbacks
+        if self.kept is not None:
+            self.kept.fetch()
+        if self.rank == 0:
+            logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
+
+    def _save(
+        self, history: tuple[EpochRecord, ...], callbacks: tuple[Mapping[str, Any], ...]
+    ) -> None:
+        if self.kept is not None:
+            self.kept.upload()
+        path = self.spec.run.checkpoint_path
+        if path is not None:
+            with self.spec.store.open_atomic(path) as file:
+                file.write(write_checkpoint(self.model, RunState(history, callbacks)))
+
+    def _final_state(self) -> bytes | None:
+        if self.rank != 0:
+            return None
+        kept = self.kept.read() if self.kept is not None else None
+        if kept is not None:
+            return kept
+        return write_checkpoint(self.model, RunState((), ()))
+
+
+def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
+    """Return the rows of every training batch of this rank, if all have the same."""
+    if not isinstance(data, PlannedDataModule):
+        return None
+    sizes = set(spec.train_plan.batch_sizes(data.cur_shard, spec.batch_size))
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _digest(model: keras.Model) -> str:
+    digest = hashlib.sha256()
+    for variable in model.trainable_variables:
+        digest.update(np.ascontiguousarray(variable.numpy()).data)
+    return digest.hexdigest()

@@ -1,0 +1,40 @@
+"""Lightning on Spark: `LightningEstimator`, `LightningModel`, and `HorovodStrategy`.
+
+Imported when first used, so that a rank can import the trainer without PySpark. The estimator and
+its model also go by ``TorchEstimator`` and ``TorchModel``, their names in ``horovod.spark``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_estimators.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
+    from hvd_estimators.lightning.model import LightningModel, TorchModel
+    from hvd_estimators.lightning.strategy import HorovodStrategy
+
+__all__ = [
+    "HorovodStrategy",
+    "LightningEstimator",
+    "LightningModel",
+    "TorchEstimator",
+    "TorchModel",
+]
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "HorovodStrategy": "hvd_estimators.lightning.strategy",
+        "LightningEstimator": "hvd_estimators.lightning.estimator",
+        "LightningModel": "hvd_estimators.lightning.model",
+        "TorchEstimator": "hvd_estimators.lightning.estimator",
+        "TorchModel": "hvd_estimators.lightning.model",
+    },
+    {
+        "horovod": "hvd-estimators build-horovod",
+        "pytorch_lightning": "pip install pytorch-lightning",
+        "torch": "pip install torch",
+    },
+)

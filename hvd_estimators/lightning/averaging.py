@@ -1,0 +1,114 @@
+"""Averages the gradients of each backward pass over the ranks, for any number of optimizers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.torch.buckets import Bucket, fill_buckets, sparse_parameters
+
+__all__ = ["BackwardAverager"]
+
+
+class BackwardAverager:
+    """Makes gradients the means over the ranks by the end of a backward pass.
+
+    What had been accumulated before is averaged with it, so that passes outside `averaging` add up
+    locally until one inside it. Buckets are sent off while the pass still runs. Which parameters
+    train is looked at in every pass: they can be frozen, unfrozen and given to optimizers later.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Names the parameters.
+    compression : horovod compressor, optional
+        For example ``horovod.torch.Compression.fp16``.
+    """
+
+    def __init__(self, module: torch.nn.Module, compression: Any = None) -> None:
+        self._module = module
+        self._compression = compression
+        self._hooks: dict[torch.Tensor, Any] = {}
+        self._plans: dict[tuple[int, ...], list[Bucket]] = {}
+        self._bucket_of: dict[torch.Tensor, Bucket] = {}
+        self._pending = False
+
+    @property
+    def pending(self) -> bool:
+        """Whether gradients were computed that have not been averaged."""
+        return self._pending
+
+    @contextlib.contextmanager
+    def averaging(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
+        """Average all gradients of the optimizers' parameters when the block ends.
+
+        Entered by all ranks, or by none.
+        """
+        buckets = self._buckets(optimizers)
+        alone = hvd.size() == 1
+        if not alone:
+            self._bucket_of = {p: bucket for bucket in buckets for p in bucket.parameters}
+        try:
+            yield
+        finally:
+            self._bucket_of = {}
+        self._pending = False
+        if alone:
+            return
+        for bucket in buckets:
+            if not bucket.in_flight:
+                bucket.launch()
+        for bucket in buckets:
+            bucket.finish()
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Notice the gradients of the optimizers' parameters from now on."""
+        self._buckets(optimizers)
+
+    def _buckets(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Bucket]:
+        """Return the buckets of what trains now."""
+        trained = {
+            id(parameter): parameter
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        key = tuple(trained)
+        if key not in self._plans:
+            # In the module's order, which the ranks share; what it does not hold comes last.
+            named = [(n, p) for n, p in self._module.named_parameters() if id(p) in trained]
+            known = {id(parameter) for _, parameter in named}
+            others = [parameter for parameter in trained.values() if id(parameter) not in known]
+            named += [(f"parameter_{index}", p) for index, p in enumerate(others)]
+            sparse = set(sparse_parameters(self._module))
+            self._plans[key] = fill_buckets(named, sparse, self._compression)
+            for _, parameter in named:
+                if parameter not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                    self._hooks[parameter] = hook
+        return self._plans[key]
+
+    def _on_gradient(self, parameter: Any) -> None:
+        self._pending = True
+        bucket = self._bucket_of.get(parameter)
+        if bucket is None:
+            return
+        if bucket.in_flight:
+            raise RuntimeError(
+                "The gradient of a parameter came twice in one backward pass. Set "
+                "use_reentrant=False where torch.utils.checkpoint is used."
+            )
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            bucket.launch()

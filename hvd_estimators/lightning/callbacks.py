@@ -1,0 +1,210 @@
+"""The trainer's own callbacks: history and progress, the run's checkpoint, a check for NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import Checkpoint
+
+from hvd_estimators.lightning.exact import EpochResults
+from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.spec import EpochRecord
+from hvd_estimators.torch.averaging import average_batch_norm
+from hvd_estimators.training.progress import Progress
+
+__all__ = ["EpochRecorder", "RunCheckpoint", "TerminateOnNaN"]
+
+
+class EpochRecorder(Checkpoint):
+    """Keeps what was measured in each epoch, and tells the driver.
+
+    A ``Checkpoint``, because Lightning calls those last: when all values of an epoch are there.
+
+    Parameters
+    ----------
+    progress : Progress
+        Reports to the driver.
+    results : tuple of EpochResults
+        What is logged in training and in validation.
+    train, validation : loader, optional
+        Tell what batches count for.
+    weight_col : str or None
+        Column of sample weights, by which losses count; else by rows.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        results: tuple[EpochResults, EpochResults],
+        train: TrainLoader | None,
+        validation: ValidationLoader | None,
+        weight_col: str | None,
+    ) -> None:
+        self.history: list[EpochRecord] = []
+        self._progress = progress
+        self._results = results
+        self._loaders = train, validation
+        self._weight_col = weight_col
+        self._losses = _Mean(), _Mean()
+        self._validated = False
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin an epoch."""
+        self._progress.start_epoch(trainer.current_epoch)
+        self._losses = _Mean(), _Mean()
+        self._validated = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the loss of a training batch."""
+        passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        self._count(0, outputs, batch, passes)
+        if self._progress.due:
+            self._progress.step(batch_idx + 1, self._losses[0].as_dict("loss"))
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the loss of a validation batch, where the module returns it."""
+        self._count(1, outputs, batch, 1)
+        self._validated = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Record the epoch."""
+        average_batch_norm(pl_module)
+        for loss in self._losses:
+            loss.reduce()
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        records = [
+            {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
+            for loss, results in zip(self._losses, self._results, strict=True)
+        ]
+        train, validation = records
+        record = EpochRecord(trainer.current_epoch, train, validation if self._validated else None)
+        self.history.append(record)
+        named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
+        self._progress.end_epoch({**train, **named})
+
+    def _count(self, stage: int, outputs: Any, batch: Any, passes: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return
+        loader = self._loaders[stage]
+        weight: Any = 1.0 if loader is None else float(loader.share.rows)
+        if weight and self._weight_col is not None and isinstance(batch, Mapping):
+            weight = batch[self._weight_col].sum()
+        self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
+
+
+class _Mean:
+    """A weighted mean; the sums stay where the values are, so that steps do not wait for a GPU."""
+
+    def __init__(self) -> None:
+        self._sum: Any = 0.0
+        self._weight: Any = 0.0
+
+    def add(self, value: Any, weight: Any) -> None:
+        self._sum = self._sum + value * weight
+        self._weight = self._weight + weight
+
+    def reduce(self) -> None:
+        sums = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)
+        self._sum, self._weight = hvd.allreduce(sums, op=hvd.Sum).tolist()
+
+    def as_dict(self, name: str) -> dict[str, float]:
+        weight = float(self._weight)
+        return {name: float(self._sum) / weight} if weight else {}
+
+
+class RunCheckpoint(Callback):
+    """Saves the run when an epoch is over, with all that the next one depends on.
+
+    Lightning's own moment, ``on_train_epoch_end``, comes before schedulers that follow a metric
+    have stepped. So an epoch is saved when the next one starts, before any other callback, and the
+    last one when training is over.
+
+    Parameters
+    ----------
+    save : callable
+        Writes a checkpoint; does so on rank 0.
+    history : list of EpochRecord
+        What `EpochRecorder` keeps; restored here.
+    taken : callable
+        Returns the training batches that the rank has taken so far.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[Mapping[str, Any]], None],
+        history: list[EpochRecord],
+        taken: Callable[[], int],
+    ) -> None:
+        self._save = save
+        self._history = history
+        self._taken = taken
+        self._started = False
+        self._random_states: list[torch.Tensor] | None = None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the epoch before, or go on as after the one that was restored."""
+        if self._started:
+            self.save(trainer)
+        elif self._random_states is not None and len(self._random_states) == hvd.size():
+            torch.set_rng_state(self._random_states[hvd.rank()])
+        self._started = True
+
+    def save(self, trainer: Trainer) -> None:
+        """Save the state after the newest epoch. Called by all ranks."""
+        self._random_states = hvd.allgather_object(torch.get_rng_state(), name="random_states")
+        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        # The next epoch may be on its way; without this it would be one that was interrupted.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts["ready"] = counts["completed"]
+        if trainer.is_global_zero:
+            self._save(checkpoint)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history, the position in the data and the ranks' random states."""
+        return {
+            "history": [(r.epoch, dict(r.train), r.validation) for r in self._history],
+            "taken": self._taken(),
+            "random_states": self._random_states,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        self._history[:] = [EpochRecord(*record) for record in state_dict["history"]]
+        self._random_states = state_dict["random_states"]
+
+
+class TerminateOnNaN(Callback):
+    """Ends training when a loss or a parameter is NaN or infinite."""
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the loss of the batch, and at the parameters after it.
+
+        Raises
+        ------
+        ValueError
+            If one is not finite.
+        """
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss).all():
+            raise ValueError(f"The loss of batch {batch_idx} is {loss.tolist()}.")
+        for name, parameter in pl_module.named_parameters():
+            if not torch.isfinite(parameter).all():
+                raise ValueError(f"Parameter {name} is not finite after batch {batch_idx}.")

@@ -1,0 +1,107 @@
+"""Horovod's collectives for tensors of any dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import horovod.torch as hvd
+import torch
+
+__all__ = [
+    "broadcast_object",
+    "broadcast_tensors",
+    "gather_metric_state",
+    "gather_objects",
+    "gather_tensor",
+    "outside_inference_mode",
+    "reduce_tensor",
+]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Horovod does not carry these, or does not add them up.
+_CARRIED_AS = {
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
+
+
+def outside_inference_mode(function: Function) -> Function:
+    """Run a function outside of inference mode, in which Lightning validates.
+
+    Horovod's own thread could not write to the tensors that are made in it.
+    """
+    return torch.inference_mode(False)(function)
+
+
+@outside_inference_mode
+def broadcast_object(value: Any, root: int = 0) -> Any:
+    """Return an object of one rank on all ranks."""
+    # By default the object's type names it, and ranks without an object wait for another.
+    return hvd.broadcast_object(value, root_rank=root, name="lightning.object")
+
+
+@outside_inference_mode
+def gather_objects(value: Any) -> list[Any]:
+    """Return an object of every rank, in the order of the ranks."""
+    return list(hvd.allgather_object(value, name="lightning.objects"))
+
+
+def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
+    """Reduce a tensor over the ranks: ``mean``, ``avg``, ``sum``, ``min`` or ``max``.
+
+    The mean of integers is a float64 tensor, since it need not be an integer.
+    """
+    if op in ("mean", "avg"):
+        if not tensor.is_floating_point():
+            tensor = tensor.double()
+        return _reduced(tensor, hvd.Average)
+    reductions = {"sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max}
+    if op not in reductions:
+        raise ValueError(
+            f"reduce_op: expected one of 'mean', 'sum', 'min' and 'max', found {op!r}."
+        )
+    return _reduced(tensor, reductions[op])
+
+
+@outside_inference_mode
+def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Stack a tensor of every rank, all of the same shape, along a new first dimension."""
+    carried = _CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    own = _usable(tensor).to(carried)
+    gathered: torch.Tensor = hvd.allgather(own.unsqueeze(0).contiguous())
+    return gathered.to(tensor.dtype)
+
+
+@outside_inference_mode
+def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
+    """Overwrite tensors, by name, with those of rank 0; what is no tensor is left alone."""
+    if hvd.size() == 1:
+        return
+    given = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    carried = {name: t.to(_CARRIED_AS.get(t.dtype, t.dtype)) for name, t in given.items()}
+    hvd.broadcast_parameters(carried, root_rank=0)
+    for name, tensor in given.items():
+        if carried[name] is not tensor:
+            tensor.copy_(carried[name])
+
+
+@outside_inference_mode
+def gather_metric_state(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+    """Return a tensor of every rank, of any shapes; what torchmetrics reduces its states with."""
+    return [value.to(tensor.device) for value in gather_objects(_usable(tensor).cpu())]
+
+
+@outside_inference_mode
+def _reduced(tensor: torch.Tensor, op: Any) -> torch.Tensor:
+    carried = _CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    reduced: torch.Tensor = hvd.allreduce(_usable(tensor).to(carried), op=op)
+    return reduced.to(tensor.dtype)
+
+
+def _usable(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor

@@ -1,0 +1,359 @@
+"""`LightningEstimator`: trains a LightningModule on a DataFrame."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import cloudpickle
+import pytorch_lightning as lightning
+import torch
+from pyspark.sql import DataFrame
+
+from hvd_estimators.data.columns import Columns
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.transformation import Transformation
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.backend import as_backend
+from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.loaders import with_dtypes
+from hvd_estimators.lightning.model import LightningModel, forward_inputs
+from hvd_estimators.lightning.trainer import LightningTrainSpec, train
+from hvd_estimators.lightning.users_data import is_lightning_data
+from hvd_estimators.params import boolean, declare, integer
+from hvd_estimators.spec import TrainResult
+from hvd_estimators.torch import estimator as torch_estimator
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_optimizer,
+    load_module,
+    load_state,
+)
+
+__all__ = ["LightningEstimator", "TorchEstimator"]
+
+logger = logging.getLogger(__name__)
+
+_PROFILERS = ("simple", "advanced", "pytorch")
+
+
+def _profiler(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value not in _PROFILERS:
+        raise ParamError(
+            f"{name}: expected a Profiler or one of {', '.join(map(repr, _PROFILERS))}, found "
+            f"{value!r}."
+        )
+    return value
+
+
+def _arguments(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of Trainer arguments, found {value!r}.")
+    return dict(value)
+
+
+class LightningEstimator(torch_estimator.TorchEstimator):
+    """Trains a LightningModule on a DataFrame, with Horovod, one process per rank.
+
+    ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
+    tasks with Lightning's Trainer, and returns a `LightningModel`. ``training_step`` and
+    ``validation_step`` get a batch as a dict of column name to tensor, rows first, in the dtypes
+    in which columns are stored (``column_dtypes`` asks for others). A plain ``torch.nn.Module``
+    with ``optimizer`` and ``loss`` trains as with `TorchEstimator`, under Lightning's callbacks
+    and loggers. Runs on the driver.
+
+    An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
+    number of ranks. In automatic and in manual optimization the gradient of a step is that of the
+    mean over the rows of all ranks; a rank that has no rows in a step (there are fewer than steps)
+    goes along with two rows of its batch before, which count for nothing. What is logged for an
+    epoch is reduced over the ranks by rows, ``sync_dist`` or not, so that callbacks see the same
+    values on every rank. Lightning's ``ModelCheckpoint`` with a ``monitor`` makes `fit` return the
+    best weights instead of the last; its files go to the run's directory in the store.
+
+    Raises
+    ------
+    ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError
+        Before training, if params, columns, shapes, rows, store or cluster will not do.
+    WorkerFailedError
+        If a rank fails.
+    """
+
+    callbacks = declare("Lightning callbacks.", default=[])
+    num_gpus = declare(
+        "GPUs of a rank: 0 or 1. Default: 1 where there are any.",
+        convert=integer(0),
+        accessor="NumGPUs",
+    )
+    logger = declare(
+        "Lightning logger, or a list of them; they write to the run's logs. Default: TensorBoard, "
+        "or CSV files where it is not installed. False: none."
+    )
+    log_every_n_steps = declare(
+        "Steps between two entries of the loggers.", default=50, convert=integer(1)
+    )
+    terminate_on_nan = declare(
+        "Fail when a loss or a parameter is NaN or infinite.",
+        default=False,
+        convert=boolean,
+        accessor="TerminateOnNan",
+    )
+    profiler = declare(
+        "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
+        convert=_profiler,
+    )
+    trainer_args = declare(
+        "Further arguments of Lightning's Trainer, which replace those that the estimator gives.",
+        default={},
+        convert=_arguments,
+    )
+    data_module = declare(
+        "What reads the rows: 'petastorm', 'arrow', a class derived from "
+        "hvd_estimators.data.readers.DataModule, or a LightningDataModule class. Default: "
+        "Petastorm where it can be imported, PyArrow otherwise."
+    )
+    loader_num_epochs = declare(
+        "Passes of a LightningDataModule's reader; it gets this as num_reader_epochs. Default: "
+        "without end, as the built-in readers always read.",
+        convert=integer(1),
+    )
+    debug_data_loader = declare("Passed to a LightningDataModule.", default=False, convert=boolean)
+    train_async_data_loader_queue_size = declare(
+        "Passed to a LightningDataModule. The built-in readers read ahead by a bounded number of "
+        "bytes."
+    )
+    val_async_data_loader_queue_size = declare(
+        "Passed to a LightningDataModule, see train_async_data_loader_queue_size."
+    )
+
+    def get_model_class(self) -> type[LightningModel]:
+        """Return the class of the model that `fit` returns; for subclasses to override."""
+        return LightningModel
+
+    @property
+    def _is_lightning(self) -> bool:
+        return isinstance(self.getOrDefault("model"), lightning.LightningModule)
+
+    def _ready_backend(self) -> Backend:
+        """Check everything that needs no data, and return the backend."""
+        self._check_params()
+        backend = as_backend(self._get_or_create_backend())
+        store = self.getOrDefault("store")
+        backend.check()
+        store.check()
+        backend.check_store(store)
+        return backend
+
+    def _get_or_create_backend(self) -> Backend:
+        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
+
+        An override may return any object with ``run(fn, args, kwargs, env)`` and
+        ``num_processes()``.
+        """
+        given = self.getOrDefault("backend")
+        if given is None or isinstance(given, Backend) or self.getOrDefault("num_proc") is not None:
+            return super()._get_or_create_backend()
+        return as_backend(given)
+
+    def _check_params(self) -> None:
+        get = self.getOrDefault
+        model = get("model")
+        if model is not None and not self._is_lightning:
+            _refuse_other_lightning(model)
+        super()._check_params()
+        for callback in get("callbacks"):
+            if not isinstance(callback, lightning.Callback):
+                raise ParamError(
+                    "callbacks: expected instances of pytorch_lightning.Callback, found "
+                    f"{callback!r}."
+                )
+        if (get("num_gpus") or 0) > 1:
+            raise ParamError(
+                f"num_gpus: a rank trains on one GPU, found {get('num_gpus')}. Set num_proc to the "
+                "number of GPUs."
+            )
+        adapted_trainer_args(get("trainer_args"))
+
+    def _check_data_module(self) -> None:
+        if not is_lightning_data(self.getOrDefault("data_module")):
+            super()._check_data_module()
+
+    def _check_training(self) -> None:
+        """Check model, optimizer and loss together."""
+        if not self._is_lightning:
+            super()._check_training()
+            return
+        get = self.getOrDefault
+        for name in (
+            "optimizer",
+            "loss",
+            "loss_weights",
+            "loss_constructors",
+            "metrics",
+            "train_minibatch_fn",
+        ):
+            if get(name) is not None and get(name) != []:
+                raise ParamError(
+                    f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
+                    "torch.nn.Module."
+                )
+        if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
+            raise ParamError(
+                "backward_passes_per_step: the module optimizes manually and accumulates gradients "
+                "itself. Leave it out."
+            )
+
+    def _transformation(self) -> Transformation | None:
+        transformation = super()._transformation()
+        if transformation is None or not self._is_lightning:
+            return transformation
+        # What a LightningModule takes from a batch is its own affair.
+        return replace(transformation, all_needed=False)
+
+    def _check_frame(self, dataset: DataFrame) -> None:
+        # A data module of the user's decides what batches look like.
+        if not is_lightning_data(self.getOrDefault("data_module")):
+            super()._check_frame(dataset)
+
+    def _train(self, manifest: DatasetManifest, backend: Backend) -> LightningModel:
+        get = self.getOrDefault
+        data = self._data_spec(manifest, backend.num_processes())
+        output_shapes = None
+        if not is_lightning_data(get("data_module")):
+            output_shapes = self._dry_run(self._first_rows(manifest))
+        if not self._is_lightning:
+            self._check_steps(data)
+        trainer_args = adapted_trainer_args(get("trainer_args"))
+        common = self._common_spec(data, "lightning")
+        common["callbacks"] = ()
+        common["use_gpu"] = get("use_gpu") and get("num_gpus") != 0
+        common["epochs"] = trainer_args.pop("max_epochs", common["epochs"])
+        common["backward_passes_per_step"] = trainer_args.pop(
+            "accumulate_grad_batches", common["backward_passes_per_step"]
+        )
+        objects = {
+            "callbacks": [*get("callbacks"), *_as_list(trainer_args.pop("callbacks", None))],
+            "logger": trainer_args.pop("logger", get("logger")),
+            "profiler": trainer_args.pop("profiler", get("profiler")),
+            "trainer_args": trainer_args,
+        }
+        spec = LightningTrainSpec(
+            **common,
+            module=dump_module(self._lightning_module()),
+            objects=cloudpickle.dumps(objects),
+            dtypes=get("column_dtypes") if self._is_lightning else {},
+            log_every_n_steps=get("log_every_n_steps"),
+            terminate_on_nan=get("terminate_on_nan"),
+            data_module_kwargs={
+                "num_reader_epochs": get("loader_num_epochs"),
+                "transformation_edit_fields": get("transformation_edit_fields"),
+                "transformation_removed_fields": get("transformation_removed_fields"),
+                "debug_data_loader": get("debug_data_loader"),
+                "train_async_data_loader_queue_size": get("train_async_data_loader_queue_size"),
+                "val_async_data_loader_queue_size": get("val_async_data_loader_queue_size"),
+            },
+        )
+        results = self._run(backend, train, spec)
+        metadata = {
+            column.name: {"shape": list(column.shape), "dtype": column.dtype}
+            for column in data.columns
+        }
+        model = self._create_model(results, spec.run.run_id, metadata)
+        if output_shapes is not None and not model.isSet("output_shapes"):
+            model._set(output_shapes=[list(shape) for shape in output_shapes])
+        return model
+
+    def _create_model(  # type: ignore[override]
+        self, run_results: Sequence[TrainResult], run_id: str, metadata: Mapping[str, Any]
+    ) -> LightningModel:
+        """Make the model from what the ranks returned; for subclasses to override."""
+        state = load_state(self._trained_state(run_results))
+        if "module" in state:
+            module = load_module(state["module"])
+        else:
+            module = load_module(dump_module(self.getOrDefault("model")))
+            module.load_state_dict(state["weights"])
+        return self.get_model_class()(
+            **self._get_model_kwargs(
+                model=module.eval(),
+                history=[record.as_dict() for record in run_results[0].history],
+                optimizer=None,
+                run_id=run_id,
+                metadata=metadata,
+            )
+        )
+
+    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
+        """Return the model's params; for subclasses to override.
+
+        Called with ``model``, ``history``, ``optimizer`` (None), ``run_id`` and ``metadata``.
+        """
+        metadata = fitted.pop("metadata")
+        return {**super()._get_model_kwargs(**fitted), "_metadata": metadata}
+
+    def _lightning_module(self) -> lightning.LightningModule:
+        """Return the module that trains: the user's, or an adapter around it."""
+        get = self.getOrDefault
+        module = get("model")
+        if self._is_lightning:
+            return module
+        labels = len(get("label_cols"))
+        return ModuleAdapter(
+            module=module,
+            optimizer=dump_optimizer(get("optimizer"), module),
+            tensors=self._tensor_spec(),
+            losses=None if get("loss") is None else self._per_label("loss"),
+            loss_constructors=None
+            if get("loss_constructors") is None
+            else self._per_label("loss_constructors"),
+            loss_weights=get("loss_weights") or [1.0 / labels] * labels,
+            metrics=self._metric_groups(),
+            train_minibatch_fn=get("train_minibatch_fn"),
+            passes_per_step=get("backward_passes_per_step"),
+        )
+
+    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]] | None:
+        """Run a few rows through the module, and return the shapes of what forward() gives."""
+        if not self._is_lightning:
+            return super()._dry_run(columns)
+        get = self.getOrDefault
+        module, dtypes = get("model"), get("column_dtypes")
+        batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
+        check_step(module, with_dtypes(batch, dtypes))
+        features = get("feature_cols")
+        if not set(features) <= set(columns):
+            return None  # a transformation made other fields of them
+        arrays = [columns[name] for name in features]
+        return row_shapes(
+            module, forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
+        )
+
+
+TorchEstimator = LightningEstimator
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, Sequence) else [value]
+
+
+def _refuse_other_lightning(model: Any) -> None:
+    """Refuse a LightningModule of the package ``lightning``, whose classes are others.
+
+    Raises
+    ------
+    ParamError
+        If it is one.
+    """
+    if any(
+        base.__name__ == "LightningModule" and base.__module__.startswith("lightning.")
+        for base in type(model).__mro__
+    ):
+        raise ParamError(
+            "model: expected a LightningModule of the package pytorch_lightning, found one of the "
+            "package lightning. Import it with: from pytorch_lightning import LightningModule."
+        )

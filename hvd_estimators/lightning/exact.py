@@ -1,0 +1,158 @@
+"""The estimator's strategy: ranks with unequal batches train and measure as one process would."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.trainer.connectors.logger_connector.result import (
+    _ResultCollection,
+    _ResultMetric,
+)
+from torchmetrics import Metric
+
+from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.strategy import HorovodStrategy
+
+__all__ = ["EpochResults", "ExactStrategy", "exact_results"]
+
+
+class ExactStrategy(HorovodStrategy):
+    """Weighs gradients and logged values by what each rank's batch counts for.
+
+    The gradient of a step is that of the mean over the rows of all ranks. What is logged counts by
+    rows, and a rank that has no rows in a step goes along without leaving a trace.
+
+    Parameters
+    ----------
+    train, validation : loader, optional
+        Tell what their batches count for; without one, batches count for the same.
+    **kwargs
+        See `HorovodStrategy`.
+    """
+
+    def __init__(
+        self,
+        train: TrainLoader | None = None,
+        validation: ValidationLoader | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._train = train
+        self._validation = validation
+
+    @property
+    def factor(self) -> float:
+        """What weighs this rank's gradient in the current step."""
+        return 1.0 if self._train is None else self._train.share.factor
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step."""
+        with self._counted(self._train):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        with self._counted(self._validation):
+            return super().validation_step(*args, **kwargs)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Compute gradients, weighed by what the rank's batch counts for."""
+        factor = self.factor
+        loss = closure_loss if factor == 1.0 else closure_loss * factor
+        return super().backward(loss, optimizer, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
+        if loader is None:
+            yield
+            return
+        module = self.lightning_module
+        assert module is not None
+        results = module.trainer._results
+        if results is not None:
+            results.batch_size = loader.share.rows
+        if loader.share.is_stand_in:
+            with _no_trace(module, results):
+                yield
+        else:
+            yield
+
+
+class EpochResults(_ResultCollection):
+    """Logged values, those of an epoch reduced over the ranks by rows, ``sync_dist`` or not.
+
+    A callback that monitors one so sees the same value on every rank.
+    """
+
+    # An instance's method in the place of the base's static one: it is called as either.
+    def _get_cache(  # type: ignore[override]
+        self, result_metric: _ResultMetric, on_step: bool
+    ) -> torch.Tensor | None:
+        if on_step or not result_metric.is_tensor or result_metric._computed is not None:
+            return super()._get_cache(result_metric, on_step)
+        sync = result_metric.meta.sync
+        given, sync.should = sync.should, True
+        try:
+            return super()._get_cache(result_metric, on_step)
+        finally:
+            sync.should = given
+
+    def names(self) -> set[str]:
+        """Return the names under which values of an epoch have been logged."""
+        return {metric.meta.name for metric in self.values() if metric.meta.on_epoch}
+
+
+def exact_results(trainer: Trainer) -> tuple[EpochResults, EpochResults]:
+    """Make a trainer reduce what is logged over the ranks.
+
+    Returns
+    -------
+    tuple of EpochResults
+        What is logged in training and in validation.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    training, validation = EpochResults(training=True), EpochResults(training=False)
+    epoch_loop._results = training
+    epoch_loop.val_loop._results = validation
+    return training, validation
+
+
+@contextlib.contextmanager
+def _no_trace(module: LightningModule, results: _ResultCollection | None) -> Iterator[None]:
+    """Undo what a step does to logged values, metrics and buffers."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    metrics = [
+        (metric, metric._copy_state_dict(), metric._update_count)
+        for metric in module.modules()
+        if isinstance(metric, Metric)
+    ]
+    logged = {
+        key: (metric.value, getattr(metric, "cumulated_batch_size", None))
+        for key, metric in (results or {}).items()
+        if metric.is_tensor
+    }
+    yield
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for metric, state, count in metrics:
+        for name, before in state.items():
+            setattr(metric, name, before)
+        metric._update_count, metric._computed = count, None
+    for key, metric in (results or {}).items():
+        if not metric.is_tensor:
+            continue
+        if key in logged:
+            metric.value = logged[key][0]
+            if metric.meta.is_mean_reduction:
+                metric.cumulated_batch_size = logged[key][1]
+        elif metric.meta.on_epoch:
+            # Logged for the first time: it stays, with the value of no rows.
+            metric.reset()
+            metric.has_reset = False

@@ -1,0 +1,159 @@
+"""The loaders that Lightning gets: a rank's batches as tensors, and what they count for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.data.readers import DataModule
+from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.training.weighing import WeighedBatches
+
+__all__ = ["Share", "TrainLoader", "ValidationLoader", "with_dtypes"]
+
+TensorBatch = Mapping[str, torch.Tensor]
+
+# Batch normalization cannot do with fewer.
+_STAND_IN_ROWS = 2
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank's batch counts for in a step.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the batch; 0 for a stand-in.
+    factor : float
+        Weighs the rank's gradient, see `WeighedBatches`.
+    """
+
+    rows: int
+    factor: float = 1.0
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the rank has no rows in this step, and goes along with some that count zero."""
+        return self.rows == 0
+
+
+def with_dtypes(batch: TensorBatch, dtypes: Mapping[str, str]) -> TensorBatch:
+    """Return a batch with columns in the dtypes given, and all others as they are stored."""
+    if not dtypes:
+        return batch
+    return {
+        name: tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor
+        for name, tensor in batch.items()
+    }
+
+
+class _Loader:
+    """A loader that tells what the batch it gave last counts for."""
+
+    def __init__(self, dtypes: Mapping[str, str], steps: int) -> None:
+        self.share = Share(0)
+        self._dtypes = dtypes
+        self._steps = steps
+        self._stand_in: TensorBatch | None = None
+
+    def __len__(self) -> int:
+        return self._steps
+
+    def _give(self, batch: TensorBatch | None, factor: float = 1.0) -> TensorBatch:
+        """Return a batch as tensors; for an empty one some rows of the one before.
+
+        Every rank so runs the same code in every step: a module may reduce over the ranks in it.
+        """
+        rows = 0 if batch is None else _rows(batch)
+        if batch is not None and rows:
+            self._stand_in = batch
+        elif self._stand_in is not None:
+            batch = {name: tensor[:_STAND_IN_ROWS] for name, tensor in self._stand_in.items()}
+        else:
+            raise RuntimeError("A data module gave this rank no rows at all.")
+        self.share = Share(rows, factor)
+        return with_dtypes(batch, self._dtypes)
+
+
+class TrainLoader(_Loader):
+    """Training batches, epoch after epoch.
+
+    Parameters
+    ----------
+    batches : WeighedBatches
+        The rank's batches, weighed for steps of one backward pass.
+    dtypes : mapping
+        Column name to torch dtype, where it is not the stored one.
+    steps : int
+        Batches of an epoch.
+    passes_per_step : callable
+        Returns the backward passes of the step that comes next.
+    """
+
+    def __init__(
+        self,
+        batches: WeighedBatches,
+        dtypes: Mapping[str, str],
+        steps: int,
+        passes_per_step: Callable[[], int],
+    ) -> None:
+        super().__init__(dtypes, steps)
+        self.taken = 0
+        self._batches = batches
+        self._passes_per_step = passes_per_step
+
+    def __iter__(self) -> Iterator[TensorBatch]:
+        left = self._steps
+        while left:
+            passes = self._passes_per_step()
+            window = self._batches.next_window(min(passes, left))
+            for batch, factor in window:
+                left -= 1
+                self.taken += 1
+                # Lightning divides each loss by the number of passes.
+                yield self._give(batch, factor * passes)
+
+
+class ValidationLoader(_Loader):
+    """One pass over the rank's validation rows, in as many batches on every rank.
+
+    Parameters
+    ----------
+    data : DataModule
+        Gives the batches.
+    dtypes : mapping
+        Column name to torch dtype, where it is not the stored one.
+    steps : int
+        Batches of a pass.
+    """
+
+    def __init__(self, data: DataModule, dtypes: Mapping[str, str], steps: int) -> None:
+        super().__init__(dtypes, steps)
+        self._data = data
+
+    def __iter__(self) -> Iterator[TensorBatch]:
+        with contextlib.closing(self._batches()) as batches:
+            for _ in range(self._steps):
+                yield self._give(next(batches, None))
+
+    def _batches(self) -> Generator[TensorBatch, None, None]:
+        yield from tensor_batches(self._data.val_runs())
+
+    def lend_rows(self) -> None:
+        """Give ranks without validation rows some of another's. Called by all ranks."""
+        with contextlib.closing(self._batches()) as batches:
+            first = next((batch for batch in batches if _rows(batch)), None)
+        lent = None
+        if first is not None:
+            lent = {name: tensor[:_STAND_IN_ROWS].clone() for name, tensor in first.items()}
+        offers = hvd.allgather_object(lent, name="validation_rows")
+        self._stand_in = next((rows for rows in offers if rows is not None), None)
+
+
+def _rows(batch: TensorBatch) -> int:
+    return len(next(iter(batch.values())))

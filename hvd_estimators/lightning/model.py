@@ -1,0 +1,179 @@
+"""`LightningModel`: predicts with a trained LightningModule, or with a plain module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.data.columns import Array
+from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.model import Predictor
+from hvd_estimators.params import declare
+from hvd_estimators.torch import model as torch_model
+from hvd_estimators.torch.serialization import dump_module, load_module
+from hvd_estimators.torch.tensors import as_list
+
+__all__ = ["LightningModel", "TorchModel", "forward_inputs"]
+
+RowFunction = Callable[[torch.nn.Module, Any], Any]
+
+
+class LightningModel(torch_model.TorchModel):
+    """A fitted LightningModule as a Spark ML Transformer.
+
+    `transform` calls the module with one tensor per feature column, rows first: floating columns
+    in the dtype of the module's parameters, others as they are stored, or as ``column_dtypes``
+    says. A subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the
+    driver and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    """
+
+    _metadata = declare("What the columns that were trained on held: name to shape and dtype.")
+
+    def get_prediction_fn(self) -> RowFunction:
+        """Return a function of a module and a row (a ``pyspark.sql.Row``); for subclasses.
+
+        It returns the output for the row, or a list with one output per label; an output may have
+        a first dimension of one. `transform` uses it where a subclass overrides it.
+        """
+        features = list(self.getOrDefault("feature_columns") or [])
+        shapes = self.getOrDefault("input_shapes")
+        dtypes = self.getOrDefault("column_dtypes")
+
+        def predict(module: torch.nn.Module, row: Any) -> Any:
+            arrays = [np.asarray(row[name])[None] for name in features]
+            with torch.no_grad():
+                return module(*forward_inputs(module, arrays, features, shapes, dtypes))
+
+        return predict
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        if self.getOrDefault("model") is None:
+            raise ParamError("model is not set. Set model.")
+        if self.getOrDefault("output_shapes") is not None:
+            return super()._transform(dataset)
+        return self.copy({"output_shapes": self._probe(dataset)})._transform(dataset)
+
+    def _predicts_rows(self) -> bool:
+        return type(self).get_prediction_fn is not LightningModel.get_prediction_fn
+
+    def _feature_column(self, dataset: DataFrame, name: str) -> Column:
+        data_type = dataset.schema[name].dataType
+        if self._predicts_rows() and isinstance(data_type, (T.StringType, T.BinaryType)):
+            return F.col(name)
+        return super()._feature_column(dataset, name)
+
+    def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:
+        features = list(self.getOrDefault("feature_columns") or [])
+        document = dump_module(self.getOrDefault("model"))
+        if self._predicts_rows():
+            function = self.get_prediction_fn()
+            return document, lambda given: _RowPredictor(given, function, features)
+        shapes, dtypes = self.getOrDefault("input_shapes"), self.getOrDefault("column_dtypes")
+        return document, lambda given: _BatchPredictor(given, features, shapes, dtypes)
+
+    def _probe(self, dataset: DataFrame) -> list[list[int]]:
+        """Return the outputs' shapes as the first row shows them; it is computed for that."""
+        features = list(self.getOrDefault("feature_columns") or [])
+        columns = [self._feature_column(dataset, name).alias(name) for name in features]
+        first = dataset.select(*columns).limit(1).collect()
+        if not first:
+            raise DataError(
+                "output_shapes is not known, and there is no row to find it out with. Set "
+                "output_shapes: the shape of one row of each output."
+            )
+        document, load = self._make_predictor()
+        values = pd.Series(list(first[0]), dtype=object)
+        arrays = [_single(value) for value in values]
+        return [list(output.shape[1:]) for output in load(document)(arrays)]
+
+
+TorchModel = LightningModel
+
+
+def forward_inputs(
+    module: torch.nn.Module,
+    arrays: list[Array],
+    names: list[str],
+    shapes: Any = None,
+    dtypes: Any = None,
+) -> list[torch.Tensor]:
+    """Return what a module's ``forward`` is called with.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its floating parameters tell the dtype of floating inputs.
+    arrays : list of array
+        The feature columns, rows first.
+    names : list of str
+        Their names.
+    shapes : list of list of int, optional
+        Shape of each input, -1 first.
+    dtypes : mapping, optional
+        Column name to the name of a torch dtype.
+    """
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+    inputs = []
+    for name, array in zip(names, arrays, strict=True):
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if name in (dtypes or {}):
+            tensor = tensor.to(getattr(torch, dtypes[name]))
+        elif tensor.is_floating_point():
+            tensor = tensor.to(own)
+        inputs.append(tensor)
+    if shapes is None:
+        return inputs
+    return [x.reshape(len(x), *shape[1:]) for x, shape in zip(inputs, shapes, strict=True)]
+
+
+class _BatchPredictor:
+    """Runs a module's forward pass; lives in an executor's Python worker."""
+
+    def __init__(self, document: bytes, features: list[str], shapes: Any, dtypes: Any) -> None:
+        self._module = load_module(document).eval()
+        self._arguments = features, shapes, dtypes
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        with torch.inference_mode():
+            outputs = as_list(self._module(*forward_inputs(self._module, arrays, *self._arguments)))
+        return [output.double().numpy() for output in outputs]
+
+
+class _RowPredictor:
+    """Calls a prediction function row by row; lives in an executor's Python worker."""
+
+    def __init__(self, document: bytes, function: RowFunction, features: list[str]) -> None:
+        self._module = load_module(document).eval()
+        self._function = function
+        self._features = features
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        rows = [
+            Row(**dict(zip(self._features, values, strict=True)))
+            for values in zip(*arrays, strict=True)
+        ]
+        with torch.no_grad():
+            predicted = [_outputs(self._function(self._module, row)) for row in rows]
+        return [np.stack(column) for column in zip(*predicted, strict=True)]
+
+
+def _outputs(predicted: Any) -> list[Array]:
+    """Return the outputs for one row without their dimension of rows."""
+    arrays = [np.asarray(torch.as_tensor(p).double()) for p in as_list(predicted)]
+    return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]
+
+
+def _single(value: Any) -> Array:
+    """Return a value as a column of one row."""
+    if isinstance(value, (str, bytes, bytearray)):
+        column = np.empty(1, dtype=object)
+        column[0] = value
+        return column
+    return np.asarray(value)[None]

@@ -1,0 +1,130 @@
+"""Where a run's checkpoints, logs and profiles go: into the store."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from lightning_fabric.plugins import CheckpointIO
+from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
+
+from hvd_estimators.spec import TrainSpec
+from hvd_estimators.store.base import Store
+
+__all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler"]
+
+
+class StoreCheckpointIO(CheckpointIO):
+    """Checkpoints as files of a store, which appear whole or not at all.
+
+    Parameters
+    ----------
+    store : Store
+        Opens the files.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint."""
+        # In memory first: a file object of a remote store may not be able to seek.
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        with self._store.open_atomic(str(path)) as file:
+            file.write(buffer.getbuffer())
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint. Runs code from the file, unless ``weights_only``."""
+        document = io.BytesIO(self._store.read(str(path)))
+        checkpoint: dict[str, Any] = torch.load(
+            document, map_location=map_location or "cpu", weights_only=bool(weights_only)
+        )
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint."""
+        self._store.delete(str(path))
+
+
+def make_loggers(logger: Any, spec: TrainSpec) -> list[Logger]:
+    """Return the loggers of a run, which write to its logs.
+
+    Parameters
+    ----------
+    logger : Logger, sequence of Logger, bool or None
+        The user's; None and True stand for TensorBoard's, or CSV files without it.
+    spec : TrainSpec
+        Tells where the logs are; where the store keeps none, only the user's own are used.
+    """
+    if logger is False:
+        return []
+    path = spec.run.logs_path
+    # With this tensorboard uses file functions of its own, and does not import TensorFlow.
+    marker = "tensorboard.compat.notf"
+    sys.modules.setdefault(marker, types.ModuleType(marker))
+    if logger is None or logger is True:
+        if path is None:
+            return []
+        root, _, name = path.rpartition("/")
+        has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+        default = TensorBoardLogger if has_tensorboard else CSVLogger
+        return [default(root, name=name, version="")]
+    loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+    if path is not None:
+        for given in loggers:
+            _redirect(given, path)
+    return loggers
+
+
+def _redirect(logger: Logger, path: str) -> None:
+    """Make a logger that writes files write them below a path."""
+    if isinstance(logger, (TensorBoardLogger, CSVLogger)):
+        logger._root_dir = path
+        if isinstance(logger, CSVLogger):
+            logger._save_dir = path
+        return
+    if type(logger).__name__ == "MLFlowLogger":
+        uri = getattr(logger, "_tracking_uri", None)
+        if uri is None or uri.startswith("file:"):
+            _redirect_mlflow(logger, f"file:{path}/mlruns")
+        return
+    # Loggers that write elsewhere have none, or one that cannot be set.
+    with contextlib.suppress(AttributeError):
+        logger.save_dir = path  # type: ignore[misc]
+
+
+def _redirect_mlflow(logger: Any, uri: str) -> None:
+    client: Any = importlib.import_module("mlflow.tracking")
+    logger._tracking_uri = uri
+    logger._mlflow_client = client.MlflowClient(uri)
+
+
+def make_profiler(profiler: Any, spec: TrainSpec) -> Any:
+    """Return a profiler that writes to the run's logs, if it writes and has no place of its own."""
+    path = spec.run.logs_path
+    if profiler is None or path is None:
+        return profiler
+    directory = f"{path}/profile"
+    if isinstance(profiler, str):
+        kinds: dict[str, Any] = {
+            "simple": SimpleProfiler,
+            "advanced": AdvancedProfiler,
+            "pytorch": PyTorchProfiler,
+        }
+        return kinds[profiler](dirpath=directory, filename=profiler)
+    if isinstance(profiler, Profiler) and profiler.dirpath is None:
+        profiler.dirpath = directory
+    return profiler

@@ -1,0 +1,268 @@
+"""`HorovodStrategy`: Lightning's Trainer on Horovod's ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from lightning_fabric.utilities import rank_zero
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.strategies import ParallelStrategy
+from pytorch_lightning.trainer.states import TrainerFn
+from torchmetrics import Metric
+
+from hvd_estimators.lightning.averaging import BackwardAverager
+from hvd_estimators.lightning.collectives import (
+    broadcast_object,
+    broadcast_tensors,
+    gather_metric_state,
+    gather_tensor,
+    outside_inference_mode,
+    reduce_tensor,
+)
+from hvd_estimators.lightning.environment import HorovodEnvironment
+from hvd_estimators.lightning.learning_rate import StepRate
+from hvd_estimators.torch.averaging import average_batch_norm
+
+__all__ = ["HorovodStrategy"]
+
+
+class HorovodStrategy(ParallelStrategy):
+    """Trains one copy of a LightningModule per Horovod rank, on averaged gradients.
+
+    For ``Trainer(strategy=HorovodStrategy(), devices=1, accelerator=...)`` in processes that
+    Horovod, or a backend of this package, has started; each trains on one device. Every backward
+    pass ends with the mean of the gradients over the ranks, before anything looks at them:
+    clipping, callbacks and optimizers. That holds in automatic and in manual optimization
+    (``manual_backward``), with any number of optimizers. While gradients accumulate they stay on
+    their rank, up to the pass before the step. Parameters and buffers are those of rank 0 to begin
+    with. Neither optimizers nor their classes are replaced.
+
+    Runs on every rank.
+
+    Parameters
+    ----------
+    compression : horovod compressor, optional
+        Compresses gradients, for example ``horovod.torch.Compression.fp16``.
+    scale_learning_rate : bool, default True
+        Optimizers step with their learning rates multiplied by the number of ranks, as is usual
+        with Horovod. Everybody else (schedulers, callbacks, checkpoints) sees the rates as given.
+    **kwargs
+        ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `ParallelStrategy`.
+
+    Examples
+    --------
+    >>> trainer = Trainer(strategy=HorovodStrategy(), devices=1)    # doctest: +SKIP
+    >>> trainer.fit(module, loader)                                 # doctest: +SKIP
+    """
+
+    strategy_name = "horovod"
+
+    def __init__(
+        self, compression: Any = None, scale_learning_rate: bool = True, **kwargs: Any
+    ) -> None:
+        super().__init__(cluster_environment=HorovodEnvironment(), **kwargs)
+        self._compression = compression
+        self._scale_learning_rate = scale_learning_rate
+        self._averager: BackwardAverager | None = None
+        self._blocked = False
+        self._rates: dict[int, StepRate] = {}
+        self._step_hooks: list[Any] = []
+        self._metrics: list[tuple[Metric, Any, Any]] = []
+
+    def set_world_ranks(self) -> None:
+        """Connect to the other ranks, before Lightning asks which one this is."""
+        hvd.init()
+        rank_zero_only: Any = rank_zero.rank_zero_only
+        rank_zero_only.rank = self.global_rank
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there may be other ranks: True."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if devices[0].type != "cuda":
+            return devices[0]
+        # A rank that is pinned to its GPU sees no other.
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """What a ``DistributedSampler`` is to know."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup(self, trainer: Trainer) -> None:
+        """Send rank 0's parameters to all ranks, and watch the gradients."""
+        if self._layer_sync is not None:
+            raise ValueError(
+                "sync_batchnorm=True needs torch.distributed, which Horovod does not use. Put "
+                "horovod.torch.SyncBatchNorm layers into the module instead."
+            )
+        super().setup(trainer)
+        module = self.lightning_module
+        assert module is not None
+        broadcast_tensors(module.state_dict())
+        self._connect_metrics(module)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._averager = BackwardAverager(module, self._compression)
+        self._averager.watch(self.optimizers)
+        for optimizer in self.optimizers:
+            hook = functools.partial(self._before_step, module)
+            self._step_hooks.append(optimizer.register_step_pre_hook(hook))
+            if self._scale_learning_rate and self.world_size > 1:
+                self._rates[id(optimizer)] = StepRate(optimizer, self.world_size)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device."""
+        assert self.model is not None
+        if self.root_device.type == "cuda":
+            torch.cuda.set_device(self.root_device)
+        self.model.to(self.root_device)
+
+    def backward(
+        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Compute gradients, and average them unless they are still to accumulate."""
+        module, averager = self.lightning_module, self._averager
+        assert module is not None
+        assert averager is not None
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, module)
+        averaging = averager.averaging(self.optimizers)
+        with contextlib.nullcontext() if self._blocked else averaging:
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: torch.optim.Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Let an optimizer step; its closure, which trains, sees learning rates as given."""
+        rate = self._rates.get(id(optimizer))
+
+        def with_given_rates() -> Any:
+            assert rate is not None
+            with rate.given():
+                return closure()
+
+        return super().optimizer_step(
+            optimizer, closure if rate is None else with_given_rates, model, **kwargs
+        )
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Leave gradients on their ranks, to accumulate."""
+        blocked, self._blocked = self._blocked, True
+        try:
+            yield
+        finally:
+            self._blocked = blocked
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a tensor over the ranks; anything else is returned as it is.
+
+        Parameters
+        ----------
+        tensor : torch.Tensor
+            Of the same shape on all ranks.
+        group : object
+            Not used: all ranks take part.
+        reduce_op : str or torch.distributed.ReduceOp
+            ``mean``, ``sum``, ``min`` or ``max``.
+        """
+        if not isinstance(tensor, torch.Tensor) or self.world_size == 1:
+            return tensor
+        op = reduce_op if isinstance(reduce_op, str) else str(reduce_op).rpartition(".")[2]
+        return reduce_tensor(tensor, (op or "mean").lower())
+
+    def all_gather(
+        self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
+    ) -> torch.Tensor:
+        """Stack a tensor of every rank: ``(ranks, *shape)``; with one rank the tensor itself."""
+        if self.world_size == 1:
+            return tensor
+        if sync_grads:
+            return gather_tensor(tensor)
+        with torch.no_grad():
+            return gather_tensor(tensor)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return an object of one rank on all ranks."""
+        return obj if self.world_size == 1 else broadcast_object(obj, src)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until all ranks are here."""
+        if self.world_size > 1:
+            hvd.barrier()
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint on rank 0 and return it on all ranks."""
+        loaded = None
+        if self.is_global_zero:
+            loaded = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        checkpoint: dict[str, Any] = self.broadcast(loaded)
+        return checkpoint
+
+    def on_validation_start(self) -> None:
+        """Validate every rank's rows with the same statistics of batch normalization."""
+        self._average_batch_norm()
+
+    def on_train_end(self) -> None:
+        """Leave all ranks with the same statistics of batch normalization."""
+        self._average_batch_norm()
+
+    def teardown(self) -> None:
+        """Leave module, metrics and optimizers as they would be without this strategy."""
+        if self._averager is not None:
+            self._averager.remove()
+            self._averager = None
+        for hook in self._step_hooks:
+            hook.remove()
+        for rate in self._rates.values():
+            rate.remove()
+        for metric, available, sync in self._metrics:
+            metric.distributed_available_fn, metric.dist_sync_fn = available, sync
+        self._step_hooks, self._rates, self._metrics = [], {}, []
+        super().teardown()
+
+    def _before_step(self, module: LightningModule, *_: Any) -> None:
+        """Average what a plain ``loss.backward()`` left, before the optimizer uses it."""
+        averager = self._averager
+        if module.automatic_optimization or averager is None or not averager.pending:
+            return
+        with averager.averaging(self.optimizers):
+            pass
+
+    def _connect_metrics(self, module: LightningModule) -> None:
+        """Let metrics of torchmetrics, which know torch.distributed only, add up over ranks."""
+        if self.world_size == 1:
+            return
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                self._metrics.append((metric, metric.distributed_available_fn, metric.dist_sync_fn))
+                metric.distributed_available_fn = _always
+                metric.dist_sync_fn = gather_metric_state
+
+    def _average_batch_norm(self) -> None:
+        if self.lightning_module is not None and self._averager is not None:
+            outside_inference_mode(average_batch_norm)(self.lightning_module)
+
+
+def _always() -> bool:
+    return True

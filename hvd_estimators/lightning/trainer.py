@@ -1,0 +1,279 @@
+"""Training on one rank with Lightning: what runs in each process that a backend starts."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+
+from hvd_estimators.data.readers import open_data_module
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
+from hvd_estimators.lightning.exact import ExactStrategy, exact_results
+from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
+from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
+from hvd_estimators.spec import TrainResult, TrainSpec
+from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
+from hvd_estimators.torch.serialization import dump_module, load_module, save_state
+from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.weighing import WeighedBatches
+
+__all__ = ["LightningTrainSpec", "train"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LightningTrainSpec(TrainSpec):
+    """What a Lightning rank is told.
+
+    Attributes
+    ----------
+    module : bytes
+        The LightningModule, see `dump_module`.
+    objects : bytes
+        A pickled dict of the user's objects: ``callbacks``, ``logger``, ``profiler`` and
+        ``trainer_args``. Together, since they may refer to each other, and pickled even where a
+        backend does not, since training changes them.
+    dtypes : mapping
+        Column name to the name of a torch dtype, where it is not the stored one.
+    log_every_n_steps : int
+        Steps between two entries of the loggers.
+    terminate_on_nan : bool
+        End training when a loss or parameter is not finite.
+    data_module_kwargs : mapping
+        Further keyword arguments of a LightningDataModule of the user's.
+    """
+
+    module: bytes
+    objects: bytes
+    dtypes: Mapping[str, str]
+    log_every_n_steps: int
+    terminate_on_nan: bool
+    data_module_kwargs: Mapping[str, Any]
+
+
+def train(spec: LightningTrainSpec) -> TrainResult:
+    """Train for the epochs that are left. Runs on every rank.
+
+    Returns
+    -------
+    TrainResult
+        The trained module, from rank 0.
+    """
+    if spec.mp_start_method:
+        multiprocessing.set_start_method(spec.mp_start_method, force=True)
+    hvd.init()
+    try:
+        with _quiet(spec.verbose):
+            if spec.random_seed is not None:
+                seed_everything(spec.random_seed, workers=True, verbose=False)
+            return _Run(spec).train()
+    finally:
+        hvd.shutdown()
+
+
+class _Run:
+    def __init__(self, spec: LightningTrainSpec) -> None:
+        self.spec = spec
+        self.rank, self.size = hvd.rank(), hvd.size()
+        self.device = choose_device(spec.use_gpu)
+        module = load_module(spec.module)
+        assert isinstance(module, LightningModule)
+        self.module = module
+        self.users: dict[str, Any] = pickle.loads(spec.objects)
+        self.checkpoint_io = StoreCheckpointIO(spec.store)
+        self.restored = self._restored()
+
+    def train(self) -> TrainResult:
+        with contextlib.ExitStack() as stack:
+            progress = stack.enter_context(Progress(self.spec, self.rank, self.size))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
+            return self._train(stack, progress, scratch)
+
+    def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
+        spec = self.spec
+        done = len(self.restored["history"])
+        skip = self.restored["taken"]
+        data: dict[str, Any] = {}
+        loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
+        if is_lightning_data(spec.data.data_module):
+            data["datamodule"] = open_lightning_data(spec, self.rank, self.size)
+        else:
+            module = open_data_module(spec.data, self.rank, self.size, skip, spec.epochs - done)
+            loaders = self._loaders(stack.enter_context(module))
+            data["train_dataloaders"], data["val_dataloaders"] = loaders
+        train_loader, validation_loader = loaders
+        strategy = ExactStrategy(
+            train_loader,
+            validation_loader,
+            compression=spec.gradient_compression,
+            scale_learning_rate=spec.scale_learning_rate,
+            checkpoint_io=self.checkpoint_io,
+        )
+        callbacks = [*self.users["callbacks"]]
+        self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
+        recorder = EpochRecorder(
+            progress,
+            exact_results(trainer),
+            train_loader,
+            validation_loader,
+            spec.data.sample_weight_col,
+        )
+        run_checkpoint = RunCheckpoint(
+            self._save,
+            recorder.history,
+            lambda: skip + (train_loader.taken if train_loader is not None else 0),
+        )
+        # Before all others, and after all others.
+        connected: Any = trainer
+        connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
+        path = spec.run.checkpoint_path if done else None
+        trainer.fit(self.module, ckpt_path=path, weights_only=False, **data)
+        if len(recorder.history) > done:
+            run_checkpoint.save(trainer)
+        return self._result(recorder, callbacks)
+
+    def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
+        spec = self.spec.data
+        batches = WeighedBatches(
+            data,
+            self.size,
+            1,
+            spec.sample_weight_col,
+            sum_over_ranks,
+            tensor_batches(data.train_runs()),
+        )
+        train = TrainLoader(
+            batches, self.spec.dtypes, spec.train_steps_per_epoch, self._passes_per_step
+        )
+        if spec.val_plan is None:
+            return train, None
+        validation = ValidationLoader(data, self.spec.dtypes, spec.validation_steps_per_epoch)
+        if not all(spec.val_plan.rows(rank) for rank in range(self.size)):
+            validation.lend_rows()
+        return train, validation
+
+    def _passes_per_step(self) -> int:
+        """Return the passes of the next step; callbacks may change it between epochs."""
+        trainer = self.trainer
+        # Without a backward pass (weight averaging updates batch normalization so) none add up.
+        if trainer.fit_loop._skip_backward:
+            return 1
+        if not self.module.automatic_optimization:
+            adapted = isinstance(self.module, ModuleAdapter)
+            return self.spec.backward_passes_per_step if adapted else 1
+        return trainer.accumulate_grad_batches
+
+    def _make_trainer(
+        self, strategy: ExactStrategy, callbacks: list[Callback], scratch: str
+    ) -> Trainer:
+        spec = self.spec
+        for callback in callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.dirpath = self._checkpoint_directory(scratch)
+        if spec.terminate_on_nan:
+            callbacks = [*callbacks, TerminateOnNaN()]
+        passes = spec.backward_passes_per_step if self.module.automatic_optimization else 1
+        given = {
+            "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
+            "devices": 1,
+            "strategy": strategy,
+            # A run that has more epochs already is only loaded.
+            "max_epochs": max(spec.epochs, len(self.restored["history"])),
+            "callbacks": callbacks,
+            "logger": make_loggers(self.users["logger"], spec),
+            "log_every_n_steps": spec.log_every_n_steps,
+            "profiler": make_profiler(self.users["profiler"], spec),
+            "accumulate_grad_batches": passes,
+            "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
+            "enable_progress_bar": False,
+            "enable_model_summary": spec.verbose > 1,
+            "num_sanity_val_steps": 0,
+            "use_distributed_sampler": False,
+            "default_root_dir": scratch,
+        }
+        if is_lightning_data(spec.data.data_module):
+            given["limit_train_batches"] = spec.data.train_steps_per_epoch
+            given["limit_val_batches"] = spec.data.validation_steps_per_epoch
+        return Trainer(**{**given, **self.users["trainer_args"]})
+
+    def _checkpoint_directory(self, scratch: str) -> str:
+        path = self.spec.run.checkpoint_path
+        return scratch if path is None else path.rpartition("/")[0]
+
+    def _restored(self) -> Mapping[str, Any]:
+        """Return what the run's checkpoint, where there is one, says about the epochs so far."""
+        path = self.spec.run.checkpoint_path
+        state = None
+        if self.rank == 0 and path is not None and self.spec.store.exists(path):
+            checkpoint = self.checkpoint_io.load_checkpoint(path)
+            state = checkpoint["callbacks"][RunCheckpoint.__qualname__]
+            logger.info("Resuming run %s after %d epochs", path, len(state["history"]))
+        state = hvd.broadcast_object(state, root_rank=0, name="checkpoint")
+        return state or {"history": [], "taken": 0}
+
+    def _save(self, checkpoint: Mapping[str, Any]) -> None:
+        path = self.spec.run.checkpoint_path
+        if path is not None:
+            self.checkpoint_io.save_checkpoint(dict(checkpoint), path)
+
+    def _result(self, recorder: EpochRecorder, callbacks: list[Callback]) -> TrainResult:
+        digest = weights_digest(self.module)
+        state = None
+        if self.rank == 0:
+            self._load_best(callbacks)
+            state = save_state(_returned(self.module, self.spec.module))
+        return TrainResult(digest, state, tuple(recorder.history))
+
+    def _load_best(self, callbacks: list[Callback]) -> None:
+        """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
+        for callback in callbacks:
+            if (
+                isinstance(callback, ModelCheckpoint)
+                and callback.monitor is not None
+                and callback.best_model_path
+            ):
+                checkpoint = self.checkpoint_io.load_checkpoint(callback.best_model_path)
+                self.module.load_state_dict(checkpoint["state_dict"])
+                return
+
+
+def _returned(module: LightningModule, given: bytes) -> dict[str, Any]:
+    """Return the weights, or the whole module where ``setup`` and the like have changed it."""
+    trained = module.module if isinstance(module, ModuleAdapter) else module
+    weights = trained.state_dict()
+    original = load_module(given)
+    if isinstance(original, ModuleAdapter):
+        original = original.module
+    plain = all(isinstance(value, torch.Tensor) for value in weights.values())
+    if plain and weights.keys() == original.state_dict().keys():
+        return {"weights": weights}
+    return {"module": dump_module(trained)}
+
+
+@contextlib.contextmanager
+def _quiet(verbose: int) -> Iterator[None]:
+    """Keep Lightning from talking about hardware, where nobody asked for the ranks' output."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric")]
+    levels = [log.level for log in loggers]
+    if verbose < 2:
+        for log in loggers:
+            log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for log, level in zip(loggers, levels, strict=True):
+            log.setLevel(level)

@@ -1,0 +1,50 @@
+"""A LightningDataModule of the user's in the place of the readers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pytorch_lightning import LightningDataModule
+
+if TYPE_CHECKING:
+    from hvd_estimators.lightning.trainer import LightningTrainSpec
+
+__all__ = ["is_lightning_data", "open_lightning_data"]
+
+
+def is_lightning_data(data_module: Any) -> bool:
+    """Return whether a data module is a class derived from LightningDataModule."""
+    return isinstance(data_module, type) and issubclass(data_module, LightningDataModule)
+
+
+def open_lightning_data(spec: LightningTrainSpec, rank: int, size: int) -> LightningDataModule:
+    """Make the user's data module, with the keyword arguments that ``horovod.spark`` gave it.
+
+    Runs on the worker.
+    """
+    data = spec.data
+    options = data.options
+    make: Any = data.data_module
+    module: LightningDataModule = make(
+        train_dir=data.train_path,
+        val_dir=data.val_path,
+        num_train_epochs=spec.epochs,
+        has_val=data.val_plan is not None,
+        train_batch_size=data.batch_size,
+        val_batch_size=data.val_batch_size,
+        shuffle=options["shuffle"],
+        transformation=options["transform_fn"],
+        inmemory_cache_all=options["inmemory_cache_all"],
+        cur_shard=rank,
+        shard_count=size,
+        schema_fields=[column.name for column in data.columns],
+        storage_options=options["storage_options"],
+        steps_per_epoch_train=data.train_steps_per_epoch,
+        steps_per_epoch_val=data.validation_steps_per_epoch,
+        verbose=options["verbose"],
+        reader_pool_type=options["reader_pool_type"],
+        reader_worker_count=options["train_reader_worker_count"],
+        seed=data.random_seed,
+        **spec.data_module_kwargs,
+    )
+    return module

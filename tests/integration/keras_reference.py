@@ -1,0 +1,86 @@
+"""Training in one process, with nothing but Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from reference import WIDTH, RecordingBackend
+
+from hvd_estimators.keras import KerasEstimator
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+
+
+def make_net() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.Input((WIDTH,)),
+            keras.layers.Dense(8, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+OPTIMIZERS: dict[str, Callable[[], keras.optimizers.Optimizer]] = {
+    "sgd": lambda: keras.optimizers.SGD(0.05),
+    "momentum": lambda: keras.optimizers.SGD(0.02, momentum=0.9),
+    "adam": lambda: keras.optimizers.Adam(0.01),
+    "schedule": lambda: keras.optimizers.SGD(
+        keras.optimizers.schedules.ExponentialDecay(0.05, 5, 0.5)
+    ),
+    "clipped": lambda: keras.optimizers.SGD(0.05, global_clipnorm=0.5),
+}
+
+
+def train_alone(
+    columns: dict[str, np.ndarray],
+    batches: Sequence[np.ndarray],
+    optimizer: keras.optimizers.Optimizer,
+    epochs: int,
+    passes: int = 1,
+    weighted: bool = False,
+    net: keras.Model | None = None,
+) -> keras.Model:
+    """Train in one process, with nothing but Keras."""
+    net = net or make_net()
+    for _ in range(epochs):
+        for first in range(0, len(batches), passes):
+            rows = np.concatenate(batches[first : first + passes])
+            label = columns["label"][rows, None]
+            with tf.GradientTape() as tape:
+                errors = (net(columns["features"][rows], training=True) - label) ** 2
+                if weighted:
+                    errors = errors * columns["weight"][rows, None].astype(np.float32)
+                loss = tf.reduce_mean(errors)
+            gradients = tape.gradient(loss, net.trainable_variables)
+            optimizer.apply(gradients, net.trainable_variables)
+    return net
+
+
+def make_estimator(store: Any, ranks: int, **params: Any) -> KerasEstimator:
+    return KerasEstimator(
+        **{
+            "backend": RecordingBackend(ranks, env=QUIET),
+            "store": store,
+            "model": make_net(),
+            "optimizer": OPTIMIZERS["sgd"](),
+            "loss": "mse",
+            "feature_cols": ["features"],
+            "label_cols": ["label"],
+            "shuffle": False,
+            "scale_learning_rate": False,
+            "random_seed": 3,
+            "verbose": 0,
+            **params,
+        }
+    )
+
+
+def assert_same_weights(found: keras.Model, expected: keras.Model) -> None:
+    for a, b in zip(found.weights, expected.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-5, err_msg=a.path)

@@ -1,0 +1,96 @@
+"""Rank processes that stay for many fits, since importing Lightning takes longer than training."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.local import LocalBackend
+
+
+class StandingBackend(Backend):
+    """Runs every call in the same processes; a context manager.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    directory : Path
+        Where calls and results are exchanged.
+    """
+
+    def __init__(self, ranks: int, directory: Path) -> None:
+        self.ranks = ranks
+        self.results: list[Any] = []
+        self._directory = directory
+        self._calls = 0
+
+    def __enter__(self) -> StandingBackend:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        serve = (_serve, (str(self._directory),))
+        self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _publish(self._directory / f"call-{self._calls}", b"")
+        self._thread.join()
+
+    def num_processes(self) -> int:
+        return self.ranks
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+    ) -> list[Any]:
+        call, self._calls = self._calls, self._calls + 1
+        _publish(self._directory / f"call-{call}", cloudpickle.dumps((fn, args, kwargs or {})))
+        self.results = []
+        for rank in range(self.ranks):
+            answer = self._directory / f"answer-{call}-{rank}"
+            while not answer.exists():
+                assert self._thread.is_alive(), "the ranks have ended"
+                time.sleep(0.02)
+            kind, value = pickle.loads(answer.read_bytes())
+            assert kind == "result", value
+            self.results.append(value)
+        return self.results
+
+
+def _serve(directory: str) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    # Ranks that leave would find each other's old addresses when they come back.
+    hvd.shutdown = lambda: None
+    rank = hvd.rank()
+    for call in range(1_000_000):
+        path = Path(directory) / f"call-{call}"
+        while not path.exists():
+            time.sleep(0.02)
+        document = path.read_bytes()
+        if not document:
+            return
+        fn, args, kwargs = pickle.loads(document)
+        try:
+            answer = ("result", fn(*args, **kwargs))
+        except Exception:
+            answer = ("error", traceback.format_exc())
+        _publish(Path(directory) / f"answer-{call}-{rank}", cloudpickle.dumps(answer))
+
+
+def _publish(path: Path, content: bytes) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(content)
+    partial.rename(path)

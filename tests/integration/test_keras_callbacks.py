@@ -1,0 +1,115 @@
+"""Callbacks act the same on all ranks, and the kept model is the one that comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_reference import assert_same_weights, make_estimator
+from reference import write_rows
+
+from hvd_estimators.keras import BestModelCheckpoint
+
+pytestmark = pytest.mark.integration
+
+
+class Diary(keras.callbacks.Callback):
+    """Writes what it sees to a file per rank."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self.directory = directory
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        import os
+
+        with open(f"{self.directory}/{os.environ['HOROVOD_RANK']}", "a") as file:
+            rate = float(self.model.optimizer.learning_rate)
+            print(epoch, sorted(logs.items()), rate, file=file)
+
+
+class StopsOneRank(keras.callbacks.Callback):
+    """Stops rank 1 in the middle of the third epoch."""
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        import os
+
+        if os.environ["HOROVOD_RANK"] == "1" and self.seen == 2 and batch == 1:
+            self.model.stop_training = True
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.seen = epoch
+
+
+def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 101)
+    write_rows(Path(store.get_val_data_path()), 31, seed=1)
+    diary = tmp_path / "diary"
+    diary.mkdir()
+    fitted = make_estimator(
+        store,
+        2,
+        batch_size=16,
+        epochs=9,
+        validation=0.1,
+        metrics=["mae"],
+        run_id="noted",
+        scale_learning_rate=True,
+        callbacks=[
+            keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=1e9, factor=0.5),
+            keras.callbacks.EarlyStopping(patience=30, restore_best_weights=True),
+            keras.callbacks.TensorBoard("elsewhere"),
+            keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
+            keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras")),
+            StopsOneRank(),
+            Diary(str(diary)),
+        ],
+    ).fit_on_parquet()
+    pages = [(diary / str(rank)).read_text() for rank in range(2)]
+    assert pages[0] == pages[1]
+    # What one rank wanted in the third epoch ends all of them after it.
+    assert len(fitted.getHistory()["loss"]) == 3
+    np.testing.assert_allclose(fitted.getHistory()["learning_rate"], [0.05, 0.05, 0.025])
+    logs = Path(store.get_logs_path("noted"))
+    assert list(logs.glob("train/events*"))
+    assert list(logs.glob("validation/events*"))
+    assert len((tmp_path / "log.csv").read_text().splitlines()) == 4
+    assert sorted(path.name for path in tmp_path.glob("*.keras")) == [
+        f"{epoch}.keras" for epoch in (1, 2, 3)
+    ]
+    assert_same_weights(
+        keras.saving.load_model(tmp_path / "3.keras", compile=False), fitted.getModel()
+    )
+
+
+def test_the_best_model_is_returned_even_after_worse_epochs_and_a_restart(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    held_out = write_rows(Path(store.get_val_data_path()), 20, seed=1)
+
+    def fit(epochs: int) -> Any:
+        def rate(epoch: int) -> float:
+            # Good epochs first, and then one that goes uphill.
+            return 0.05 if epoch < 2 else -0.05
+
+        return make_estimator(
+            store,
+            2,
+            batch_size=16,
+            epochs=epochs,
+            validation=0.1,
+            run_id="best",
+            callbacks=[keras.callbacks.LearningRateScheduler(rate)],
+            checkpoint_callback=BestModelCheckpoint(),
+        ).fit_on_parquet()
+
+    fit(2)
+    fitted = fit(3)
+    losses = fitted.getHistory()["val_loss"]
+    assert losses[1] == min(losses) < losses[2]
+    model = fitted.getModel()
+    assert model.evaluate(held_out["features"], held_out["label"], verbose=0) == pytest.approx(
+        losses[1], rel=1e-5
+    )

@@ -1,0 +1,152 @@
+"""Keras ranks together train exactly as one process would over the same global batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_reference import (
+    OPTIMIZERS,
+    assert_same_weights,
+    make_estimator,
+    make_net,
+    train_alone,
+)
+from reference import global_batches, write_rows
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "ranks", "batch_size"),
+    [("momentum", 500, 2, 32), ("adam", 65, 2, 16), ("schedule", 129, 3, 32), ("sgd", 3, 2, 1)],
+)
+def test_ranks_train_as_one_process_over_the_global_batches(
+    store: Any, name: str, rows: int, ranks: int, batch_size: int
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), rows)
+    estimator = make_estimator(
+        store, ranks, optimizer=OPTIMIZERS[name](), batch_size=batch_size, epochs=2
+    )
+    model = estimator.fit_on_parquet()
+    batches = global_batches(rows, ranks, batch_size)
+    assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS[name](), 2))
+    assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: bool) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 150)
+    model = make_estimator(
+        store,
+        2,
+        optimizer=OPTIMIZERS["clipped"](),
+        batch_size=10,
+        epochs=2,
+        # Eight steps: three, three, and two that are left over at the end of the epoch.
+        backward_passes_per_step=3,
+        sample_weight_col="weight" if weighted else None,
+    ).fit_on_parquet()
+    batches = global_batches(150, 2, 10)
+    expected = train_alone(
+        columns, batches, OPTIMIZERS["clipped"](), 2, passes=3, weighted=weighted
+    )
+    assert_same_weights(model.getModel(), expected)
+
+
+def test_validation_is_that_of_one_process_and_the_rate_comes_back_unscaled(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 128)
+    # Fewer validation rows than ranks: one rank has none.
+    held_out = write_rows(Path(store.get_val_data_path()), 2, seed=1)
+    fitted = make_estimator(
+        store,
+        3,
+        batch_size=16,
+        validation=0.5,
+        metrics=["mae", keras.metrics.RootMeanSquaredError()],
+        scale_learning_rate=True,
+    ).fit_on_parquet()
+    model, history = fitted.getModel(), fitted.getHistory()
+    batches = global_batches(128, 3, 16)
+    assert_same_weights(model, train_alone(columns, batches, keras.optimizers.SGD(0.15), 1))
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+    errors = model.predict(held_out["features"], verbose=0)[:, 0] - held_out["label"]
+    assert history["val_loss"] == [pytest.approx(float((errors**2).mean()), rel=1e-5)]
+    assert history["val_mae"] == [pytest.approx(np.abs(errors).mean(), rel=1e-5)]
+    assert history["val_root_mean_squared_error"] == [
+        pytest.approx(np.sqrt((errors**2).mean()), rel=1e-5)
+    ]
+    assert list(history) == [
+        *("loss", "mae", "root_mean_squared_error"),
+        *("val_loss", "val_mae", "val_root_mean_squared_error"),
+    ]
+
+
+def statistics_net() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.BatchNormalization(momentum=0.5),
+            keras.layers.Dense(8, activation="relu", kernel_regularizer="l2"),
+            keras.layers.Dropout(0.2),
+            keras.layers.Dense(1),
+        ]
+    )
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 200)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+
+    def fit(epochs: int, run_id: str) -> Any:
+        return make_estimator(
+            store,
+            3,
+            model=statistics_net(),
+            optimizer=keras.optimizers.Adam(0.05),
+            batch_size=16,
+            epochs=epochs,
+            run_id=run_id,
+            validation=0.1,
+            shuffle=True,
+            scale_learning_rate=True,
+            # Counts epochs without much progress, and counts on after a restart.
+            callbacks=[keras.callbacks.ReduceLROnPlateau(patience=2, min_delta=1e9)],
+        ).fit_on_parquet()
+
+    whole = fit(5, "whole")
+    fit(2, "parts")
+    resumed = fit(5, "parts")
+    assert len(resumed.getHistory()["loss"]) == 5
+    # Also: three ranks add up in the same order in every run.
+    assert resumed.getHistory() == whole.getHistory()
+    for a, b in zip(whole.getModel().weights, resumed.getModel().weights, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    for a, b in zip(
+        whole.getModel().optimizer.variables, resumed.getModel().optimizer.variables, strict=True
+    ):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+    rates = whole.getHistory()["learning_rate"]
+    assert rates[-1] < rates[0] == pytest.approx(0.05)
+
+
+def test_the_users_model_and_optimizer_are_left_alone_and_go_on_from_their_state(
+    store: Any,
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    net, optimizer = make_net(), OPTIMIZERS["momentum"]()
+    net.compile(optimizer, "mse", jit_compile=False)
+    net.fit(columns["features"], columns["label"], batch_size=64, shuffle=False, verbose=0)
+    before = [variable.numpy() for variable in [*net.variables, *optimizer.variables]]
+    fitted = make_estimator(store, 1, model=net, optimizer=None, loss=None, batch_size=64)
+    model = fitted.fit_on_parquet().getModel()
+    for variable, value in zip([*net.variables, *optimizer.variables], before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    net.fit(columns["features"], columns["label"], batch_size=64, shuffle=False, verbose=0)
+    assert_same_weights(model, net)
+    assert type(model.optimizer) is keras.optimizers.SGD
+    assert int(model.optimizer.iterations) == 2

@@ -1,0 +1,158 @@
+"""`DistributedOptimizer` and the callbacks in functions of the user's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from keras_reference import QUIET
+
+from hvd_estimators.launch.local import LocalBackend
+
+pytestmark = pytest.mark.integration
+
+
+def on_ranks(function: Any, ranks: int = 2) -> list[Any]:
+    return LocalBackend(ranks, env=QUIET).run(function)
+
+
+def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
+    def run() -> dict[str, Any]:
+        import horovod.tensorflow as hvd
+        import keras
+        import numpy as np
+        import tensorflow as tf
+
+        from hvd_estimators.keras import DistributedOptimizer
+
+        hvd.init()
+        rank = hvd.rank()
+        found: dict[str, Any] = {}
+
+        def train(optimizer: Any, gradients: Any, start: Any = (1.0, -2.0), graph: bool = True):
+            variable = keras.Variable(np.array(start, np.float32))
+
+            def apply(gradient: Any) -> None:
+                optimizer.apply([gradient], [variable])
+
+            step = tf.function(apply) if graph else apply
+            for gradient in gradients:
+                step(tf.constant(gradient, tf.float32))
+            return variable.numpy()
+
+        own = [[1.0, 0.0], [0.0, 4.0]] if rank == 0 else [[3.0, 0.0], [0.0, -2.0]]
+        sgd = keras.optimizers.SGD
+        found["eager"] = train(DistributedOptimizer(sgd(0.1)), own, graph=False)
+        found["graph"] = train(DistributedOptimizer(sgd(0.1)), own)
+        found["alone"] = train(sgd(0.1), own)
+        found["halves"] = train(
+            DistributedOptimizer(sgd(0.1), compression=hvd.Compression.fp16), own
+        )
+        found["passes"] = train(DistributedOptimizer(sgd(0.1), backward_passes_per_step=2), own)
+        found["clipped"] = train(DistributedOptimizer(sgd(0.1, clipnorm=1.0)), own)
+        schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.01])
+        found["schedule"] = train(DistributedOptimizer(sgd(schedule)), own)
+        scaled = keras.optimizers.LossScaleOptimizer(sgd(0.1), initial_scale=4.0)
+        # The second gradient is no number on rank 0: all ranks skip it.
+        bad = [[4.0, 0.0], [np.nan, 0.0]] if rank == 0 else [[12.0, 0.0], [4.0, 0.0]]
+        found["loss scale"] = train(DistributedOptimizer(scaled), bad)
+        found["scale after"] = float(scaled.dynamic_scale)
+        # Rows 0 and 1 of an embedding on rank 0, rows 1 and 2 on rank 1.
+        table = keras.Variable(np.zeros((4, 1), np.float32))
+        slices = tf.IndexedSlices(
+            tf.ones((2, 1)), tf.constant([rank, rank + 1]), tf.constant([4, 1])
+        )
+        DistributedOptimizer(sgd(1.0)).apply([slices], [table])
+        found["sparse"] = table.numpy()[:, 0]
+        optimizer = DistributedOptimizer(keras.optimizers.Adam(0.1))
+        found["class"] = type(optimizer).__name__
+        found["config"] = keras.saving.serialize_keras_object(optimizer)
+        return found
+
+    first, second = on_ranks(run)
+    for name in set(first) - {"alone", "class", "config"}:
+        np.testing.assert_array_equal(first[name], second[name], err_msg=name)
+    # Steps of 0.1 by the means (2, 0) and (0, 1) from (1, -2).
+    np.testing.assert_allclose(first["eager"], [0.8, -2.1], rtol=1e-6)
+    np.testing.assert_allclose(first["graph"], [0.8, -2.1], rtol=1e-6)
+    np.testing.assert_allclose(first["halves"], [0.8, -2.1], rtol=1e-3)
+    # What a test of averaging has to tell apart.
+    assert not np.allclose(first["alone"], second["alone"])
+    assert not np.allclose(first["alone"], first["graph"])
+    # One step by the mean of four gradients.
+    np.testing.assert_allclose(first["passes"], [0.9, -2.05], rtol=1e-6)
+    # The means have the norms 2 and 1. Clipped first, they would be (1, 0) and (0, 0).
+    np.testing.assert_allclose(first["clipped"], [0.9, -2.1], rtol=1e-6)
+    np.testing.assert_allclose(first["schedule"], [0.8, -2.01], rtol=1e-6)
+    # The mean of 4 and 12, divided by the scale of 4; then the scale is halved.
+    np.testing.assert_allclose(first["loss scale"], [0.8, -2.0], rtol=1e-6)
+    assert first["scale after"] == 2.0
+    np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
+    assert first["class"] == "Adam"
+    assert first["config"]["module"] == "keras.optimizers"
+
+
+def test_callbacks_broadcast_measure_and_warm_up() -> None:
+    def run() -> dict[str, Any]:
+        import horovod.tensorflow as hvd
+        import keras
+        import numpy as np
+
+        from hvd_estimators.keras import (
+            BroadcastCallback,
+            DistributedOptimizer,
+            LearningRateScheduleCallback,
+            LearningRateWarmupCallback,
+            MetricAverageCallback,
+        )
+
+        hvd.init()
+        rank = hvd.rank()
+        keras.utils.set_random_seed(rank)
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        optimizer = keras.optimizers.SGD(0.2, momentum=0.5)
+        optimizer.build(model.trainable_variables)
+        for variable in optimizer.variables[2:]:
+            # Slots differ, too, before they are broadcast.
+            variable.assign(np.full(variable.shape, rank, np.float32))
+        model.compile(DistributedOptimizer(optimizer), "mse", metrics=["mae"], jit_compile=True)
+        rows = np.random.default_rng(0).normal(size=(30, 2)).astype(np.float32)
+        own = slice(0, 20) if rank == 0 else slice(20, 30)
+        rates: list[float] = []
+
+        class Rates(keras.callbacks.Callback):
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                rates.append(round(float(self.model.optimizer.learning_rate), 6))
+
+        frozen = keras.callbacks.LambdaCallback()
+        history = model.fit(
+            rows[own],
+            rows[own].sum(axis=1, keepdims=True),
+            batch_size=10 if rank == 0 else 5,
+            epochs=3,
+            shuffle=False,
+            verbose=0,
+            callbacks=[
+                BroadcastCallback(),
+                MetricAverageCallback(),
+                LearningRateWarmupCallback(0.2, warmup_epochs=1),
+                LearningRateScheduleCallback(0.2, 0.1, start_epoch=2),
+                Rates(),
+                frozen,
+            ],
+        ).history
+        return {
+            "state": [v.numpy() for v in [*model.variables, *optimizer.variables]],
+            "history": history,
+            "rates": rates,
+            "jit": model.jit_compile,
+        }
+
+    first, second = on_ranks(run)
+    for a, b in zip(first["state"], second["state"], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert first["history"] == second["history"]
+    # Two batches an epoch: half the rate, then three quarters, then all of it.
+    assert first["rates"] == [0.1, 0.15, 0.2, 0.2, 0.02, 0.02]
+    assert not first["jit"]

@@ -1,0 +1,209 @@
+"""KerasEstimator on Spark: DataFrame in, Model out, predictions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from pyspark.ml import Pipeline, PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.linalg import Vectors
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import ParamError, WorkerFailedError
+from hvd_estimators.keras import BestModelCheckpoint, KerasEstimator, KerasModel
+
+pytestmark = pytest.mark.spark
+
+
+def make_frame(spark: Any, rows: int = 200) -> Any:
+    """y = 2 a - 3 b + 1, with a column that says which rows to validate on."""
+    return (
+        spark.range(rows)
+        .select(
+            F.col("id"),
+            ((F.col("id") * 37 % 101) / 101).alias("a"),
+            ((F.col("id") * 53 % 103) / 103).alias("b"),
+            (F.col("id") % 5 == 0).alias("held_out"),
+        )
+        .withColumn("y", 2 * F.col("a") - 3 * F.col("b") + 1)
+    )
+
+
+def linear_net() -> keras.Model:
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def make_estimator(store: Any, **params: Any) -> KerasEstimator:
+    return KerasEstimator(
+        **{
+            "num_proc": 2,
+            "store": store,
+            "model": linear_net(),
+            "optimizer": keras.optimizers.SGD(0.1),
+            "loss": "mse",
+            "feature_cols": ["features"],
+            "label_cols": ["y"],
+            "batch_size": 16,
+            "random_seed": 1,
+            "verbose": 0,
+            "backend_env": {"TF_CPP_MIN_LOG_LEVEL": "3"},
+            **params,
+        }
+    )
+
+
+def test_a_pipeline_fits_predicts_and_survives_saving(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    frame = make_frame(spark)
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
+    estimator = make_estimator(
+        store,
+        epochs=30,
+        validation="held_out",
+        metrics=[keras.metrics.MeanAbsoluteError(name="off_by")],
+        checkpoint_callback=BestModelCheckpoint(),
+        callbacks=[keras.callbacks.EarlyStopping(patience=20)],
+    )
+    pipeline = Pipeline(stages=[assembler, estimator])
+    pipeline.write().overwrite().save(str(tmp_path / "pipeline"))
+    fitted = Pipeline.load(str(tmp_path / "pipeline")).fit(frame)
+
+    model = fitted.stages[-1]
+    assert isinstance(model, KerasModel)
+    # The label is linear in the features, so the fit ends at its coefficients.
+    np.testing.assert_allclose(model.getModel().weights[0].numpy()[:, 0], [2, -3], atol=0.05)
+    history = model.getHistory()
+    assert set(history) == {"loss", "off_by", "val_loss", "val_off_by"}
+    assert len(history["loss"]) == 30
+    assert history["val_loss"][-1] < 1e-3 < history["val_loss"][0]
+
+    predicted = fitted.transform(frame)
+    assert dict(predicted.dtypes)["y__output"] == "double"
+    rows = predicted.select("a", "b", "y__output").collect()
+    inputs = np.array([[row["a"], row["b"]] for row in rows])
+    np.testing.assert_allclose(
+        [row["y__output"] for row in rows],
+        model.getModel().predict(inputs, verbose=0)[:, 0],
+        rtol=1e-5,
+        atol=1e-6,
+    )
+
+    fitted.write().overwrite().save(str(tmp_path / "fitted"))
+    again = PipelineModel.load(str(tmp_path / "fitted"))
+    assert again.transform(frame).select("a", "b", "y__output").collect() == rows
+    assert float(again.stages[-1].getModel().optimizer.learning_rate) == pytest.approx(0.1)
+    # A plain Keras file, for use without this package.
+    (saved,) = (tmp_path / "fitted").glob("stages/1_*/model.keras")
+    plain = keras.saving.load_model(saved)
+    assert type(plain.optimizer) is keras.optimizers.SGD
+    np.testing.assert_array_equal(plain.weights[0].numpy(), model.getModel().weights[0].numpy())
+    run = Path(store.get_run_path(model.getRunId()))
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {"checkpoint", "kept.keras"}
+    assert list((run / "logs").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_sparse_vectors_weights_and_a_row_transformation(
+    spark: Any, store: Any, compress: bool
+) -> None:
+    rows = [
+        (
+            Vectors.sparse(3, {index % 3: 2.0}) if index % 4 else Vectors.sparse(3, {}),
+            float(index % 5),
+            1.0 + index % 2,
+        )
+        for index in range(40)
+    ]
+    frame = spark.createDataFrame(rows, ["sparse", "y", "weight"]).repartition(2)
+
+    def halve(row: dict[str, Any]) -> dict[str, Any]:
+        return {**row, "y": row["y"] / 2}
+
+    keras.utils.set_random_seed(0)
+    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    fitted = make_estimator(
+        store,
+        num_proc=1,
+        model=net,
+        feature_cols=["sparse"],
+        sample_weight_col="weight",
+        batch_size=40,
+        compress_sparse_cols=compress,
+        transformation_fn=halve if compress else None,
+        inmemory_cache_all=True,
+        tensorflow_dataset_prefetch_buffer_size=1,
+        optimizer="sgd",
+    ).fit(frame)
+    dense = np.array([row[0].toArray() for row in rows])
+    labels = np.array([row[1] for row in rows])[:, None] / (2 if compress else 1)
+    net.compile("sgd", "mse")
+    net.fit(dense, labels, sample_weight=np.array([r[2] for r in rows]), batch_size=40, verbose=0)
+    for a, b in zip(fitted.getModel().weights, net.weights, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
+    predicted = fitted.setOutputCols(["out"]).transform(frame).select("sparse", "out").collect()
+    found = np.array([row["out"] for row in predicted])
+    inputs = np.array([row["sparse"].toArray() for row in predicted])
+    np.testing.assert_allclose(found, net.predict(inputs, verbose=0)[:, 0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_that_was_not_fitted_predicts(spark: Any) -> None:
+    frame = spark.createDataFrame([(1.0, [1.0, 2.0]), (2.0, [3.0, 4.0])], ["a", "v"])
+    a, v = keras.Input((1,)), keras.Input((2,))
+    outer = keras.layers.Lambda(lambda x: x[:, :, None] * x[:, None, :], output_shape=(2, 2))
+    net = keras.Model([a, v], [keras.layers.Rescaling(2.0)(a), v, outer(v)])
+    model = KerasModel(model=net, feature_columns=["a", "v"], outputCols=["n", "w", "m"])
+    predicted = model.transform(frame)
+    types = dict(predicted.dtypes)
+    assert (types["n"], types["w"], types["m"]) == ("double", "vector", "array<array<double>>")
+    rows = predicted.select("n", "w", "m").collect()
+    assert [row["n"] for row in rows] == [2.0, 4.0]
+    assert [list(row["w"].toArray()) for row in rows] == [[1.0, 2.0], [3.0, 4.0]]
+    assert rows[1]["m"] == [[9.0, 12.0], [12.0, 16.0]]
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"loss": None}, "loss is not set.*compile the model"),
+        ({"optimizer": None}, "optimizer is not set.*compile the model"),
+        ({"optimizer": "nothing"}, "optimizer: expected a Keras optimizer, found 'nothing'"),
+        ({"model": "net"}, "model: expected a keras.Model"),
+        ({"callbacks": [print]}, "callbacks: expected keras.callbacks.Callback"),
+        ({"callbacks": [keras.callbacks.BackupAndRestore("x")]}, "BackupAndRestore.*run_id"),
+        ({"checkpoint_callback": 1}, "checkpoint_callback: expected.*ModelCheckpoint, found 1"),
+        ({"loss_weights": [1.0, 2.0]}, "loss_weights: expected one per label, 1, found 2"),
+        ({"loss": keras.losses.MeanSquaredError(reduction="sum")}, "loss: .*reduction="),
+        ({"label_shapes": [[-1, 1], [-1, 1]]}, "label_shapes: expected one shape per label, 1"),
+    ],
+)
+def test_params_are_checked_before_anything_is_written(
+    spark: Any, store: Any, params: dict[str, Any], message: str
+) -> None:
+    estimator = make_estimator(store)
+    for name, value in params.items():
+        estimator._set(**{name: value})
+    frame = make_frame(spark, 20).select(F.array("a", "b").alias("features"), "y")
+    with pytest.raises(ParamError, match=message):
+        estimator.fit(frame)
+    path = Path(store.prefix_path)
+    assert not path.exists() or list(path.iterdir()) == []
+
+
+def test_a_callback_that_raises_on_one_rank_reaches_the_driver(spark: Any, store: Any) -> None:
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            import os
+
+            if os.environ.get("HOROVOD_RANK") == "1":
+                raise ArithmeticError("only on rank 1")
+
+    frame = make_frame(spark, 40).select(F.array("a", "b").alias("features"), "y")
+    with pytest.raises(WorkerFailedError, match="only on rank 1") as caught:
+        make_estimator(store, callbacks=[Fails()]).fit(frame)
+    assert caught.value.rank == 1

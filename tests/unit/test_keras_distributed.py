@@ -1,0 +1,54 @@
+"""What is refused, and what is turned off, before ranks average gradients."""
+
+from __future__ import annotations
+
+import logging
+
+import keras
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import DistributedOptimizer, KerasEstimator
+from hvd_estimators.keras.callbacks import turn_off_jit_compile
+from hvd_estimators.keras.optimizer import is_distributed
+
+
+def make_model() -> keras.Model:
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+
+def test_an_optimizer_is_wrapped_once_and_with_a_pass_at_least() -> None:
+    optimizer = keras.optimizers.SGD(0.1)
+    with pytest.raises(ParamError, match="backward_passes_per_step: expected 1 or more, found 0"):
+        DistributedOptimizer(optimizer, backward_passes_per_step=0)
+    assert not is_distributed(optimizer)
+    assert DistributedOptimizer(optimizer) is optimizer
+    assert is_distributed(optimizer)
+    with pytest.raises(ParamError, match="Wrap it once"):
+        DistributedOptimizer(optimizer)
+
+
+def test_xla_is_turned_off_and_that_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    model = make_model()
+    model.compile("sgd", "mse", jit_compile=False)
+    with caplog.at_level(logging.WARNING):
+        turn_off_jit_compile(model)
+        assert not caplog.records
+        model.compile("sgd", "mse", jit_compile=True)
+        turn_off_jit_compile(model)
+    assert not model.jit_compile
+    assert "Horovod's operations cannot be compiled by XLA" in caplog.text
+
+
+def test_the_shapes_of_a_model_are_told_with_their_free_dimensions() -> None:
+    assert KerasEstimator(model=make_model()).get_model_shapes() == ([[-1, 2]], [[-1, 1]])
+
+
+def test_accessors_keep_the_names_that_users_know() -> None:
+    estimator = KerasEstimator(custom_objects={"a": print}, backend_env={"A": 1, "B": None})
+    assert estimator.getCustomObjects() == {"a": print}
+    assert estimator.getBackendEnv() == {"A": "1", "B": None}
+    assert estimator.setCheckpointCallback(None).getCheckpointCallback() is None
+    assert estimator.getTensorflowDatasetPrefetchBufferSize() == 0
+    with pytest.raises(ParamError, match="backend_env: expected a dict"):
+        estimator.setBackendEnv("A=1")

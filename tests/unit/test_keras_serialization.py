@@ -1,0 +1,102 @@
+"""Keras objects cross to processes that know none of their classes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.serialization import OptimizerDocument, dump, load
+
+
+@keras.saving.register_keras_serializable("tests")
+class Doubling(keras.layers.Layer):
+    def call(self, x: Any) -> Any:
+        return 2 * x
+
+
+class Halving(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, start: float) -> None:
+        self.start = start
+
+    def __call__(self, step: Any) -> Any:
+        return self.start * 0.5 ** keras.ops.cast(step, "float32")
+
+    def get_config(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+
+def raised(x: Any) -> Any:
+    return x + 1
+
+
+def shifted(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean((y_true - y_pred + 1) ** 2, axis=-1)
+
+
+def make_model() -> keras.Model:
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential(
+        [keras.Input((2,)), Doubling(), keras.layers.Dense(1, activation=raised)]
+    )
+    model.compile(keras.optimizers.Adam(Halving(0.5)), loss=shifted, metrics=["mae"])
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    return model
+
+
+def test_a_model_comes_back_compiled_in_a_process_that_lacks_its_classes(tmp_path: Path) -> None:
+    model = make_model()
+    (tmp_path / "model.pkl").write_bytes(dump(model))
+    script = (
+        "import numpy as np\n"
+        "from hvd_estimators.keras.serialization import load\n"
+        f"model = load(open({str(tmp_path / 'model.pkl')!r}, 'rb').read())\n"
+        "model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)\n"
+        "print(int(model.optimizer.iterations), *np.ravel(model.get_weights()[0]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    iterations, *weights = done.stdout.split()[-3:]
+    # One more step of the same optimizer, with the slots that it had.
+    model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    assert iterations == "2"
+    np.testing.assert_allclose(
+        [float(weight) for weight in weights], np.ravel(model.get_weights()[0]), rtol=1e-5
+    )
+
+
+def test_losses_metrics_and_optimizers_come_back_with_their_settings() -> None:
+    values = [
+        keras.losses.Huber(delta=3.0),
+        keras.metrics.AUC(num_thresholds=7),
+        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.3, momentum=0.2)),
+    ]
+    huber, auc, scaling = load(dump(values))
+    assert huber.get_config() == values[0].get_config()
+    assert auc.num_thresholds == 7
+    assert scaling.inner_optimizer.momentum == 0.2
+    assert float(scaling.learning_rate) == pytest.approx(0.3)
+
+
+def test_an_optimizers_state_is_restored_for_other_variables() -> None:
+    model = make_model()
+    document = OptimizerDocument.of(model.optimizer)
+    other = make_model()
+    optimizer = document.make()
+    document.restore(optimizer, other.trainable_variables)
+    for a, b in zip(optimizer.variables, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def test_another_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_tensorflow()
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(DependencyError, match=r"'jax'.*KERAS_BACKEND=tensorflow"):
+        require_tensorflow()

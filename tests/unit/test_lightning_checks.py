@@ -1,0 +1,135 @@
+"""What the driver makes sure of before any rank starts, and rates during a step."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import StochasticWeightAveraging
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.lightning.backend import as_backend
+from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.learning_rate import StepRate
+from hvd_estimators.lightning.loaders import TrainLoader
+
+
+class Plain(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self(batch["x"]).mean()
+
+
+def test_a_step_that_cannot_run_is_told_with_the_batch() -> None:
+    check_step(Plain(), {"x": torch.zeros(3, 2)})
+    with pytest.raises(ShapeError, match=r"batch of y \(3, 2\) float32 with KeyError: 'x'"):
+        check_step(Plain(), {"y": torch.zeros(3, 2)})
+    with pytest.raises(ShapeError, match="column_dtypes"):
+        check_step(Plain(), {"x": torch.zeros(3, 2, dtype=torch.float64)})
+
+
+def test_what_a_trainer_or_a_hook_provides_is_no_error() -> None:
+    class NeedsTrainer(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.trainer.max_epochs
+
+    class NeedsHook(Plain):
+        def setup(self, stage: str) -> None:
+            self.layer = torch.nn.Linear(2, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(batch["x"])
+
+    for module in (NeedsTrainer(), NeedsHook()):
+        check_step(module, {"x": torch.zeros(3, 2)})
+
+
+def test_a_check_leaves_module_and_random_state_alone() -> None:
+    module = Plain()
+    before = module.linear.weight.clone()
+    state = torch.get_rng_state()
+    check_step(module, {"x": torch.zeros(3, 2)})
+    assert row_shapes(module, [torch.zeros(3, 2)]) == [(3,)]
+    assert row_shapes(module, [torch.zeros(3, 5)]) is None
+    assert torch.equal(module.linear.weight, before)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: Any) -> None:
+    given = {"gpus": 1, "terminate_on_nan": True, "stochastic_weight_avg": True, "max_time": None}
+    with caplog.at_level(logging.WARNING):
+        adapted = adapted_trainer_args(given)
+    assert set(adapted) == {"callbacks", "max_time"}
+    assert isinstance(adapted["callbacks"][0], StochasticWeightAveraging)
+    assert "gpus is gone from Lightning and has no effect. Instead: num_gpus" in caplog.text
+    with pytest.raises(ParamError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
+        adapted_trainer_args({"max_epoch": 1})
+    with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
+        adapted_trainer_args({"devices": 2})
+
+
+def test_any_object_that_runs_functions_is_a_backend() -> None:
+    class Users:
+        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
+            return (fn(*args, **kwargs), env)
+
+        def num_processes(self) -> int:
+            return 2
+
+    backend = as_backend(Users())
+    assert backend.num_processes() == 2
+    assert backend.run(max, args=(1, 5), kwargs={}, env={"A": "b"}) == [5, {"A": "b"}]
+    with pytest.raises(ParamError, match=r"run\(fn, args, kwargs, env\)"):
+        as_backend("local")
+
+
+def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    rate = StepRate(optimizer, 3)
+    seen = []
+
+    def closure() -> Any:
+        with rate.given():
+            seen.append(optimizer.param_groups[0]["lr"])
+            parameter.grad = torch.tensor([1.0])
+
+    optimizer.step(closure)
+    assert parameter.item() == pytest.approx(0.7)
+    assert seen == [0.1]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    # What a scheduler sets is for one rank as well.
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    assert parameter.item() == pytest.approx(0.67)
+    rate.remove()
+    optimizer.step()
+    assert parameter.item() == pytest.approx(0.66)
+
+
+class Batches:
+    """Windows of batches of 4, 1 and no rows, which count for what they say."""
+
+    def __init__(self) -> None:
+        self.rows = iter([4, 1, 0, 4, 1, 0])
+
+    def next_window(self, count: int) -> list[Any]:
+        sizes = [next(self.rows) for _ in range(count)]
+        return [({"x": torch.arange(size)}, size / 10) for size in sizes]
+
+
+def test_a_rank_without_rows_goes_along_with_some_that_count_for_nothing() -> None:
+    loader = TrainLoader(Batches(), {"x": "float64"}, 3, lambda: 2)  # type: ignore[arg-type]
+    taken = [(len(batch["x"]), loader.share.rows, loader.share.factor) for batch in loader]
+    assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
+    assert loader.taken == 3
+    assert all(batch["x"].dtype == torch.float64 for batch in loader)
