@@ -1,7 +1,8 @@
 """Batches of columns as ``tf.data`` datasets. Runs on the worker.
 
 Rows cross from NumPy to TensorFlow in runs of many batches (`Run`), some MiB at a time; TensorFlow
-itself cuts them into batches, so that Python runs once per run, not once per batch.
+itself makes columns of them, stacks those batch by batch and hands out slices, so that neither
+Python nor a traced function runs once per batch.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
+import keras
 import tensorflow as tf
 
 from hvd_estimators.data.batching import Run
@@ -84,8 +85,9 @@ def column_dataset(
     prefetch : int
         Batches that are ready beforehand; 0 lets ``tf.data`` choose.
     form : callable, optional
-        Makes an element of the columns of a batch: a dict, column name to tensor of shape
-        ``(rows, *shape)``. Traced. Default: the dict itself.
+        Makes elements of the columns of several batches: of a dict, column name to tensor of shape
+        ``(rows, *shape)``, any structure of tensors with as many rows. Traced. Default: the dict
+        itself.
 
     Returns
     -------
@@ -96,23 +98,31 @@ def column_dataset(
 
     def generate() -> Iterator[tuple[Any, ...]]:
         for run in runs():
-            yield (np.array(run.sizes, np.int64), *run.rows.blocks)
+            stop = 0
+            for size, equal in itertools.groupby(run.sizes):
+                count = len(list(equal))
+                start, stop = stop, stop + count * size
+                yield (count, size, *run.rows.slice(start, stop).blocks)
 
-    def cut(sizes: tf.Tensor, *blocks: tf.Tensor) -> tf.data.Dataset:
-        def batch(start: tf.Tensor, size: tf.Tensor) -> Any:
-            columns: dict[str, tf.Tensor] = {}
-            for group, block in zip(layout.groups, blocks, strict=True):
-                part = tf.ensure_shape(block[start : start + size], (rows, *block.shape[1:]))
-                parts = [part] if len(group) == 1 else tf.unstack(part, axis=1)
-                columns.update(zip(group, parts, strict=True))
-            # Here, and not in a map of its own: a function's call costs more than what it does.
-            return columns if form is None else form(columns)
+    def cut(count: tf.Tensor, size: tf.Tensor, *blocks: tf.Tensor) -> tf.data.Dataset:
+        columns: dict[str, tf.Tensor] = {}
+        for group, block in zip(layout.groups, blocks, strict=True):
+            parts = [block] if len(group) == 1 else tf.unstack(block, axis=1)
+            columns.update(zip(group, parts, strict=True))
+        # Made of all rows of the run: a function for each batch costs more than what it does.
+        whole = columns if form is None else form(columns)
+        return tf.data.Dataset.from_tensor_slices(
+            keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
+        )
 
-        starts = tf.cumsum(sizes, exclusive=True)
-        return tf.data.Dataset.from_tensor_slices((starts, sizes)).map(batch)
+    def stack(tensor: tf.Tensor, count: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+        shape = tensor.shape[1:]
+        batches = tf.reshape(tensor, (count, size, *shape))
+        return tf.ensure_shape(batches, (None, rows, *shape))
 
     signature = (
-        tf.TensorSpec((None,), tf.int64),
+        tf.TensorSpec((), tf.int64),
+        tf.TensorSpec((), tf.int64),
         *(tf.TensorSpec((None, *block.shape[1:]), block.dtype) for block in like.rows.blocks),
     )
     dataset = tf.data.Dataset.from_generator(generate, output_signature=signature).flat_map(cut)

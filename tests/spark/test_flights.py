@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,32 @@ import keras
 import numpy as np
 import pandas as pd
 import pytest
-from pyspark.ml import Pipeline
+import pytorch_lightning as lightning
+import torch
+from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
 from pyspark.ml.feature import StandardScaler, StringIndexer, VectorAssembler
 from pyspark.sql import functions as F
 
 from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.lightning import LightningEstimator
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 PLACES = {"origin": 3, "dest": 110, "carrier": 16}
 CONTINUOUS = ["dep_delay", "distance", "hour"]
 INDEXED = [f"{name}_index" for name in PLACES]
+FEATURES = [*INDEXED, "numbers"]
+SCALE = 40.0
+EPOCHS = 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Features, in order, and labels."""
+
+    features: list[np.ndarray]
+    label: np.ndarray
 
 
 def read_flights(spark: Any) -> tuple[Any, Any]:
@@ -35,7 +50,7 @@ def read_flights(spark: Any) -> tuple[Any, Any]:
     return frame.where("number % 5 > 0"), frame.where("number % 5 = 0")
 
 
-def make_net() -> keras.Model:
+def make_keras() -> keras.Model:
     keras.utils.set_random_seed(5)
     places = [keras.Input((1,), name=name, dtype="int32") for name in INDEXED]
     numbers = keras.Input((len(CONTINUOUS),), name="numbers")
@@ -45,14 +60,91 @@ def make_net() -> keras.Model:
     ]
     hidden = keras.layers.Concatenate()([*embedded, numbers])
     hidden = keras.layers.Dense(32, activation="relu")(hidden)
-    delay = keras.layers.Rescaling(40.0)(keras.layers.Dense(1)(hidden))
+    delay = keras.layers.Rescaling(SCALE)(keras.layers.Dense(1)(hidden))
     net = keras.Model([*places, numbers], delay)
     net.compile(keras.optimizers.Adam(5e-3), loss="mse")
     return net
 
 
+class FlightModule(lightning.LightningModule):
+    """The same network; steps get a dict of columns, and ``forward`` the features in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = torch.nn.ModuleList(
+            torch.nn.Embedding(size, 4) for size in PLACES.values()
+        )
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(4 * len(PLACES) + len(CONTINUOUS), 32),
+            torch.nn.ReLU(),
+            torch.nn.Linear(32, 1),
+        )
+
+    def forward(self, *columns: torch.Tensor) -> torch.Tensor:
+        *places, numbers = columns
+        embedded = [
+            embedding(place.reshape(-1).long())
+            for embedding, place in zip(self.embeddings, places, strict=True)
+        ]
+        return SCALE * self.layers(torch.cat([*embedded, numbers.float()], dim=1))[:, 0]
+
+    def training_step(self, batch: dict[str, torch.Tensor], index: int) -> torch.Tensor:
+        found = self(*(batch[name] for name in FEATURES))
+        return torch.nn.functional.mse_loss(found, batch["arr_delay"].float())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=5e-3)
+
+
+def make_lightning() -> FlightModule:
+    torch.manual_seed(5)
+    return FlightModule()
+
+
+def keras_alone(train: Rows, test: Rows) -> float:
+    """Train in one process, and return the root mean squared error on other rows."""
+    net = make_keras()
+    inputs = [
+        [column.reshape(len(column), -1) for column in rows.features] for rows in (train, test)
+    ]
+    net.fit(inputs[0], train.label, batch_size=128, epochs=EPOCHS, verbose=0)
+    return float(np.sqrt(net.evaluate(inputs[1], test.label, verbose=0)))
+
+
+def torch_alone(train: Rows, test: Rows) -> float:
+    """Do the same with nothing but torch."""
+    net = make_lightning()
+    optimizer = net.configure_optimizers()
+    columns = [torch.from_numpy(column) for column in train.features]
+    label = torch.from_numpy(train.label).float()
+    for _ in range(EPOCHS):
+        for rows in torch.randperm(len(label)).split(128):
+            loss = torch.nn.functional.mse_loss(net(*(c[rows] for c in columns)), label[rows])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    with torch.no_grad():
+        found = net(*(torch.from_numpy(column) for column in test.features)).numpy()
+    return float(np.sqrt(np.mean((found - test.label) ** 2)))
+
+
+def collect(frame: Any) -> Rows:
+    table = frame.select(*FEATURES, "arr_delay").toPandas()
+    features = [table[name].to_numpy() for name in INDEXED]
+    features.append(np.stack([vector.toArray() for vector in table["numbers"]]))
+    return Rows(features, table["arr_delay"].to_numpy())
+
+
+@pytest.mark.parametrize(
+    ("make_estimator", "make_net", "train_alone"),
+    [
+        (KerasEstimator, make_keras, keras_alone),
+        (LightningEstimator, make_lightning, torch_alone),
+    ],
+    ids=["keras", "lightning"],
+)
 def test_an_embedding_network_predicts_delays_as_well_as_in_one_process(
-    spark: Any, store: Any
+    spark: Any, store: Any, make_estimator: Any, make_net: Any, train_alone: Any
 ) -> None:
     train, test = read_flights(spark)
     stages = [
@@ -60,14 +152,14 @@ def test_an_embedding_network_predicts_delays_as_well_as_in_one_process(
         VectorAssembler(inputCols=CONTINUOUS, outputCol="raw"),
         StandardScaler(inputCol="raw", outputCol="numbers", withMean=True),
     ]
-    estimator = KerasEstimator(
+    estimator = make_estimator(
         num_proc=2,
         store=store,
         model=make_net(),
-        feature_cols=[*INDEXED, "numbers"],
+        feature_cols=FEATURES,
         label_cols=["arr_delay"],
         batch_size=64,
-        epochs=4,
+        epochs=EPOCHS,
         random_seed=1,
         scale_learning_rate=False,
         verbose=0,
@@ -77,17 +169,8 @@ def test_an_embedding_network_predicts_delays_as_well_as_in_one_process(
 
     evaluator = RegressionEvaluator(predictionCol="arr_delay__output", labelCol="arr_delay")
     found = evaluator.evaluate(model.transform(test))
-    rows = {}
-    for name, frame in (("train", train), ("test", test)):
-        for stage in model.stages[:-1]:
-            frame = stage.transform(frame)
-        table = frame.select(*INDEXED, "numbers", "arr_delay").toPandas()
-        inputs = [table[name].to_numpy()[:, None] for name in INDEXED]
-        inputs.append(np.stack([vector.toArray() for vector in table["numbers"]]))
-        rows[name] = inputs, table["arr_delay"].to_numpy()[:, None]
-    alone = make_net()
-    alone.fit(*rows["train"], batch_size=128, epochs=4, verbose=0)
-    expected = float(np.sqrt(alone.evaluate(*rows["test"], verbose=0)))
+    prepared = PipelineModel(model.stages[:-1])
+    expected = train_alone(*(collect(prepared.transform(frame)) for frame in (train, test)))
     spread = test.agg(F.stddev("arr_delay")).head()[0]
     assert found < 1.03 * expected
     assert found < 0.6 * spread
