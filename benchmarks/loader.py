@@ -139,7 +139,7 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
     table = []
     for name, speed in best.items():
         size = name.rpartition(" ")[2]
-        loader = best.get(f"BatchedDataLoader, batch {size}", float("nan"))
+        loader = best.get(f"BatchedDataLoader, batch {size}") or float("nan")
         table.append((name, speed, speed / decoding, speed / loader))
     header = ("contender", "rows/s", "of decoding", "times BatchedDataLoader")
     show_table(f"{data.name}, {data.rows} rows", header, table)
