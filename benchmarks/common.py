@@ -160,6 +160,16 @@ def parser(description: str | None, rows: int, repeats: int) -> argparse.Argumen
     return result
 
 
+def training_options(description: str | None) -> tuple[argparse.Namespace, int]:
+    """Return the options of a benchmark of ranks that train, and the steps of an epoch."""
+    arguments = parser(description, rows=200_000, repeats=2)
+    arguments.add_argument("--ranks", type=int, default=2, help="processes")
+    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
+    arguments.add_argument("--epochs", type=int, default=4, help="epochs of each turn")
+    given = arguments.parse_args()
+    return given, -(-given.rows // given.ranks // given.batch_size)
+
+
 def need_baseline() -> None:
     """End the program where `horovod.spark` cannot run."""
     if importlib.util.find_spec("petastorm") is None:

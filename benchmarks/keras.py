@@ -21,11 +21,11 @@ from benchmarks.common import (
     HIDDEN,
     WIDTH,
     Net,
-    parser,
     seconds,
     show_result,
     show_table,
     squared_error,
+    training_options,
     write_regression_data,
 )
 from hvd_estimators import Store
@@ -135,12 +135,7 @@ def fit_torch(store: Store, ranks: int, batch_size: int, epochs: int) -> None:
 
 
 def main() -> None:
-    arguments = parser(__doc__, rows=200_000, repeats=2)
-    arguments.add_argument("--ranks", type=int, default=2, help="processes")
-    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
-    arguments.add_argument("--epochs", type=int, default=4, help="epochs of each turn")
-    given = arguments.parse_args()
-    steps = -(-given.rows // given.ranks // given.batch_size)
+    given, steps = training_options(__doc__)
     best = {"trainer": 0.0, "hand-written loop": 0.0}
     whole = {"KerasEstimator": math.inf, "TorchEstimator": math.inf}
     with tempfile.TemporaryDirectory() as directory:

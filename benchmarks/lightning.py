@@ -18,9 +18,9 @@ import torch
 from benchmarks.common import (
     HIDDEN,
     WIDTH,
-    parser,
     show_result,
     show_table,
+    training_options,
     write_regression_data,
 )
 from hvd_estimators import Store
@@ -123,12 +123,7 @@ def fit(store: Store, ranks: int, batch_size: int, epochs: int, clock: Clock) ->
 
 
 def main() -> None:
-    arguments = parser(__doc__, rows=200_000, repeats=2)
-    arguments.add_argument("--ranks", type=int, default=2, help="processes")
-    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
-    arguments.add_argument("--epochs", type=int, default=4, help="epochs of each turn")
-    given = arguments.parse_args()
-    steps = -(-given.rows // given.ranks // given.batch_size)
+    given, steps = training_options(__doc__)
     best = {"estimator": 0.0, "plain Lightning": 0.0}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-lightning-") as directory:
         folder = Path(directory)

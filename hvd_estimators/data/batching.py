@@ -152,23 +152,26 @@ class _Stream:
     def copy_to(self, rows: Rows, start: int, stop: int) -> None:
         """Copy the next rows, which are of one pass, to some positions."""
         while start < stop:
-            left = num_rows(self._part) - self._taken if self._part else 0
-            if not left:
+            if not self._left:
                 part = next(self._parts, None)
                 if part is None:
                     raise self._other_rows(self._in_pass)
                 self._part, self._taken = part, 0
                 continue
-            count = min(left, stop - start)
+            count = min(self._left, stop - start)
             taken = self._taken + count
             rows.slice(start, start + count).fill(take(self._part, slice(self._taken, taken)))
             start, self._taken = start + count, taken
             self._in_pass += count
         if self._in_pass == self.total:
-            left = num_rows(self._part) - self._taken if self._part else 0
-            if left:
-                raise self._other_rows(self.total + left)
+            if self._left:
+                raise self._other_rows(self.total + self._left)
             self._in_pass = 0
+
+    @property
+    def _left(self) -> int:
+        """Rows of the current part that were not taken."""
+        return num_rows(self._part) - self._taken if self._part else 0
 
     def end(self) -> None:
         """Make sure that no rows are left."""

@@ -7,6 +7,8 @@ import os
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_estimators.training.rank import check_gpus
+
 __all__ = ["choose_devices", "limit_threads"]
 
 
@@ -25,13 +27,7 @@ def choose_devices(use_gpu: bool) -> None:
     tf.config.set_visible_devices([chosen] if chosen else [], "GPU")
     if chosen:
         tf.config.experimental.set_memory_growth(chosen, True)
-    available = hvd.allgather_object(bool(gpus), name="hvd_estimators.gpus")
-    if any(available) and not all(available):
-        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
-        raise RuntimeError(
-            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
-            "(spark.task.resource.gpu.amount), or set use_gpu=False."
-        )
+    check_gpus(hvd.allgather_object(bool(gpus), name="hvd_estimators.gpus"))
 
 
 def limit_threads() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ from hvd_estimators.keras.session import (
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.rank import joined
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
@@ -79,19 +79,14 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
-    if spec.mp_start_method:
-        multiprocessing.set_start_method(spec.mp_start_method, force=True)
     require_tensorflow()
-    hvd.init()
-    try:
+    with joined(hvd, spec.mp_start_method):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
         if spec.random_seed is not None:
             keras.utils.set_random_seed(spec.random_seed)
         with tempfile.TemporaryDirectory() as directory:
             return _Trainer(spec, directory).run()
-    finally:
-        hvd.shutdown()
 
 
 class _Trainer:

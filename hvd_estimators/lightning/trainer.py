@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import multiprocessing
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_di
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.rank import joined
 from hvd_estimators.training.weighing import WeighedBatches
 
 __all__ = ["LightningTrainSpec", "train"]
@@ -73,16 +73,10 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     TrainResult
         The trained module, from rank 0.
     """
-    if spec.mp_start_method:
-        multiprocessing.set_start_method(spec.mp_start_method, force=True)
-    hvd.init()
-    try:
-        with _quiet(spec.verbose):
-            if spec.random_seed is not None:
-                seed_everything(spec.random_seed, workers=True, verbose=False)
-            return _Run(spec).train()
-    finally:
-        hvd.shutdown()
+    with joined(hvd, spec.mp_start_method), _quiet(spec.verbose):
+        if spec.random_seed is not None:
+            seed_everything(spec.random_seed, workers=True, verbose=False)
+        return _Run(spec).train()
 
 
 class _Run:
@@ -149,12 +143,12 @@ class _Run:
     def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
         batches = WeighedBatches(
-            data,
+            tensor_batches(data.train_runs()),
+            data.global_train_sizes(),
             self.size,
             1,
             spec.sample_weight_col,
             sum_over_ranks,
-            tensor_batches(data.train_runs()),
         )
         train = TrainLoader(
             batches, self.spec.dtypes, spec.train_steps_per_epoch, self._passes_per_step

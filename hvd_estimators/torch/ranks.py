@@ -7,6 +7,8 @@ import hashlib
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.training.rank import check_gpus
+
 __all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
 
 
@@ -19,13 +21,7 @@ def choose_device(use_gpu: bool) -> torch.device:
         If some ranks have a GPU and others have none.
     """
     available = hvd.allgather_object(use_gpu and torch.cuda.is_available(), name="cuda")
-    if any(available) and not all(available):
-        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
-        raise RuntimeError(
-            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
-            "(spark.task.resource.gpu.amount), or set use_gpu=False."
-        )
-    if not any(available):
+    if not check_gpus(available):
         return torch.device("cpu")
     # Pinned ranks see one GPU; the others choose by their number on the machine.
     index = hvd.local_rank() % torch.cuda.device_count()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import multiprocessing
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, tensor_batches
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.rank import joined
 from hvd_estimators.training.tensorboard import EventWriter, record_scalars
 from hvd_estimators.training.weighing import WeighedBatches
 
@@ -78,15 +78,10 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    if spec.mp_start_method:
-        multiprocessing.set_start_method(spec.mp_start_method, force=True)
-    hvd.init()
-    try:
+    with joined(hvd, spec.mp_start_method):
         if spec.random_seed is not None:
             torch.manual_seed(spec.random_seed)
         return _Trainer(spec).run()
-    finally:
-        hvd.shutdown()
 
 
 class _Trainer:
@@ -120,12 +115,12 @@ class _Trainer:
         logs = spec.run.logs_path if self.rank == 0 else None
         with data, EventWriter(logs) as writer, self.progress:
             batches = WeighedBatches(
-                data,
+                tensor_batches(data.train_runs()),
+                data.global_train_sizes(),
                 self.size,
                 spec.backward_passes_per_step,
                 spec.data.sample_weight_col,
                 sum_over_ranks,
-                tensor_batches(data.train_runs()),
             )
             self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
             for epoch in range(done, spec.epochs):

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hvd_estimators.data.columns import num_rows
-from hvd_estimators.data.readers import DataModule
 
 __all__ = ["WeighedBatches"]
 
@@ -21,8 +20,10 @@ class WeighedBatches:
 
     Parameters
     ----------
-    data : DataModule
-        Gives the batches.
+    batches : iterator of mapping
+        The rank's batches, in any framework's form: column name to rows.
+    global_sizes : iterator of int, or None
+        Rows of each batch over all ranks, see `DataModule.global_train_sizes`.
     size : int
         Number of ranks.
     passes_per_step : int
@@ -32,22 +33,20 @@ class WeighedBatches:
     sum_over_ranks : callable
         Adds up a number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
         and only where the plan does not tell what a step counts for.
-    batches : iterator of mapping, optional
-        The batches in the framework's form: column name to rows. Default: as ``data`` gives them.
     """
 
     def __init__(
         self,
-        data: DataModule,
+        batches: Iterator[Mapping[str, Any]],
+        global_sizes: Iterator[int] | None,
         size: int,
         passes_per_step: int,
         weight_col: str | None,
         sum_over_ranks: Callable[[float], float],
-        batches: Iterator[Any] | None = None,
     ) -> None:
-        self._batches = iter(data.train_data()) if batches is None else batches
+        self._batches = batches
         # With sample weights the sum of a step depends on the rows.
-        self._sizes = None if weight_col else data.global_train_sizes()
+        self._sizes = None if weight_col else global_sizes
         self._size = size
         self._passes = passes_per_step
         self._weight_col = weight_col

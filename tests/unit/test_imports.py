@@ -36,6 +36,7 @@ def imported(*statements):
         ("hvd_estimators.data.readers", FRAMEWORKS | SPARK | {"petastorm", "pandas"}),
         ("hvd_estimators.data.readers.petastorm", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.progress", FRAMEWORKS | SPARK),
+        ("hvd_estimators.training.rank", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.tensorboard", FRAMEWORKS | SPARK),
         ("hvd_estimators.training.weighing", FRAMEWORKS | SPARK),
         ("hvd_estimators.torch.trainer", FRAMEWORKS - {"torch", "horovod"} | SPARK),

@@ -169,7 +169,9 @@ def columns(sizes, weights=None):
 
 def factors(data, count, **options):
     defaults = {"size": 1, "passes_per_step": 1, "weight_col": None, "sum_over_ranks": float}
-    weighed = WeighedBatches(data, **{**defaults, **options})
+    weighed = WeighedBatches(
+        data.train_data(), data.global_train_sizes(), **{**defaults, **options}
+    )
     windows = []
     while sum(map(len, windows)) < count:
         windows.append(

@@ -1,0 +1,62 @@
+"""The reference's net as a LightningModule, and how it is fitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from reference import OPTIMIZERS, make_net
+from torchmetrics import MeanSquaredError
+
+from hvd_estimators.lightning import LightningEstimator
+
+
+class Regression(LightningModule):
+    """The reference's net and loss."""
+
+    def __init__(self, optimizer: str = "adam", weighted: bool = False) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.optimizer_name = optimizer
+        self.weighted = weighted
+        self.squared = MeanSquaredError()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).reshape(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        errors = (self(batch["features"]) - batch["label"]) ** 2
+        if not self.weighted:
+            return errors.mean()
+        weight = batch["weight"].float()
+        return (errors * weight).sum() / weight.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        output = self(batch["features"])
+        self.log("val_loss", torch.nn.functional.mse_loss(output, batch["label"]))
+        self.squared(output, batch["label"])
+        self.log("val_metric", self.squared)
+        self.log("val_most", (output - batch["label"]).abs().max(), reduce_fx="max")
+
+    def configure_optimizers(self) -> Any:
+        return OPTIMIZERS[self.optimizer_name](self.parameters())
+
+
+def fit(backend: Any, store: Any, **params: Any) -> Any:
+    estimator = LightningEstimator(
+        **{
+            "backend": backend,
+            "store": store,
+            "model": Regression(),
+            "feature_cols": ["features"],
+            "label_cols": ["label"],
+            "shuffle": False,
+            "scale_learning_rate": False,
+            "random_seed": 3,
+            "logger": False,
+            "verbose": 0,
+            **params,
+        }
+    )
+    return estimator.fit_on_parquet()

@@ -1,0 +1,238 @@
+"""What a LightningEstimator takes beside a LightningModule: plain modules, data modules, params."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import lightning_ranks
+import lightning_reference
+import numpy as np
+import pytest
+import reference
+import torch
+from lightning_ranks import StandingBackend
+from lightning_reference import Regression, fit
+from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
+from reference import (
+    OPTIMIZERS,
+    assert_same_weights,
+    global_batches,
+    make_net,
+    train_alone,
+    write_rows,
+)
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
+    for module in (reference, lightning_ranks, lightning_reference, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)
+    with StandingBackend(2, tmp_path_factory.mktemp("ranks")) as standing:
+        yield standing
+
+
+def test_a_plain_module_trains_under_callbacks_and_metrics(backend: Any, store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    held_out = write_rows(Path(store.get_val_data_path()), 21, seed=1)
+    net = make_net()
+    model = fit(
+        backend,
+        store,
+        model=net,
+        optimizer=OPTIMIZERS["adam"](net.parameters()),
+        loss=torch.nn.functional.mse_loss,
+        metrics=[[torch.nn.functional.l1_loss]],
+        sample_weight_col="weight",
+        validation=0.5,
+        batch_size=16,
+        epochs=2,
+        callbacks=[ModelCheckpoint(monitor="val_loss", mode="max", save_last=True)],
+        run_id="plain",
+    )
+    trained = [
+        train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], epochs=n, weighted=True)
+        for n in (1, 2)
+    ]
+    # The greatest loss is that after the first epoch, and it is the "best" one.
+    assert isinstance(model.getModel(), torch.nn.Sequential)
+    assert_same_weights(model.getModel(), trained[0])
+    with torch.no_grad():
+        output = trained[1](torch.from_numpy(held_out["features"])).reshape(-1).numpy()
+    errors = np.abs(output - held_out["label"])
+    measured = model.getHistory()[-1]["validation"]
+    weighted = np.average(errors**2, weights=held_out["weight"])
+    assert measured["val_loss"] == pytest.approx(weighted, rel=1e-4)
+    assert measured["val_group_0_label"] == pytest.approx(errors.mean(), rel=1e-4)
+
+
+def test_a_minibatch_function_trains_a_plain_module(backend: Any, store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+
+    def minibatch(model: Any, optimizer: Any, transform: Any, loss_fn: Any, x: Any, y: Any) -> Any:
+        optimizer.zero_grad()
+        outputs, labels = transform(model(*x), y)
+        loss = loss_fn(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    net = make_net()
+    model = fit(
+        backend,
+        store,
+        model=net,
+        optimizer=OPTIMIZERS["adam"](net.parameters()),
+        loss_constructors=lambda size: torch.nn.MSELoss(),
+        train_minibatch_fn=minibatch,
+        batch_size=16,
+        epochs=2,
+    )
+    expected = train_alone(columns, global_batches(65, 2, 16), OPTIMIZERS["adam"], epochs=2)
+    assert_same_weights(model.getModel(), expected)
+
+
+class UsersData(LightningDataModule):
+    """Reads the Parquet files in its own way, from the documented arguments."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        assert set(kwargs) == {
+            *("train_dir", "val_dir", "num_train_epochs", "has_val", "train_batch_size"),
+            *("val_batch_size", "shuffle", "transformation", "inmemory_cache_all", "cur_shard"),
+            *("shard_count", "schema_fields", "storage_options", "steps_per_epoch_train"),
+            *("steps_per_epoch_val", "verbose", "reader_pool_type", "reader_worker_count", "seed"),
+            *("num_reader_epochs", "transformation_edit_fields", "transformation_removed_fields"),
+            *("debug_data_loader", "train_async_data_loader_queue_size"),
+            "val_async_data_loader_queue_size",
+        }
+        self.kwargs = kwargs
+
+    def train_dataloader(self) -> Any:
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(self.kwargs["train_dir"]).to_pydict()
+        own = slice(self.kwargs["cur_shard"], None, self.kwargs["shard_count"])
+        x, y = torch.tensor(table["features"])[own], torch.tensor(table["label"])[own]
+        size = self.kwargs["train_batch_size"]
+        batches = [
+            {"features": x[i : i + size], "label": y[i : i + size]} for i in range(0, len(x), size)
+        ]
+        return torch.utils.data.DataLoader(batches, batch_size=None)
+
+
+def test_a_data_module_of_the_users_gets_the_documented_arguments(backend: Any, store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    model = fit(backend, store, data_module=UsersData, batch_size=16, epochs=2, loader_num_epochs=1)
+    batches = [np.arange(32), np.arange(32, 64)]
+    expected = train_alone(columns, batches, OPTIMIZERS["adam"], epochs=2)
+    assert_same_weights(model.getModel().net, expected)
+
+
+class Digits(LightningModule):
+    """A small convolutional net for images of 8 by 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, 3, padding=1),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.MaxPool2d(2),
+            torch.nn.Flatten(),
+            torch.nn.Linear(128, 10),
+        )
+
+    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+        return self.layers(pixels.reshape(-1, 1, 8, 8) / 16)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(self(batch["pixels"]), batch["digit"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.005)
+
+
+def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store: Any) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    order = np.random.default_rng(0).permutation(len(digits))
+    pixels, digits = pixels[order].astype(np.float32), digits[order]
+    path = Path(store.get_train_data_path())
+    path.mkdir(parents=True)
+    table = pa.table({"pixels": list(pixels[:1400]), "digit": digits[:1400]})
+    parquet.write_table(table, path / "part-0.parquet")
+
+    def accuracy(ranks: Any, batch_size: int) -> float:
+        model = fit(
+            ranks,
+            store,
+            model=Digits(),
+            feature_cols=["pixels"],
+            label_cols=["digit"],
+            shuffle=True,
+            batch_size=batch_size,
+            epochs=8,
+        )
+        with torch.no_grad():
+            scores = model.getModel()(torch.from_numpy(pixels[1400:]))
+        return float((scores.argmax(dim=1).numpy() == digits[1400:]).mean())
+
+    alone, together = accuracy(InThisProcess(), 64), accuracy(backend, 32)
+    assert alone > 0.9
+    assert together > alone - 0.01
+
+
+class InThisProcess:
+    """A backend of somebody else's, which calls the function where it is."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+        return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self) -> int:
+        return 1
+
+
+def test_compressed_gradients_and_profile(backend: Any, store: Any) -> None:
+    import horovod.torch as hvd
+
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    model = fit(
+        backend,
+        store,
+        batch_size=16,
+        gradient_compression=hvd.Compression.fp16,
+        profiler="simple",
+        run_id="profiled",
+        inmemory_cache_all=True,
+        trainer_args={"gradient_clip_val": 1e6},
+    )
+    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=1)
+    for found, wanted in zip(model.getModel().net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-3)
+    assert list(Path(store.get_logs_path("profiled"), "profile").iterdir())
+
+
+class Exploding(Regression):
+    """Its loss overflows."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * float("inf")
+
+
+def test_training_ends_at_a_loss_that_is_not_finite(store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 32)
+    with pytest.raises(ValueError, match="loss of batch 0 is"):
+        fit(InThisProcess(), store, model=Exploding(), terminate_on_nan=True)
