@@ -1,7 +1,7 @@
 """Steps per second of `LightningEstimator`, against plain Lightning over tensors in memory.
 
-Two ranks, the same module, strategy, rows and batches. The estimator reads Parquet. Both take
-turns, and the best epoch of each counts, the first of each turn left out.
+Two ranks, the same module, strategy, logger, rows and batches. The estimator reads Parquet. Both
+take turns, and the best epoch of each counts, the first of each turn left out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytorch_lightning as lightning
 import torch
+from pytorch_lightning.loggers import TensorBoardLogger
 
 from benchmarks.common import (
     HIDDEN,
@@ -97,7 +98,7 @@ def plainly(folder: str, batch_size: int, epochs: int, clock: Clock) -> None:
         accelerator="cpu",
         max_epochs=epochs,
         callbacks=[clock],
-        logger=False,
+        logger=TensorBoardLogger(folder),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,

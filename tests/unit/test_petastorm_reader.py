@@ -2,6 +2,8 @@
 
 import itertools
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -96,3 +98,42 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     for found in [first, *passes]:
         assert sorted(found) == list(range(rows))
     assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])
+def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
+    """They would take the interpreter's lock from training a thousand times a second."""
+    monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
+    write(tmp_path / "data" / "a.parquet", x=np.arange(1000))
+    manifest = describe(tmp_path / "data", "x")
+    others = set(threading.enumerate())
+
+    with PetastormDataModule(
+        train_dir=manifest.train.path,
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=20,
+    ) as module:
+        runs = module.train_runs()
+        next(runs)
+        own = [thread.native_id for thread in threading.enumerate() if thread not in others]
+        for _ in range(50):
+            before = wake_ups(own)
+            time.sleep(0.1)
+            after = wake_ups(own)
+            # Petastorm looks every 0.1 s whether there is more to come; its own threads, every ms.
+            if after - before < 10:
+                break
+        else:
+            pytest.fail(f"{len(own)} threads woke up {after - before} times in 0.1 s")
+
+
+def wake_ups(threads):
+    """Count how often threads have gone to sleep so far."""
+    total = 0
+    for thread in threads:
+        lines = Path(f"/proc/self/task/{thread}/status").read_text().splitlines()
+        counts = [line.split()[1] for line in lines if line.startswith("voluntary_ctxt_switches")]
+        total += int(counts[0])
+    return total
