@@ -32,7 +32,7 @@ class ColumnDatasets:
     rows : int, optional
         Rows of every training batch, where all have the same: their shape is then static.
     prefetch : int
-        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     form : callable, optional
         Makes an element of a batch; see `column_dataset`.
     """
@@ -83,7 +83,7 @@ def column_dataset(
     rows : int, optional
         Rows of every batch, where all have the same.
     prefetch : int
-        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     form : callable, optional
         Makes elements of the columns of several batches: of a dict, column name to tensor of shape
         ``(rows, *shape)``, any structure of tensors with as many rows. Traced. Default: the dict
@@ -104,32 +104,38 @@ def column_dataset(
                 start, stop = stop, stop + count * size
                 yield (count, size, *run.rows.slice(start, stop).blocks)
 
-    def cut(count: tf.Tensor, size: tf.Tensor, *blocks: tf.Tensor) -> tf.data.Dataset:
+    def stacked(count: tf.Tensor, size: tf.Tensor, *blocks: tf.Tensor) -> Any:
         columns: dict[str, tf.Tensor] = {}
         for group, block in zip(layout.groups, blocks, strict=True):
-            parts = [block] if len(group) == 1 else tf.unstack(block, axis=1)
+            parts = [block] if len(group) == 1 else tf.unstack(tf.transpose(block))
             columns.update(zip(group, parts, strict=True))
         # Made of all rows of the run: a function for each batch costs more than what it does.
         whole = columns if form is None else form(columns)
-        return tf.data.Dataset.from_tensor_slices(
-            keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
-        )
+        return keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
 
     def stack(tensor: tf.Tensor, count: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
         shape = tensor.shape[1:]
         batches = tf.reshape(tensor, (count, size, *shape))
         return tf.ensure_shape(batches, (None, rows, *shape))
 
+    def slices(*stack: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_tensor_slices(stack if len(stack) > 1 else stack[0])
+
     signature = (
         tf.TensorSpec((), tf.int64),
         tf.TensorSpec((), tf.int64),
         *(tf.TensorSpec((None, *block.shape[1:]), block.dtype) for block in like.rows.blocks),
     )
-    dataset = tf.data.Dataset.from_generator(generate, output_signature=signature).flat_map(cut)
+    stacks = tf.data.Dataset.from_generator(generate, output_signature=signature).map(stacked)
+    # A thread has the next stack ready, so that what waits is bounded by bytes. Batches by number,
+    # as tf.data chooses it, can be hundreds of any size.
+    dataset = stacks.prefetch(1).flat_map(slices)
+    if prefetch:
+        dataset = dataset.prefetch(prefetch)
     options = tf.data.Options()
     options.deterministic = True
     # Slices are too small to be shared out, and the cores have the model's work to do.
     options.threading.max_intra_op_parallelism = 1
     options.threading.private_threadpool_size = 2
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return dataset.prefetch(prefetch or tf.data.AUTOTUNE).with_options(options)
+    return dataset.with_options(options)

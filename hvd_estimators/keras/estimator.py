@@ -91,7 +91,9 @@ class KerasEstimator(HorovodEstimator):
         "Environment variables of the ranks; None deletes one.", default={}, convert=_environment
     )
     tensorflow_dataset_prefetch_buffer_size = declare(
-        "Batches that are ready beforehand. 0 lets tf.data choose.", default=0, convert=integer(0)
+        "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
+        default=0,
+        convert=integer(0),
     )
 
     def get_model_class(self) -> type[KerasModel]:

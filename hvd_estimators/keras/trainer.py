@@ -60,7 +60,7 @@ class KerasTrainSpec(TrainSpec):
     floatx : str
         Keras's float type.
     prefetch : int
-        Batches that are ready beforehand; 0 lets ``tf.data`` choose.
+        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     """
 
     model: bytes
