@@ -187,7 +187,7 @@ def petastorm(data: Data, batch_size: int) -> int:
 
 
 @contextlib.contextmanager
-def petastorm_batches(data: Data, batch_size: int) -> Iterator[Iterator[Any]]:
+def petastorm_batches(data: Data, batch_size: int, passes: int = 1) -> Iterator[Iterator[Any]]:
     """Open Petastorm's own loader, with a buffer as large as ours, or nearly."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -198,7 +198,7 @@ def petastorm_batches(data: Data, batch_size: int) -> Iterator[Iterator[Any]]:
             spec.width * np.dtype(spec.dtype).itemsize for spec in data.manifest.columns
         )
         reader = make_batch_reader(
-            Path(data.file).as_uri(), num_epochs=1, workers_count=WORKERS, seed=1
+            Path(data.file).as_uri(), num_epochs=passes, workers_count=WORKERS, seed=1
         )
         capacity = max(min(data.rows, 128 * 2**20 // row_bytes), 2 * batch_size)
         with BatchedDataLoader(
