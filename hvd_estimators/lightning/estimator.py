@@ -90,7 +90,8 @@ class LightningEstimator(torch_estimator.TorchEstimator):
     )
     logger = declare(
         "Lightning logger, or a list of them; they write to the run's logs. Default: TensorBoard, "
-        "or CSV files where it is not installed. False: none."
+        "or CSV files where it is not installed. False: none. MLflow's does so if it writes to a "
+        "folder, and the store is local; other MLflow servers and databases stay as they are."
     )
     log_every_n_steps = declare(
         "Steps between two entries of the loggers.", default=50, convert=integer(1)

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import os
 import sys
 import types
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from lightning_fabric.plugins import CheckpointIO
-from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
 from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
 from hvd_estimators.spec import TrainSpec
@@ -59,7 +60,7 @@ class StoreCheckpointIO(CheckpointIO):
         self._store.delete(str(path))
 
 
-def make_loggers(logger: Any, spec: TrainSpec) -> list[Logger]:
+def make_loggers(logger: Any, spec: TrainSpec, rank: int) -> list[Logger]:
     """Return the loggers of a run, which write to its logs.
 
     Parameters
@@ -68,6 +69,8 @@ def make_loggers(logger: Any, spec: TrainSpec) -> list[Logger]:
         The user's; None and True stand for TensorBoard's, or CSV files without it.
     spec : TrainSpec
         Tells where the logs are; where the store keeps none, only the user's own are used.
+    rank : int
+        This rank; only the first one logs.
     """
     if logger is False:
         return []
@@ -85,20 +88,20 @@ def make_loggers(logger: Any, spec: TrainSpec) -> list[Logger]:
     loggers = list(logger) if isinstance(logger, Sequence) else [logger]
     if path is not None:
         for given in loggers:
-            _redirect(given, path)
+            _redirect(given, path, rank)
     return loggers
 
 
-def _redirect(logger: Logger, path: str) -> None:
+def _redirect(logger: Logger, path: str, rank: int) -> None:
     """Make a logger that writes files write them below a path."""
     if isinstance(logger, (TensorBoardLogger, CSVLogger)):
         logger._root_dir = path
         if isinstance(logger, CSVLogger):
             logger._save_dir = path
         return
-    if type(logger).__name__ == "MLFlowLogger":
-        uri = getattr(logger, "_tracking_uri", None)
-        if uri is None or uri.startswith("file:"):
+    if isinstance(logger, MLFlowLogger):
+        is_folder = str(logger._tracking_uri).startswith("file:")
+        if rank == 0 and is_folder and "://" not in path:
             _redirect_mlflow(logger, f"file:{path}/mlruns")
         return
     # Loggers that write elsewhere have none, or one that cannot be set.
@@ -107,8 +110,11 @@ def _redirect(logger: Logger, path: str) -> None:
 
 
 def _redirect_mlflow(logger: Any, uri: str) -> None:
+    # The driver has allowed MLflow to write files, or there would be no such logger.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
     client: Any = importlib.import_module("mlflow.tracking")
     logger._tracking_uri = uri
+    # It makes its folders, which several ranks cannot do at a time.
     logger._mlflow_client = client.MlflowClient(uri)
 
 

@@ -188,7 +188,7 @@ class _Run:
             # A run that has more epochs already is only loaded.
             "max_epochs": max(spec.epochs, len(self.restored["history"])),
             "callbacks": callbacks,
-            "logger": make_loggers(self.users["logger"], spec),
+            "logger": make_loggers(self.users["logger"], spec, self.rank),
             "log_every_n_steps": spec.log_every_n_steps,
             "profiler": make_profiler(self.users["profiler"], spec),
             "accumulate_grad_batches": passes,

@@ -20,6 +20,7 @@ from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import (
     ModelCheckpoint,
 )
+from pytorch_lightning.loggers import MLFlowLogger
 from reference import (
     OPTIMIZERS,
     assert_same_weights,
@@ -236,3 +237,20 @@ def test_training_ends_at_a_loss_that_is_not_finite(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 32)
     with pytest.raises(ValueError, match="loss of batch 0 is"):
         fit(InThisProcess(), store, model=Exploding(), terminate_on_nan=True)
+
+
+def test_mlflow_logs_to_the_runs_logs(
+    backend: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 21, seed=1)
+    logger = MLFlowLogger("trial", save_dir=str(tmp_path / "elsewhere"))
+    model = fit(
+        backend, store, validation=0.5, batch_size=16, epochs=3, logger=logger, run_id="tracked"
+    )
+    # MLflow's format: a file for each value, with a line for each time: moment, value, step.
+    (file,) = Path(store.get_logs_path("tracked"), "mlruns").glob("*/*/metrics/val_loss")
+    values = [float(line.split()[1]) for line in file.read_text().splitlines()]
+    assert values == pytest.approx([e["validation"]["val_loss"] for e in model.getHistory()])
+    assert not list(tmp_path.glob("elsewhere/**/metrics"))
