@@ -104,7 +104,8 @@ class _Run:
         data: dict[str, Any] = {}
         loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
         if is_lightning_data(spec.data.data_module):
-            data["datamodule"] = open_lightning_data(spec, self.rank, self.size)
+            further = spec.data_module_kwargs
+            data["datamodule"] = open_lightning_data(spec, further, self.rank, self.size)
         else:
             module = open_data_module(spec.data, self.rank, self.size, skip, spec.epochs - done)
             loaders = self._loaders(stack.enter_context(module))

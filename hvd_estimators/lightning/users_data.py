@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 from pytorch_lightning import LightningDataModule
 
-if TYPE_CHECKING:
-    from hvd_estimators.lightning.trainer import LightningTrainSpec
+from hvd_estimators.spec import TrainSpec
 
 __all__ = ["is_lightning_data", "open_lightning_data"]
 
@@ -17,10 +17,21 @@ def is_lightning_data(data_module: Any) -> bool:
     return isinstance(data_module, type) and issubclass(data_module, LightningDataModule)
 
 
-def open_lightning_data(spec: LightningTrainSpec, rank: int, size: int) -> LightningDataModule:
+def open_lightning_data(
+    spec: TrainSpec, further: Mapping[str, Any], rank: int, size: int
+) -> LightningDataModule:
     """Make the user's data module, with the keyword arguments that ``horovod.spark`` gave it.
 
     Runs on the worker.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        What the ranks are told; ``spec.data.data_module`` is the class.
+    further : mapping
+        Further keyword arguments.
+    rank, size : int
+        This rank, and the number of ranks.
     """
     data = spec.data
     options = data.options
@@ -45,6 +56,6 @@ def open_lightning_data(spec: LightningTrainSpec, rank: int, size: int) -> Light
         reader_pool_type=options["reader_pool_type"],
         reader_worker_count=options["train_reader_worker_count"],
         seed=data.random_seed,
-        **spec.data_module_kwargs,
+        **further,
     )
     return module

@@ -17,9 +17,7 @@ import torch
 from lightning_ranks import StandingBackend
 from lightning_reference import Regression, fit
 from pytorch_lightning import LightningDataModule, LightningModule
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
 from reference import (
     OPTIMIZERS,
