@@ -45,6 +45,9 @@ def imported(*statements):
     ],
 )
 def test_what_a_rank_imports_brings_no_spark_and_no_framework_but_its_own(module, heavy):
+    if module.endswith(".petastorm"):
+        reason = "not installable beside today's PyArrow"
+        pytest.importorskip("petastorm", reason=reason, exc_type=ImportError)
     assert not imported(f"import {module}") & heavy
 
 
