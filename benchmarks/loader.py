@@ -32,8 +32,9 @@ from hvd_estimators.torch.tensors import tensor_batches
 
 WORKERS = 2
 IMAGE = 224 * 224 * 3
-HELD = 16
 ROW_GROUP_BYTES = 16 * 2**20
+HELD = 16
+"""Batches that lie in memory."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,12 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
         contenders: dict[str, Contender] = {"PyArrow decoding": timed(decode, data)}
         for size in data.batch_sizes:
             if tensorflow:
-                for name, through in (
-                    ("torch", through_torch),
-                    ("tf.data", through_tensorflow),
-                ):
-                    module = ours(stack, ArrowDataModule, data, size, through)
-                    contenders[f"ours, arrow, {name}, batch {size}"] = module
+                for name, through in {
+                    "torch": through_torch,
+                    "tf.data": through_tensorflow,
+                }.items():
+                    contender = ours(stack, ArrowDataModule, data, size, through)
+                    contenders[f"ours, arrow, {name}, batch {size}"] = contender
                 contenders[f"tensors in memory, tf.data, batch {size}"] = in_memory(data, size)
                 continue
             contenders[f"BatchedDataLoader, batch {size}"] = timed(petastorm, data, size)
@@ -283,12 +284,9 @@ def ours(
         )
     )
 
-    steps = plan.steps(batch_size)
-    take: Callable[[int], int] | None = None
+    take, steps = through(module), plan.steps(batch_size)
 
     def run() -> tuple[int, float]:
-        nonlocal take
-        take = take or through(module)
         take(steps)
         started = time.perf_counter()
         rows = take(2 * steps)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import cloudpickle
+import lightning_ranks
+import reference
 import torch
+from lightning_ranks import StandingBackend
 from pytorch_lightning import LightningModule
 from reference import OPTIMIZERS, make_net
 from torchmetrics import MeanSquaredError
@@ -60,3 +69,12 @@ def fit(backend: Any, store: Any, **params: Any) -> Any:
         }
     )
     return estimator.fit_on_parquet()
+
+
+@contextlib.contextmanager
+def standing_ranks(folder: Path, test: ModuleType) -> Iterator[StandingBackend]:
+    """Keep two ranks for the fits of a test's module, whose classes they are sent by value."""
+    for module in (reference, lightning_ranks, sys.modules[__name__], test):
+        cloudpickle.register_pickle_by_value(module)
+    with StandingBackend(2, folder) as standing:
+        yield standing

@@ -7,15 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-import lightning_ranks
-import lightning_reference
 import numpy as np
 import pytest
-import reference
 import torch
 from lightning_ranks import StandingBackend
-from lightning_reference import Regression, fit
+from lightning_reference import Regression, fit, standing_ranks
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import (
     EarlyStopping,
@@ -38,9 +34,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    for module in (reference, lightning_ranks, lightning_reference, sys.modules[__name__]):
-        cloudpickle.register_pickle_by_value(module)
-    with StandingBackend(2, tmp_path_factory.mktemp("ranks")) as standing:
+    with standing_ranks(tmp_path_factory.mktemp("ranks"), sys.modules[__name__]) as standing:
         yield standing
 
 

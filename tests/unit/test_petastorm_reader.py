@@ -65,6 +65,20 @@ def test_reading_runs_ahead_by_a_bounded_number_of_ranges():
     assert not ventilator.completed()
 
 
+def opened(folder, rows, **options):
+    """Write numbered rows into one file, and open it for one rank, in batches of 20."""
+    write(folder / "a.parquet", x=np.arange(rows))
+    manifest = describe(folder, "x")
+    return PetastormDataModule(
+        train_dir=manifest.train.path,
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=20,
+        **options,
+    )
+
+
 @pytest.mark.parametrize("pool", ["thread", "process"])
 @pytest.mark.parametrize("limit", [2**30, 1])
 def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch, pool, limit):
@@ -72,16 +86,9 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     rows, cache = 60, tmp_path / "cache"
     cache.mkdir()
     monkeypatch.setattr(ranges, "PART_BYTES", 80)
-    write(tmp_path / "data" / "a.parquet", x=np.arange(rows))
-    manifest = describe(tmp_path / "data", "x")
-    plan = plan_shards(manifest.train.row_groups, 1)
-
-    with PetastormDataModule(
-        train_dir=manifest.train.path,
-        val_dir=None,
-        columns=manifest.columns,
-        train_plan=plan,
-        train_batch_size=20,
+    with opened(
+        tmp_path / "data",
+        rows,
         reader_pool_type=pool,
         cache_type="local-disk",
         cache_location=str(cache),
@@ -104,17 +111,9 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
 def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
     """They would take the interpreter's lock from training a thousand times a second."""
     monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
-    write(tmp_path / "data" / "a.parquet", x=np.arange(1000))
-    manifest = describe(tmp_path / "data", "x")
     others = set(threading.enumerate())
 
-    with PetastormDataModule(
-        train_dir=manifest.train.path,
-        val_dir=None,
-        columns=manifest.columns,
-        train_plan=plan_shards(manifest.train.row_groups, 1),
-        train_batch_size=20,
-    ) as module:
+    with opened(tmp_path / "data", 1000) as module:
         runs = module.train_runs()
         next(runs)
         own = [thread.native_id for thread in threading.enumerate() if thread not in others]
