@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["check_gpus", "joined"]
+import numpy as np
+
+__all__ = ["check_gpus", "joined", "rank_seed", "seed_rank"]
 
 
 @contextlib.contextmanager
@@ -45,3 +48,39 @@ def check_gpus(available: Sequence[bool]) -> bool:
             "(spark.task.resource.gpu.amount), or set use_gpu=False."
         )
     return any(available)
+
+
+def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
+    """Return the seed of a rank's own random numbers in an epoch.
+
+    Ranks differ, lest they draw the same dropout masks, and so do epochs, so that a resumed run
+    draws what an uninterrupted one does.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the run, 0 or more, the same on all ranks (``spec.data.random_seed``, which is drawn
+        on the driver where the user sets none).
+    rank : int
+        This rank.
+    epoch : int
+        The epoch, from 0.
+
+    Returns
+    -------
+    int
+        32 bits, not negative.
+    """
+    sequence = np.random.SeedSequence(seed, spawn_key=(rank, epoch))
+    return int(sequence.generate_state(1)[0])
+
+
+def seed_rank(seed: int, rank: int, epoch: int = 0) -> int:
+    """Seed Python's and NumPy's random numbers, and return the seed for the framework's.
+
+    See `rank_seed` for what is given and returned.
+    """
+    own = rank_seed(seed, rank, epoch)
+    random.seed(own)
+    np.random.seed(own)
+    return own
