@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,10 +51,12 @@ class Memory:
     """Gives out memory for arrays, used again once nobody holds the arrays any more.
 
     A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
+    Threads may share one.
     """
 
     def __init__(self, kept: int = 8) -> None:
         self._kept = kept
+        self._lock = threading.Lock()
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -61,17 +64,19 @@ class Memory:
         size = math.prod(shape) * dtype.itemsize
         if not size or dtype.hasobject:
             return np.empty(shape, dtype)
-        position = len(self._buffers)
-        buffer = None
-        for i, (candidate, given_out) in enumerate(self._buffers):
-            if size <= len(candidate) <= 2 * size and given_out() is None:
-                position, buffer = i, candidate
-                break
-        buffer = buffer or _new_buffer(size + size // 4)
-        # Views of it, and views of these, hold this array, as its memory is not another array's.
-        array = np.frombuffer(buffer, dtype, math.prod(shape))
-        self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
-        del self._buffers[: -self._kept]
+        # From the look at what is free until it is taken, no other thread may look.
+        with self._lock:
+            position = len(self._buffers)
+            buffer = None
+            for i, (candidate, given_out) in enumerate(self._buffers):
+                if size <= len(candidate) <= 2 * size and given_out() is None:
+                    position, buffer = i, candidate
+                    break
+            buffer = buffer or _new_buffer(size + size // 4)
+            # Views of it, and views of these, hold this array, as its memory is not another's.
+            array = np.frombuffer(buffer, dtype, math.prod(shape))
+            self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
+            del self._buffers[: -self._kept]
         return array.reshape(shape)
 
 

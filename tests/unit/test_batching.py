@@ -1,5 +1,7 @@
 """Cutting and shuffling of one pass over the rows."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -209,6 +211,37 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
     addresses = {address(memory.empty((100, 4), float32)) for _ in range(5)}
     assert addresses == {first}
     assert memory.empty((0, 4), float32).shape == (0, 4)
+
+
+def test_two_threads_never_get_the_same_memory(monkeypatch):
+    """One is held up between its look at what is free and its taking of it."""
+    memory = Memory()
+    float32 = np.dtype(np.float32)
+    memory.empty((100,), float32)  # from now on there is some that is free
+    real, looked, go_on = np.frombuffer, threading.Event(), threading.Event()
+
+    def slow(*arguments):
+        if threading.current_thread() is first:
+            looked.set()
+            go_on.wait(0.2)
+        return real(*arguments)
+
+    def take(taken):
+        taken.append(memory.empty((100,), float32))
+        go_on.set()
+
+    held: list[list[np.ndarray]] = [[], []]
+    first = threading.Thread(target=take, args=(held[0],))
+    second = threading.Thread(target=take, args=(held[1],))
+    monkeypatch.setattr(np, "frombuffer", slow)
+    first.start()
+    assert looked.wait(10)
+    second.start()
+    first.join(10)
+    second.join(10)
+
+    (one,), (other,) = held
+    assert not np.shares_memory(one, other)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
