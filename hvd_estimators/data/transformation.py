@@ -53,7 +53,7 @@ class Transformation:
         Row (a dict of values) to row.
     batch_function : callable or None
         Columns (a dict of arrays, rows first) to columns of as many rows; instead of
-        ``row_function``.
+        ``row_function``. Both may edit the arrays that they are given.
     edited : tuple of EditedField
         Fields that are cast and checked.
     removed : tuple of str
@@ -81,8 +81,14 @@ class Transformation:
             field differ in shape, or if a field is not as it was declared.
         """
         rows = num_rows(columns)
+        # What was read is Arrow's memory, or kept for other passes: it is read-only, and functions
+        # may edit what they are given.
+        columns = {
+            name: array if array.flags.writeable else array.copy()
+            for name, array in columns.items()
+        }
         if self.batch_function is not None:
-            found = _checked(self.batch_function(dict(columns)), "transformation_batch_fn")
+            found = _checked(self.batch_function(columns), "transformation_batch_fn")
             arrays = {name: np.asarray(column) for name, column in found.items()}
             for name, array in arrays.items():
                 if array.ndim == 0 or len(array) != rows:

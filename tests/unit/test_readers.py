@@ -14,6 +14,7 @@ from hvd_estimators.data.footers import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers.arrow import ArrowDataModule
 from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import LocalStore
 
@@ -288,6 +289,34 @@ def test_rows_are_transformed_once_in_every_pass(dataset, cache):
         assert list(batch) == ["id", "sum", "three"]
         np.testing.assert_array_equal(batch["sum"], np.ones(len(batch["id"])))
         np.testing.assert_array_equal(batch["three"], np.stack([batch["id"]] * 3, axis=1))
+
+
+@pytest.mark.parametrize("cache", [False, True])
+@pytest.mark.parametrize("by_row", [False, True])
+def test_a_transformation_may_edit_what_it_is_given(dataset, cache, by_row):
+    """Each pass starts from the stored values."""
+
+    def edit(fields):
+        fields["pair"] *= 2
+        fields["id"] += 0
+        return fields
+
+    edits = Transformation(edit) if by_row else Transformation(batch_function=edit)
+    count = steps(dataset)
+    with module(
+        dataset,
+        transformation=edits,
+        inmemory_cache_all=cache,
+        val_plan=dataset.plan(1),
+        val_batch_size=4,
+    ) as data:
+        batches = list(itertools.islice(data.train_data(), 3 * count))
+        for _ in range(3):
+            batches += data.val_data()
+
+    assert sum(len(batch["id"]) for batch in batches) == 6 * ROWS
+    for batch in batches:
+        np.testing.assert_array_equal(batch["pair"], 2 * pairs(batch["id"]))
 
 
 def test_an_epoch_can_be_cut_and_can_cycle_the_data(dataset):

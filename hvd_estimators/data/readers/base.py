@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -308,6 +308,7 @@ class PlannedDataModule(DataModule):
                 for row_range in ranges:
                     if row_range not in self._cache:
                         self._cache[row_range] = list(_take_rows(parts, row_range.rows))
+                        _make_read_only(self._cache[row_range])
                     yield from self._cache[row_range]
 
     def _train_passes(
@@ -335,6 +336,13 @@ def _single_runs(batches: Iterator[Batch]) -> Iterator[Run]:
 def _batches(runs: Iterator[Run]) -> Iterator[Batch]:
     for run in runs:
         yield from run.batches()
+
+
+def _make_read_only(parts: Iterable[Columns]) -> None:
+    """Keep a transformation, which may edit arrays, from editing these instead of a copy."""
+    for part in parts:
+        for array in part.values():
+            array.setflags(write=False)
 
 
 def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
