@@ -17,10 +17,11 @@ from pyspark.sql import DataFrame
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.data.footers import first_rows, read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.names import quoted, require_columns
 from hvd_estimators.data.prepare import load_manifest, prepare_data
 from hvd_estimators.data.prepared import hold
 from hvd_estimators.data.readers import check_data_module
-from hvd_estimators.data.schema import known_columns, require_columns
+from hvd_estimators.data.schema import known_columns
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
 from hvd_estimators.data.transformation import Transformation, edited_fields
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ShapeError
@@ -329,7 +330,8 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             self._dry_run(zeros)
         except ShapeError:
             # Zeros may be no valid input of the model: the first real rows decide.
-            rows: Any = dataset.select(*self._needed_columns()).limit(DRY_RUN_ROWS).toPandas()
+            needed = dataset.select(*map(quoted, self._needed_columns()))
+            rows: Any = needed.limit(DRY_RUN_ROWS).toPandas()
             if len(rows) == DRY_RUN_ROWS and not rows.isna().any(axis=None):
                 self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
 

@@ -17,7 +17,8 @@ from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators.data.columns import Array
-from hvd_estimators.data.schema import feature_array, require_columns
+from hvd_estimators.data.names import clashing, require_columns, unused_name
+from hvd_estimators.data.schema import feature_array
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.params import (
     DeclaredParams,
@@ -78,12 +79,13 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
         outputs = self._output_names()
-        existing = [name for name in outputs if name in dataset.columns]
-        if existing:
-            raise ColumnError(
-                f"outputCols: the DataFrame has a column {existing[0]!r} already. Drop it, or set "
-                "other names with setOutputCols."
-            )
+        for index, name in enumerate(outputs):
+            taken = clashing(dataset, name, [*dataset.columns, *outputs[:index]])
+            if taken:
+                raise ColumnError(
+                    f"outputCols: the column {name!r} cannot be added, there is {taken[0]!r} "
+                    "already. Drop that, or set other names with setOutputCols."
+                )
         shapes = self._output_shapes()
         if len(shapes) != len(outputs):
             raise ParamError(
@@ -97,7 +99,7 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         types = self.getOrDefault("output_types") or [None] * len(outputs)
         if len(shapes) == 1:
             return dataset.withColumn(outputs[0], _as_type(predicted, shapes[0], types[0]))
-        struct = "__predicted"
+        struct = unused_name("__predicted", [*dataset.columns, *outputs])
         with_struct = dataset.withColumn(struct, predicted)
         columns = {
             name: _as_type(F.col(struct)[f"o{index}"], shape, data_type)

@@ -34,18 +34,21 @@ class ColumnSpec:
         NumPy name of the element type that readers deliver; ``object`` for text.
     shape : tuple of int
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
+    stored : tuple of str
+        What `stored_names` returns, where it is not made of the name. Default: empty.
     """
 
     name: str
     kind: Kind
     dtype: str
     shape: tuple[int, ...] = ()
+    stored: tuple[str, ...] = ()
 
     @property
     def stored_names(self) -> tuple[str, ...]:
         """Names of the Parquet columns that hold this column; none for a partition."""
-        if self.kind == "partition":
-            return ()
+        if self.stored or self.kind == "partition":
+            return self.stored
         if self.kind == "sparse":
             return (f"{self.name}__indices", f"{self.name}__values")
         return (self.name,)
@@ -121,7 +124,7 @@ class DatasetManifest:
         """Read back what `to_json` wrote."""
         document = json.loads(text)
         columns = tuple(
-            ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]))
+            ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]), tuple(c["stored"]))
             for c in document["columns"]
         )
         validation = document["validation"]

@@ -14,9 +14,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.data.catalog import load_manifest
+from hvd_estimators.data.names import quoted, require_columns
 from hvd_estimators.data.plans import keeps_order, source_plan
 from hvd_estimators.data.prepared import lend
-from hvd_estimators.data.schema import require_columns, stored_column
+from hvd_estimators.data.schema import StoredColumn, stored_column
 from hvd_estimators.data.writing import Validation, write_dataset
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.store import Store
@@ -111,10 +112,14 @@ def prepare_data(
     require_columns(df, "feature_columns", list(feature_columns))
     require_columns(df, "sample_weight_col", extra) if extra else None
     names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
-    columns = [
-        stored_column(df, name, compress_sparse=compress_sparse, allow_text=allow_text)
-        for name in names
-    ]
+    columns: list[StoredColumn] = []
+    taken = set(names)
+    for name in names:
+        column = stored_column(
+            df, name, compress_sparse=compress_sparse, allow_text=allow_text, taken=taken
+        )
+        columns.append(column)
+        taken.update(column.spec.stored_names)
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":
         raise ColumnError(
             f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "
@@ -177,9 +182,12 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
     if not isinstance(validation, str):
         return Validation(F.rand(seed) < float(validation), by_position=not keeps_order(df))
     data_type = df.schema[validation].dataType
-    column = df[f"`{validation}`"]
+    column = df[quoted(validation)]
     if isinstance(data_type, T.BooleanType):
         return Validation(column)
+    if isinstance(data_type, (T.FloatType, T.DoubleType)):
+        # For Spark, NaN is above all numbers.
+        return Validation(F.when(~F.isnan(column), column > 0))
     if isinstance(data_type, T.NumericType):
         return Validation(column > 0)
     raise ColumnError(

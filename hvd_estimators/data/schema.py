@@ -5,7 +5,7 @@ Runs on the driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from pyspark.ml.functions import vector_to_array
@@ -15,9 +15,10 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.names import quoted, unused_name
 from hvd_estimators.exceptions import ColumnError
 
-__all__ = ["StoredColumn", "feature_array", "known_columns", "require_columns", "stored_column"]
+__all__ = ["StoredColumn", "feature_array", "known_columns", "stored_column"]
 
 _SCALARS: dict[type[T.DataType], str] = {
     T.ByteType: "int8",
@@ -72,29 +73,16 @@ class StoredColumn:
         condition: Callable[[Column], Column] = _is_not_finite
         for _ in self.spec.shape:
             condition = _exists(condition)
-        return condition(F.col(f"`{self.spec.stored_names[-1]}`"))
-
-
-def require_columns(df: DataFrame, param: str, names: list[str]) -> None:
-    """Make sure that a parameter names columns that exist.
-
-    Raises
-    ------
-    ColumnError
-        If there are none, or one is missing.
-    """
-    if not names:
-        raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
-    missing = [name for name in names if name not in df.columns]
-    if missing:
-        raise ColumnError(
-            f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
-            f"its columns are {', '.join(df.columns)}."
-        )
+        return condition(F.col(quoted(self.spec.stored_names[-1])))
 
 
 def stored_column(
-    df: DataFrame, name: str, *, compress_sparse: bool = False, allow_text: bool = False
+    df: DataFrame,
+    name: str,
+    *,
+    compress_sparse: bool = False,
+    allow_text: bool = False,
+    taken: Collection[str] = (),
 ) -> StoredColumn:
     """Decide how a column is written.
 
@@ -109,6 +97,8 @@ def stored_column(
         Write vectors as indices and values of what is not zero.
     allow_text : bool
         Take strings and bytes, too.
+    taken : collection of str
+        Names that other columns are written under.
 
     Raises
     ------
@@ -116,9 +106,9 @@ def stored_column(
         If the type cannot be trained on.
     """
     data_type = df.schema[name].dataType
-    column = df[f"`{name}`"]
+    column = df[quoted(name)]
     if isinstance(data_type, VectorUDT):
-        return _sparse(name, column) if compress_sparse else _dense(name, column)
+        return _sparse(name, column, taken) if compress_sparse else _dense(name, column)
     if allow_text and isinstance(data_type, (T.StringType, T.BinaryType)):
         return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
     if isinstance(data_type, T.ArrayType):
@@ -178,8 +168,9 @@ def _dense(name: str, column: Column) -> StoredColumn:
     return StoredColumn(spec, (array.alias(name),), F.size(array))
 
 
-def _sparse(name: str, column: Column) -> StoredColumn:
+def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
     spec = ColumnSpec(name, "sparse", "float32", (-1,))
+    spec = replace(spec, stored=tuple(unused_name(part, taken) for part in spec.stored_names))
     raw = F.unwrap_udt(column)
     values = raw["values"].cast("array<float>")
     size = F.when(raw["type"] == _DENSE, F.size(values)).otherwise(raw["size"])

@@ -14,6 +14,7 @@ from pyspark.sql import functions as F
 from hvd_estimators.data.catalog import manifest_path, staging_path
 from hvd_estimators.data.footers import complete_shapes, read_split
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.data.names import quoted, unused_name
 from hvd_estimators.data.schema import StoredColumn
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.store import Store
@@ -22,8 +23,6 @@ __all__ = ["ROW_GROUP_BYTES", "Validation", "write_dataset"]
 
 ROW_GROUP_BYTES = 16 * 2**20
 """Target size of a row group: the unit that readers fetch and shuffle."""
-
-_SPLIT = "__split"
 
 
 @dataclass(frozen=True)
@@ -80,15 +79,15 @@ def write_dataset(
     if validation is None:
         observed = _write(store, df, columns, None, train_path, check_finite)
     else:
-        staging = staging_path(store, index)
+        staging, split = staging_path(store, index), _own_name("__split", columns)
         observed = _write(store, df, columns, validation, staging, check_finite)
         if observed["split_nulls"]:
             raise DataError(
-                f"validation: its column holds {observed['split_nulls']} nulls; set true or "
-                "false in every row."
+                f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
+                "true or false, or a number, in every row."
             )
-        _move(store, f"{staging}/{_SPLIT}=false", train_path, "to train on")
-        _move(store, f"{staging}/{_SPLIT}=true", val_path, "to validate on")
+        _move(store, f"{staging}/{split}=false", train_path, "to train on")
+        _move(store, f"{staging}/{split}=true", val_path, "to validate on")
         store.delete(staging)
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
     train = read_split(store, train_path, specs)
@@ -110,17 +109,22 @@ def _write(
 ) -> dict[str, int]:
     """Write to one path, and return what was measured on the way."""
     expressions = [expression for column in columns for expression in column.expressions]
-    lengths = [(f"__length_{i}", c.length) for i, c in enumerate(columns) if c.length is not None]
+    lengths = [
+        (_own_name(f"__length_{i}", columns), column.length)
+        for i, column in enumerate(columns)
+        if column.length is not None
+    ]
     expressions += [length.alias(name) for name, length in lengths]
     measures = _measures(columns, check_finite)
     if validation is None:
         frame = df.select(*expressions)
     else:
-        split = validation.condition.alias(_SPLIT)
-        measures.append(F.count_if(F.col(_SPLIT).isNull()).alias("split_nulls"))
+        split_name = _own_name("__split", columns)
+        split = validation.condition.alias(split_name)
+        measures.append(F.count_if(F.col(split_name).isNull()).alias("split_nulls"))
         if validation.by_position:
             frame = df.select(*expressions)
-            in_order = frame.sortWithinPartitions(F.xxhash64(*(f"`{c}`" for c in frame.columns)))
+            in_order = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
             frame = in_order.select("*", split)
         else:
             frame = df.select(*expressions, split)
@@ -130,9 +134,14 @@ def _write(
     frame = frame.drop(*(name for name, _ in lengths))
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
     if validation is not None:
-        writer = writer.partitionBy(_SPLIT)
+        writer = writer.partitionBy(split_name)
     writer.parquet(store.spark_url(path))
     return observation.get if measures else {}
+
+
+def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
+    """Return the name of a column of our own, which no column that is written has."""
+    return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
 
 
 def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
@@ -140,7 +149,7 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
     measures = []
     for i, column in enumerate(columns):
         if column.length is not None:
-            length = F.col(f"__length_{i}")
+            length = F.col(_own_name(f"__length_{i}", columns))
             # The size of a null is null under ANSI rules and -1 otherwise.
             measures += [
                 F.min(F.when(length >= 0, length)).alias(f"min_{i}"),

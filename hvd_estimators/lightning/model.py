@@ -13,6 +13,7 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.data.columns import Array
+from hvd_estimators.data.names import quoted
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import declare
@@ -66,7 +67,7 @@ class LightningModel(torch_model.TorchModel):
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
         data_type = dataset.schema[name].dataType
         if self._predicts_rows() and isinstance(data_type, (T.StringType, T.BinaryType)):
-            return F.col(name)
+            return F.col(quoted(name))
         return super()._feature_column(dataset, name)
 
     def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:

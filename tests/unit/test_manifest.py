@@ -12,6 +12,7 @@ COLUMNS = (
     ColumnSpec("pixels", "array", "uint8", (28, 28, 3)),
     ColumnSpec("words", "sparse", "float32", (1000,)),
     ColumnSpec("day", "partition", "int64"),
+    ColumnSpec("tags", "sparse", "float32", (5,), ("tags__indices_", "tags__values")),
 )
 TRAIN = Split("/data/train", (RowGroup("/data/train/a.parquet", 0, 10), RowGroup("/b", 3, 5)))
 VALIDATION = Split("/data/val", (RowGroup("/data/val/ä ?#.parquet", 0, 2),))
@@ -33,19 +34,21 @@ def test_the_document_is_plain_json():
         "kind": "array",
         "dtype": "uint8",
         "shape": [28, 28, 3],
+        "stored": [],
     }
     assert document["train"]["row_groups"][1] == {"file": "/b", "index": 3, "rows": 5}
     assert document["validation"] is None
 
 
 def test_columns_tell_their_width_and_stored_names():
-    scalar, array, sparse, partition = COLUMNS
+    scalar, array, sparse, partition, renamed = COLUMNS
 
-    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000, 1]
+    assert [column.width for column in COLUMNS] == [1, 28 * 28 * 3, 1000, 1, 5]
     assert scalar.stored_names == ("age",)
     assert array.stored_names == ("pixels",)
     assert sparse.stored_names == ("words__indices", "words__values")
     assert partition.stored_names == ()
+    assert renamed.stored_names == ("tags__indices_", "tags__values")
 
 
 def test_a_split_adds_up_its_rows_and_a_column_is_found_by_name():

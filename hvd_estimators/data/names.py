@@ -1,0 +1,63 @@
+"""Names of columns, whatever characters they hold: quoted, told apart, and made up.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pyspark.sql import DataFrame
+
+from hvd_estimators.exceptions import ColumnError
+
+__all__ = ["clashing", "quoted", "require_columns", "unused_name"]
+
+
+def quoted(name: str) -> str:
+    """Return a column's name as Spark's functions take it: as it is, dots and backticks too."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def unused_name(wanted: str, taken: Iterable[str]) -> str:
+    """Return a name that is no other's, in either case: the wanted one, or with underscores."""
+    folded = {name.casefold() for name in taken}
+    while wanted.casefold() in folded:
+        wanted += "_"
+    return wanted
+
+
+def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
+    """Return those of some names that Spark cannot tell from one."""
+    if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
+        return [other for other in others if other == name]
+    return [other for other in others if other.casefold() == name.casefold()]
+
+
+def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
+    """Make sure that a parameter names columns that exist, and each of them one only.
+
+    Raises
+    ------
+    ColumnError
+        If there are none, if one is missing, or if one is not the only column of its name.
+    """
+    if not names:
+        raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
+    columns = df.columns
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise ColumnError(
+            f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
+            f"its columns are {', '.join(columns)}."
+        )
+    for name in names:
+        alike = clashing(df, name, columns)
+        if len(alike) > 1:
+            remedy = "Rename or drop the others (toDF renames by position)"
+            if len(set(alike)) > 1:
+                remedy += ", or set spark.sql.caseSensitive=true, if case tells them apart"
+            raise ColumnError(
+                f"{param}: the DataFrame has {len(alike)} columns that Spark takes for "
+                f"{name!r}: {', '.join(map(repr, alike))}. {remedy}."
+            )
