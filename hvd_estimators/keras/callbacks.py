@@ -13,6 +13,7 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import broadcast_variables, sum_arrays
 from hvd_estimators.keras.optimizer import is_distributed
+from hvd_estimators.keras.randomness import split_seed_states
 
 __all__ = [
     "BestModelCheckpoint",
@@ -62,6 +63,7 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 class BroadcastCallback(keras.callbacks.Callback):
     """Starts all ranks from one rank's weights and optimizer state (its slots included).
 
+    Random layers, such as dropout, draw other numbers on each rank.
     Also turns off ``jit_compile``, since XLA cannot compile Horovod's operations.
 
     Parameters
@@ -91,6 +93,7 @@ class BroadcastCallback(keras.callbacks.Callback):
                 "DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer))."
             )
         broadcast_variables([*self.model.variables, *optimizer.variables], self._root_rank)
+        split_seed_states(self.model, hvd.rank())
 
 
 def turn_off_jit_compile(model: keras.Model) -> None:

@@ -40,9 +40,8 @@ class RunState:
 def write_checkpoint(model: keras.Model, state: RunState) -> bytes:
     """Return a checkpoint; to Keras it is a ``.keras`` file like any other."""
     buffer = io.BytesIO(save_model(model))
-    seeds = [variable.numpy() for variable in _seeds(model)]
     with zipfile.ZipFile(buffer, "a") as archive:
-        archive.writestr(_MEMBER, pickle.dumps((state, seeds)))
+        archive.writestr(_MEMBER, pickle.dumps(state))
     return buffer.getvalue()
 
 
@@ -50,21 +49,8 @@ def read_checkpoint(model: keras.Model, document: bytes) -> RunState:
     """Load weights and optimizer state into a built model; return the rest."""
     load_weights(model, document)
     with zipfile.ZipFile(io.BytesIO(document)) as archive:
-        state, seeds = pickle.loads(archive.read(_MEMBER))
-    for variable, value in zip(_seeds(model), seeds, strict=True):
-        variable.assign(value)
-    resumed: RunState = state
+        resumed: RunState = pickle.loads(archive.read(_MEMBER))
     return resumed
-
-
-def _seeds(model: keras.Model) -> list[Any]:
-    """Return the states of random numbers, which Keras does not save: they are no weights."""
-    weights = {id(weight) for weight in model.weights}
-    return [
-        variable
-        for variable in model.non_trainable_variables
-        if id(variable) not in weights and keras.backend.is_int_dtype(variable.dtype)
-    ]
 
 
 def callback_state(callback: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_che
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.optimizer import distribute
+from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import load
 from hvd_estimators.keras.session import (
     EpochEnd,
@@ -139,7 +140,11 @@ class _Trainer:
             self.model.steps_per_execution = 1
         has_validation = spec.data.val_plan is not None
         validation = datasets.validation(spec.data.validation_steps_per_epoch)
-        chosen: list[Any] = [StatisticsCallback(), MetricAverageCallback()]
+        chosen: list[Any] = [
+            RandomStreams(self.model, spec.data.random_seed, self.rank, done),
+            StatisticsCallback(),
+            MetricAverageCallback(),
+        ]
         chosen += for_rank(spec.callbacks, self.rank, spec.run.logs_path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []

@@ -85,20 +85,48 @@ def test_validation_is_that_of_one_process_and_the_rate_comes_back_unscaled(stor
     ]
 
 
-def statistics_net() -> keras.Model:
+class Noted(keras.layers.Layer):
+    """Writes down, for each step of a rank, which elements dropout has left."""
+
+    def __init__(self, directory: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.directory = directory
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        import os
+
+        import tensorflow as tf
+
+        def note(values: Any) -> np.int32:
+            with open(f"{directory}/{os.environ['HOROVOD_RANK']}", "a") as file:
+                print("".join(str(int(value != 0)) for value in values.numpy()[0]), file=file)
+            return np.int32(0)
+
+        directory = self.directory
+        if not training or "HOROVOD_RANK" not in os.environ:
+            return x
+        with tf.control_dependencies([tf.py_function(note, [x], tf.int32)]):
+            return tf.identity(x)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "directory": self.directory}
+
+
+def statistics_net(directory: Path) -> keras.Model:
+    directory.mkdir(exist_ok=True)
     keras.utils.set_random_seed(7)
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            keras.layers.BatchNormalization(momentum=0.5),
-            keras.layers.Dense(8, activation="relu", kernel_regularizer="l2"),
-            keras.layers.Dropout(0.2),
-            keras.layers.Dense(1),
-        ]
-    )
+    inputs = keras.Input((4,))
+    hidden = keras.layers.BatchNormalization(momentum=0.5)(inputs)
+    hidden = keras.layers.Dense(8, activation="relu", kernel_regularizer="l2")(hidden)
+    hidden = keras.layers.Dropout(0.2)(hidden)
+    noise = keras.layers.Dense(32, kernel_initializer="zeros", bias_initializer="ones")(inputs)
+    noise = Noted(str(directory))(keras.layers.Dropout(0.5)(noise))
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Concatenate()([hidden, noise])))
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(store: Any) -> None:
+def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(
+    store: Any, tmp_path: Path
+) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
 
@@ -106,7 +134,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(store: A
         return make_estimator(
             store,
             3,
-            model=statistics_net(),
+            model=statistics_net(tmp_path / run_id),
             optimizer=keras.optimizers.Adam(0.05),
             batch_size=16,
             epochs=epochs,
@@ -132,6 +160,13 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one_and_callbacks_go_on(store: A
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
     rates = whole.getHistory()["learning_rate"]
     assert rates[-1] < rates[0] == pytest.approx(0.05)
+    # Each rank draws other dropout masks in each step, and the resumed run the same ones.
+    masks = [(tmp_path / "whole" / str(rank)).read_text().split() for rank in range(3)]
+    steps = 5 * 5
+    assert list(map(len, masks)) == [steps] * 3
+    assert len(set(masks[0] + masks[1] + masks[2])) == 3 * steps
+    parts = [(tmp_path / "parts" / str(rank)).read_text().split() for rank in range(3)]
+    assert parts == masks
 
 
 def test_the_users_model_and_optimizer_are_left_alone_and_go_on_from_their_state(

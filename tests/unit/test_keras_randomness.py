@@ -1,0 +1,99 @@
+"""Random numbers of a rank's own, from whatever source."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_estimators.keras.randomness import RandomStreams, split_seed_states
+
+
+class Draws(keras.layers.Layer):
+    """Adds numbers of one source, and keeps them."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.source = source
+        self.notes: Any = lambda notes=[]: notes
+        self.own = keras.random.SeedGenerator(5)
+        self.tensorflow = tf.random.Generator.from_seed(5)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if not training:
+            return x
+        shape = (3,)
+        numbers = {
+            "own": lambda: keras.random.uniform(shape, seed=self.own),
+            "keras": lambda: keras.random.uniform(shape),
+            "generator": lambda: self.tensorflow.uniform(shape),
+            "global": lambda: tf.random.get_global_generator().uniform(shape),
+            "tensorflow": lambda: tf.random.uniform(shape),
+            "numpy": lambda: tf.py_function(lambda: np.random.rand(3), [], tf.float32),
+            "python": lambda: tf.py_function(lambda: np.full(3, random.random()), [], tf.float32),
+        }[self.source]()
+
+        def note(values: Any) -> np.int32:
+            self.notes().append(tuple(values.numpy().tolist()))
+            return np.int32(0)
+
+        with tf.control_dependencies([tf.py_function(note, [numbers], tf.int32)]):
+            return x + tf.reduce_sum(numbers)
+
+
+def drawn(source: str, rank: int, first_epoch: int = 0) -> list[tuple[float, ...]]:
+    """Return what is drawn in two steps of each epoch of a part of a run."""
+    keras.utils.set_random_seed(1)
+    layer = Draws(source)
+    model = keras.Sequential([keras.Input((1,)), layer, keras.layers.Dense(1)])
+    model.compile("sgd", "mse", jit_compile=False)
+    model.fit(
+        np.zeros((2, 1)),
+        np.zeros((2, 1)),
+        batch_size=1,
+        initial_epoch=first_epoch,
+        epochs=3,
+        verbose=0,
+        callbacks=[RandomStreams(model, 9, rank, first_epoch)],
+    )
+    return list(layer.notes())
+
+
+@pytest.mark.parametrize(
+    "source", ["own", "keras", "generator", "global", "tensorflow", "numpy", "python"]
+)
+def test_ranks_steps_and_epochs_differ_and_a_resumed_run_draws_the_same(source: str) -> None:
+    ranks = [drawn(source, rank) for rank in (0, 1)]
+    assert len({*ranks[0], *ranks[1]}) == 2 * 3 * 2
+    assert drawn(source, 1) == ranks[1]
+    resumed = drawn(source, 1, first_epoch=2)
+    if source == "tensorflow":
+        # Its state cannot be set; at least nothing comes twice.
+        assert not set(resumed) & {*ranks[0], *ranks[1]}
+    else:
+        assert resumed == ranks[1][4:]
+
+
+def test_generators_of_one_seed_draw_the_same_and_of_others_do_not() -> None:
+    layers = [keras.layers.Dropout(0.5, seed=seed) for seed in (1, 1, 2, None)]
+    model = keras.Sequential([keras.Input((1,)), *layers])
+    streams = RandomStreams(model, 9, 0)
+    streams.on_epoch_begin(4)
+    states = [tuple(layer.seed_generator.state.numpy()) for layer in layers]
+    assert states[0] == states[1]
+    assert len(set(states)) == 3
+
+
+def test_broadcast_states_are_split_by_rank() -> None:
+    layer = keras.layers.Dropout(0.5, seed=1)
+    model = keras.Sequential([keras.Input((1,)), layer])
+    states = set()
+    for rank in range(3):
+        layer.seed_generator.state.assign([1, 0])
+        split_seed_states(model, rank)
+        states.add(tuple(layer.seed_generator.state.numpy()))
+    assert len(states) == 3
