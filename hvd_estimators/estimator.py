@@ -186,6 +186,12 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         "hvd_estimators.data.readers.DataModule. Default: Petastorm where it can be imported, "
         "PyArrow otherwise.",
     )
+    dry_run = declare(
+        "Whether the driver tries model and loss on a few rows before training, on copies, so that "
+        "shapes that do not fit end fit() early. What cannot run there is left to the ranks.",
+        default=True,
+        convert=boolean,
+    )
     scale_learning_rate = declare(
         "Multiply the learning rate by the number of ranks for training.",
         default=True,
@@ -234,7 +240,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         backend = self._ready_backend()
-        self._check_frame(dataset)
+        trial = self._check_frame(dataset)
         with prepare_data(
             backend.num_processes(),
             self.getOrDefault("store"),
@@ -250,7 +256,8 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
             check_finite=self.getOrDefault("check_finite"),
             allow_text=self._transformation() is not None,
         ) as dataset_idx:
-            return self._train(load_manifest(self.getOrDefault("store"), dataset_idx), backend)
+            manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
+            return self._train(manifest, backend, trial)
 
     def _ready_backend(self) -> Backend:
         """Check everything that needs no data, and return the backend."""
@@ -314,34 +321,47 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
                 "data_module='petastorm', or leave cache_type out."
             )
 
-    def _check_frame(self, dataset: DataFrame) -> None:
-        """Try the model on zeros, where the schema tells all shapes; certain errors end here."""
+    def _check_frame(self, dataset: DataFrame) -> Any:
+        """Try the model on zeros, where the schema tells all shapes; certain errors end here.
+
+        Returns
+        -------
+        object or None
+            What `_dry_run` returned; None where the first rows that are written are to be tried.
+        """
         for name in ("feature_cols", "label_cols", "sample_weight_col"):
             columns = self.getOrDefault(name)
             if columns:
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
-        if self._transformation() is not None:
-            return  # the first rows that are written tell what becomes of them
+        if self._transformation() is not None or not self.getOrDefault("dry_run"):
+            return None  # the first rows that are written tell what becomes of them
         known = known_columns(dataset, self._needed_columns())
         if known is None:
-            return
+            return None
         zeros = {spec.name: np.zeros((DRY_RUN_ROWS, *spec.shape), spec.dtype) for spec in known}
         try:
-            self._dry_run(zeros)
+            return self._dry_run(zeros)
         except ShapeError:
             # Zeros may be no valid input of the model: the first real rows decide.
             needed = dataset.select(*map(quoted, self._needed_columns()))
             rows: Any = needed.limit(DRY_RUN_ROWS).toPandas()
             if len(rows) == DRY_RUN_ROWS and not rows.isna().any(axis=None):
-                self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
+                return self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
+            return None
 
     @abc.abstractmethod
     def _dry_run(self, columns: Columns) -> Any:
-        """Run a few rows through model and loss; raise `ShapeError` where they do not fit."""
+        """Run a few rows through model and loss; raise `ShapeError` where they do not fit.
+
+        Not to be run where the param ``dry_run`` is false. Returns what `_train` needs to know, and
+        not None.
+        """
 
     @abc.abstractmethod
-    def _train(self, manifest: DatasetManifest, backend: Backend) -> HorovodModel:
-        """Train on a dataset and return the model."""
+    def _train(
+        self, manifest: DatasetManifest, backend: Backend, trial: Any = None
+    ) -> HorovodModel:
+        """Train on a dataset and return the model; ``trial`` is what `_dry_run` returned before."""
 
     def _common_spec(self, data: DataSpec, prefix: str) -> dict[str, Any]:
         """Return the fields of `TrainSpec`; ``prefix`` starts the name of a new run."""

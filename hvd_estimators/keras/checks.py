@@ -13,7 +13,8 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.columns import Columns
-from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.dryrun import leave_to_ranks, traceless
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.tensors import Field, TensorSpec
 
 __all__ = [
@@ -24,6 +25,9 @@ __all__ = [
     "kept_random_state",
     "weighs_by_samples",
 ]
+
+# What TensorFlow raises for shapes, beside Python's own exceptions.
+_SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
 
 # Of Keras's losses those whose labels have another shape than the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
@@ -138,14 +142,30 @@ class DryRun:
             structure = keras.tree.pack_sequence_as(self._outputs, labels)
         return TensorSpec(self._inputs, structure, self._weight_col)
 
+    def look_at(self, columns: Columns) -> None:
+        """Note the columns' shapes, and call nothing.
+
+        Raises
+        ------
+        ParamError
+            If the model is not built, which takes a call.
+        """
+        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._require_built("dry_run is False")
+
     def run(self, columns: Columns) -> None:
         """Call the model and its loss with some rows.
+
+        What cannot run in this process, which is no rank and may have no GPU, is left to the ranks
+        with a warning.
 
         Raises
         ------
         ShapeError
             If the model cannot take the columns, its outputs are not as many as the labels, or
             the loss cannot take outputs and labels.
+        ParamError
+            If the model is not built, and cannot be called here.
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
         self._check_columns(keras.tree.flatten(self._inputs), columns, "feature_cols", "input")
@@ -156,10 +176,14 @@ class DryRun:
                 keras.tree.flatten(self._inputs), keras.tree.flatten(x), strict=True
             )
         )
-        with kept_random_state(), tf.device("CPU:0"):
+        with tf.device("CPU:0"), _kept_variables(self.model):
             try:
-                outputs = self.model(x, training=False)
+                with traceless():
+                    outputs = self.model(x, training=False)
             except Exception as error:
+                if leave_to_ranks(error, _SHAPE_KINDS):
+                    self._require_built(f"it raised {type(error).__name__}: {error}")
+                    return
                 raise ShapeError(
                     f"The model cannot take the feature columns. It was called with {given} and "
                     f"raised {type(error).__name__}: {error}. Set feature_cols in the order of the "
@@ -169,6 +193,13 @@ class DryRun:
             self._check_rows(outputs, len(next(iter(columns.values()))))
             if has_loss(self.model):
                 self._check_loss(x, outputs, columns)
+
+    def _require_built(self, reason: str) -> None:
+        if not self.model.built:
+            raise ParamError(
+                f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
+                "a few rows before it is given, where it can run, or define its build()."
+            )
 
     def _take_outputs(self, outputs: Any) -> None:
         flat = keras.tree.flatten(outputs)
@@ -228,13 +259,16 @@ class DryRun:
         )
         remedy = "Set label_cols and the model's outputs to the same shapes, or label_shapes."
         try:
-            value = self.model.compute_loss(
-                x,
-                keras.tree.pack_sequence_as(tensors.labels, labels),
-                outputs,
-                None if len(batch) == 2 else tf.convert_to_tensor(batch[2]),
-            )
+            with traceless():
+                value = self.model.compute_loss(
+                    x,
+                    keras.tree.pack_sequence_as(tensors.labels, labels),
+                    outputs,
+                    None if len(batch) == 2 else tf.convert_to_tensor(batch[2]),
+                )
         except Exception as error:
+            if leave_to_ranks(error, _SHAPE_KINDS):
+                return
             raise ShapeError(
                 f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: "
                 f"{error}. {remedy}"
@@ -309,6 +343,17 @@ def _compares_elements(loss: Any) -> bool:
     module = str(getattr(function, "__module__", ""))
     name = str(getattr(function, "__name__", ""))
     return module.startswith("keras.") and name not in _SPARSE
+
+
+@contextlib.contextmanager
+def _kept_variables(model: keras.Model) -> Iterator[None]:
+    """Leave what a built model keeps as it is: layers may count calls, or draw random numbers."""
+    kept = [(v, v.numpy()) for v in model.variables] if model.built else []
+    try:
+        yield
+    finally:
+        for variable, value in kept:
+            variable.assign(value)
 
 
 @contextlib.contextmanager

@@ -137,14 +137,14 @@ class KerasEstimator(HorovodEstimator):
                 f"{len(label_shapes)}."
             )
 
-    def _check_frame(self, dataset: DataFrame) -> None:
+    def _check_frame(self, dataset: DataFrame) -> Any:
         self._training_model()
-        super()._check_frame(dataset)
+        return super()._check_frame(dataset)
 
-    def _train(self, manifest: DatasetManifest, backend: Backend) -> KerasModel:
+    def _train(self, manifest: DatasetManifest, backend: Backend, trial: Any = None) -> KerasModel:
         get = self.getOrDefault
         data = self._data_spec(manifest, backend.num_processes())
-        dry_run = self._dry_run(self._first_rows(manifest))
+        dry_run: DryRun = trial or self._dry_run(self._first_rows(manifest))
         self._check_steps(dry_run.model, data)
         spec = KerasTrainSpec(
             **self._common_spec(data, "keras"),
@@ -253,7 +253,10 @@ class KerasEstimator(HorovodEstimator):
             get("sample_weight_col"),
             get("label_shapes"),
         )
-        dry_run.run(columns)
+        if get("dry_run"):
+            dry_run.run(columns)
+        else:
+            dry_run.look_at(columns)
         return dry_run
 
     def _check_steps(self, model: keras.Model, data: DataSpec) -> None:

@@ -214,17 +214,20 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         # What a LightningModule takes from a batch is its own affair.
         return replace(transformation, all_needed=False)
 
-    def _check_frame(self, dataset: DataFrame) -> None:
+    def _check_frame(self, dataset: DataFrame) -> Any:
         # A data module of the user's decides what batches look like.
-        if not is_lightning_data(self.getOrDefault("data_module")):
-            super()._check_frame(dataset)
+        if is_lightning_data(self.getOrDefault("data_module")):
+            return None
+        return super()._check_frame(dataset)
 
-    def _train(self, manifest: DatasetManifest, backend: Backend) -> LightningModel:
+    def _train(
+        self, manifest: DatasetManifest, backend: Backend, trial: Any = None
+    ) -> LightningModel:
         get = self.getOrDefault
         data = self._data_spec(manifest, backend.num_processes())
-        output_shapes = None
+        output_shapes: list[tuple[int, ...]] = []
         if not is_lightning_data(get("data_module")):
-            output_shapes = self._dry_run(self._first_rows(manifest))
+            output_shapes = self._tried(manifest, trial)
         if not self._is_lightning:
             self._check_steps(data)
         trainer_args = adapted_trainer_args(get("trainer_args"))
@@ -263,7 +266,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             for column in data.columns
         }
         model = self._create_model(results, spec.run.run_id, metadata)
-        if output_shapes is not None and not model.isSet("output_shapes"):
+        if output_shapes and not model.isSet("output_shapes"):
             model._set(output_shapes=[list(shape) for shape in output_shapes])
         return model
 
@@ -316,7 +319,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             passes_per_step=get("backward_passes_per_step"),
         )
 
-    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]] | None:
+    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]]:
         """Run a few rows through the module, and return the shapes of what forward() gives."""
         if not self._is_lightning:
             return super()._dry_run(columns)
@@ -326,11 +329,10 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         check_step(module, with_dtypes(batch, dtypes))
         features = get("feature_cols")
         if not set(features) <= set(columns):
-            return None  # a transformation made other fields of them
+            return []  # a transformation made other fields of them
         arrays = [columns[name] for name in features]
-        return row_shapes(
-            module, forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
-        )
+        inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
+        return row_shapes(module, inputs) or []
 
 
 TorchEstimator = LightningEstimator

@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
+import pickle
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import cloudpickle
 import torch
 
 from hvd_estimators.data.columns import Columns
+from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch.serialization import dump_module, load_module
 from hvd_estimators.torch.tensors import Loss, TensorSpec, align, as_list
 
-__all__ = ["check_fit", "check_weightable", "output_shapes"]
+__all__ = ["check_fit", "check_weightable", "output_shapes", "torch_traceless"]
+
+
+@contextlib.contextmanager
+def torch_traceless() -> Iterator[None]:
+    """Be `traceless` with torch's random numbers too, and without gradients."""
+    with traceless(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        yield
 
 
 def output_shapes(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Return the shape of one row of each of a module's outputs. Leaves the module as it is."""
-    return [tuple(output.shape[1:]) for output in _forward(module, inputs)]
+    module = load_module(dump_module(module)).eval()
+    with torch_traceless():
+        return [tuple(output.shape[1:]) for output in as_list(module(*inputs))]
 
 
 def check_fit(
     module: torch.nn.Module, loss: Loss | None, tensors: TensorSpec, columns: Columns
-) -> list[tuple[int, ...]] | None:
-    """Run a few rows through a model and its loss.
+) -> list[tuple[int, ...]]:
+    """Run a few rows through copies of a model and its loss.
+
+    What cannot run in this process, which is no rank and may have no GPU, is left to the ranks with
+    a warning.
 
     Parameters
     ----------
@@ -41,8 +56,8 @@ def check_fit(
 
     Returns
     -------
-    list of tuple of int, or None
-        Shape of one row of each output; None for a model that runs on a GPU only.
+    list of tuple of int
+        Shape of one row of each output; empty for a model that cannot run here.
 
     Raises
     ------
@@ -61,11 +76,13 @@ def check_fit(
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for name, tensor in zip(tensors.feature_cols, batch.inputs, strict=True)
     )
+    module = load_module(dump_module(module)).eval()
     try:
-        outputs = _forward(module, batch.inputs)
+        with torch_traceless():
+            outputs = as_list(module(*batch.inputs))
     except Exception as error:
-        if "CUDA" in str(error) or "NVIDIA" in str(error):
-            return None
+        if leave_to_ranks(error):
+            return []
         raise ShapeError(
             f"The model cannot take the feature columns. It was called with {inputs} and raised "
             f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's "
@@ -122,18 +139,21 @@ def _check_loss(
     loss: Loss, outputs: Sequence[torch.Tensor], batch: Any, tensors: TensorSpec
 ) -> None:
     aligned, targets = align(list(outputs), batch.labels, tensors.label_shapes)
-    # Horovod averages what comes out; modules may keep state, which is not to change here.
-    loss = Loss(copy.deepcopy(loss.functions), loss.loss_weights)
+    # Modules may keep state, functions may count in variables of their module.
+    functions = pickle.loads(cloudpickle.dumps(loss.functions))
+    loss = Loss(functions, loss.loss_weights)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
         for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
     )
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with torch_traceless():
             # Labels that only broadcast to the output train on something nobody meant.
             warnings.filterwarnings("error", message="Using a target size")
             value = loss(aligned, targets, batch.weights)
     except Exception as error:
+        if leave_to_ranks(error):
+            return
         raise ShapeError(
             f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
             "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
@@ -141,13 +161,6 @@ def _check_loss(
         ) from error
     if value.dim() != 0:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
-
-
-def _forward(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # A copy in evaluation mode, with the random state kept: the caller's model is not touched.
-    module = load_module(dump_module(module)).eval()
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        return as_list(module(*inputs))
 
 
 def _describe(columns: Columns) -> str:

@@ -119,11 +119,11 @@ class TorchEstimator(HorovodEstimator):
                 )
         self._metric_groups()
 
-    def _train(self, manifest: DatasetManifest, backend: Backend) -> TorchModel:
+    def _train(self, manifest: DatasetManifest, backend: Backend, trial: Any = None) -> TorchModel:
         get = self.getOrDefault
         module, optimizer = get("model"), get("optimizer")
         data = self._data_spec(manifest, backend.num_processes())
-        output_shapes = self._dry_run(self._first_rows(manifest))
+        output_shapes = self._tried(manifest, trial)
         self._check_steps(data)
         loss, constructors = get("loss"), get("loss_constructors")
         labels = len(get("label_cols"))
@@ -147,10 +147,11 @@ class TorchEstimator(HorovodEstimator):
         self,
         results: Sequence[TrainResult],
         spec: TorchTrainSpec,
-        output_shapes: list[tuple[int, ...]] | None,
+        output_shapes: list[tuple[int, ...]],
     ) -> TorchModel:
         """Make the model from what the ranks returned; for subclasses to override."""
         state = load_state(self._trained_state(results))
+        shapes = output_shapes or state["output_shapes"]
         module = load_module(spec.module)
         module.load_state_dict(state["model"])
         optimizer = load_optimizer(spec.optimizer, module)
@@ -161,7 +162,7 @@ class TorchEstimator(HorovodEstimator):
                 optimizer=optimizer,
                 history=[record.as_dict() for record in results[0].history],
                 run_id=spec.run.run_id,
-                output_shapes=None if output_shapes is None else list(map(list, output_shapes)),
+                output_shapes=None if shapes is None else list(map(list, shapes)),
             )
         )
 
@@ -178,7 +179,14 @@ class TorchEstimator(HorovodEstimator):
             **fitted,
         }
 
-    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]] | None:
+    def _tried(self, manifest: DatasetManifest, trial: Any) -> Any:
+        """Return what the dry run found out: before the rows were written, or on them now."""
+        if trial is not None or not self.getOrDefault("dry_run"):
+            return trial or []
+        return self._dry_run(self._first_rows(manifest))
+
+    def _dry_run(self, columns: Columns) -> list[tuple[int, ...]]:
+        """Return the shape of one row of each output; nothing where that is left to the ranks."""
         get = self.getOrDefault
         loss = None
         if get("loss") is not None:

@@ -95,6 +95,7 @@ class _Trainer:
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.loss = Loss(self._make_losses(), spec.loss_weights)
         self.history: list[EpochRecord] = []
+        self.output_shapes: list[list[int]] | None = None
         self._restore()
         hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
         scale = self.size if spec.scale_learning_rate else 1
@@ -208,6 +209,8 @@ class _Trainer:
             loss = computed[-1] if computed else returned
             outputs, labels = align(raw, batch.labels, shapes)
         measures.add(loss, batch.weight, outputs, labels)
+        if self.output_shapes is None:
+            self.output_shapes = [list(output.shape[1:]) for output in outputs]
 
     def _validate(self, data: DataModule) -> Measures:
         self.module.eval()
@@ -253,6 +256,7 @@ class _Trainer:
         state = load_state(document)
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.output_shapes = state.get("output_shapes")
         self.history = [EpochRecord(**record) for record in state["history"]]
         if self.rank == 0:
             logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
@@ -267,6 +271,7 @@ class _Trainer:
         return {
             "model": self.module.state_dict(),
             "optimizer": self.learning_rate.unscaled_state(),
+            "output_shapes": self.output_shapes,
             "history": [
                 {"epoch": r.epoch, "train": dict(r.train), "validation": r.validation}
                 for r in self.history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,43 @@ def test_torchscript_models_train_and_predict(spark: Any, store: Any) -> None:
     model = estimator.fit(frame)
     losses = [record["train"]["loss"] for record in model.getHistory()]
     assert losses[1] < losses[0]
+    assert model.transform(frame).where("y__output is null").count() == 0
+
+
+class Noted(TwoColumns):
+    """Writes down which process calls it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return super().forward(a, b)
+
+
+def loss_of_ranks(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    import horovod.torch as hvd
+
+    return torch.nn.functional.mse_loss(output, label) / hvd.size()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_driver_tries_a_model_once_or_not_at_all(
+    spark: Any, store: Any, tmp_path: Path, dry_run: bool
+) -> None:
+    frame = make_frame(spark, 32)
+    path = tmp_path / "calls"
+    estimator = make_estimator(
+        store, Noted(path), feature_cols=["a", "b"], loss=loss_of_ranks, dry_run=dry_run
+    )
+    model = estimator.fit(frame)
+    callers = path.read_text().split()
+    assert callers.count(str(os.getpid())) == int(dry_run)
+    assert len(set(callers)) == 2 + int(dry_run)
+    # Where the driver has not seen the outputs, the ranks tell their shapes.
+    assert model.getOutputShapes() == [[1]]
     assert model.transform(frame).where("y__output is null").count() == 0
 
 

@@ -1,0 +1,267 @@
+"""Dry runs judge shapes only, leave all else to the ranks, and leave no trace."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from pytorch_lightning import LightningModule
+
+from hvd_estimators.dryrun import leave_to_ranks, traceless
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.keras.checks import DryRun
+from hvd_estimators.lightning.checks import check_step
+from hvd_estimators.torch.checks import check_fit
+from hvd_estimators.torch.tensors import Loss, TensorSpec
+
+COLUMNS = {"x": np.ones((3, 4), np.float32), "y": np.ones(3, np.float32)}
+CALLS: list[str] = []
+
+
+def ask_torch_horovod() -> Any:
+    import horovod.torch as hvd
+
+    return hvd.rank()
+
+
+def ask_tf_horovod() -> Any:
+    import horovod.tensorflow as hvd
+
+    return hvd.size()
+
+
+def wrapped() -> Any:
+    try:
+        return ask_torch_horovod()
+    except ValueError as error:
+        raise RuntimeError("no rank") from error
+
+
+def ask_environment() -> Any:
+    return os.environ["HOROVOD_RANK"]
+
+
+def ask_group() -> Any:
+    return torch.distributed.get_rank()
+
+
+def need_gpu() -> Any:
+    if torch.cuda.is_available():
+        raise RuntimeError("CUDA out of memory")
+    return torch.zeros(1).cuda()
+
+
+def read_file() -> Any:
+    return open("/nowhere/table.csv")
+
+
+def no_kernel() -> Any:
+    raise NotImplementedError("Could not run 'aten::add' with arguments from the 'CPU' backend.")
+
+
+def not_set_up() -> Any:
+    return None.table  # type: ignore[attr-defined]
+
+
+ELSEWHERE = [
+    ask_torch_horovod,
+    ask_tf_horovod,
+    wrapped,
+    ask_environment,
+    ask_group,
+    need_gpu,
+    read_file,
+    no_kernel,
+    not_set_up,
+]
+
+
+class Asking(torch.nn.Module):
+    def __init__(self, ask: Callable[[], Any]) -> None:
+        super().__init__()
+        self.ask = ask
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.ask()
+        return self.linear(x)
+
+
+def try_torch(module: torch.nn.Module, loss: Any = torch.nn.functional.mse_loss) -> Any:
+    return check_fit(module, Loss([loss], [1.0]), TensorSpec(("x",), ("y",)), COLUMNS)
+
+
+@pytest.mark.parametrize("ask", ELSEWHERE)
+def test_what_only_a_rank_can_do_is_left_to_the_ranks_with_a_warning(
+    ask: Callable[[], Any], caplog: Any
+) -> None:
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        ask()
+    name = raised.type.__name__
+
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        ask()
+        return torch.nn.functional.mse_loss(output, label)
+
+    assert try_torch(Asking(ask)) == []
+    assert try_torch(torch.nn.Linear(4, 1), loss) == [(1,)]
+    warned = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert all(f"({name}: " in r.message and "dry_run=False" in r.message for r in warned)
+
+
+def test_what_shapes_raise_ends_the_fit_early(caplog: Any) -> None:
+    for error in (
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (11x4 and 5x1)"),
+        TypeError("GPUNet.forward() takes 2 positional arguments but 3 were given"),
+        ValueError("Expected input batch_size (3) to match target batch_size (2)."),
+        IndexError("Target 7 is out of bounds."),
+        KeyError("x"),
+        AssertionError("four features"),
+        UserWarning("Using a target size"),
+    ):
+        assert not leave_to_ranks(error)
+    with pytest.raises(ShapeError, match="cannot take the feature columns"):
+        try_torch(torch.nn.Linear(5, 1))
+    assert not caplog.records
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls, prints, and draws random numbers of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        make_noise()
+        self.calls += 1
+        return self.linear(x) + torch.rand(1)
+
+
+def make_noise() -> None:
+    CALLS.append("called")
+    print("a user's print")
+    print("to the other stream", file=sys.stderr)
+    random.random()
+    np.random.rand()
+
+
+def noisy_loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    make_noise()
+    return torch.nn.functional.mse_loss(output, label)
+
+
+class NoisyLightning(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Counting()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        make_noise()
+        return self.net(batch["x"]).mean()
+
+
+def noisy_keras() -> Any:
+    class Noisy(keras.layers.Layer):
+        def __init__(self, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+        def call(self, x: Any) -> Any:
+            make_noise()
+            self.calls.assign_add(1)
+            return x
+
+    inputs = keras.Input((4,))
+    layer = Noisy()
+    model = keras.Model(inputs, keras.layers.Dense(1)(layer(inputs)))
+    model.compile("sgd", "mse")
+    layer.calls.assign(0)
+    return model, layer
+
+
+def test_a_dry_run_leaves_no_trace(capsys: Any) -> None:
+    module, light = Counting(), NoisyLightning()
+    model, layer = noisy_keras()
+    trial = DryRun(model, ["x"], ["y"], None, None)
+    capsys.readouterr()
+    random.seed(3)
+    before = random.getstate(), np.random.get_state()[1].copy(), torch.get_rng_state()
+    streams = sys.stdout, sys.stderr
+    CALLS.clear()
+    try_torch(module, noisy_loss)
+    # The test's module travels by value: what its functions count is a copy's.
+    assert CALLS == []
+    check_step(light, {"x": torch.zeros(3, 4)})
+    trial.run(COLUMNS)
+    assert capsys.readouterr() == ("", "")
+    assert (sys.stdout, sys.stderr) == streams
+    assert random.getstate() == before[0]
+    np.testing.assert_array_equal(np.random.get_state()[1], before[1])
+    assert torch.equal(torch.get_rng_state(), before[2])
+    assert module.calls == light.net.calls == 0
+    assert float(layer.calls) == 0
+    assert trial.output_shapes == [(1,)]
+
+
+def test_other_threads_print_meanwhile(capsys: Any) -> None:
+    with traceless():
+        print("ours")
+        other = threading.Thread(target=lambda: print("theirs"))
+        other.start()
+        other.join()
+    assert capsys.readouterr().out == "theirs\n"
+
+
+def test_keras_models_that_ask_for_their_rank_are_left_to_the_ranks(caplog: Any) -> None:
+    class AsksHorovod(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+
+        def call(self, x: Any) -> Any:
+            return self.dense(x * float(ask_tf_horovod()))
+
+    model = AsksHorovod()
+    model.compile("sgd", "mse")
+    with pytest.raises(ParamError, match="dry_run is False"):
+        DryRun(model, ["x"], ["y"], None, None).look_at(COLUMNS)
+    with pytest.raises(ParamError, match=r"(?s)it is not built.*has not been initialized"):
+        DryRun(model, ["x"], ["y"], None, None).run(COLUMNS)
+    model.dense.build((None, 4))
+    model.built = True
+    caplog.clear()
+    trial = DryRun(model, ["x"], ["y"], None, None)
+    trial.run(COLUMNS)
+    assert "The ranks will show" in caplog.text
+    assert trial.tensors.labels.array(COLUMNS["y"]).shape == (3, 1)
+
+    def loss(label: Any, output: Any) -> Any:
+        return keras.ops.mean((label - output) ** 2) * ask_tf_horovod()
+
+    inputs = keras.Input((4,))
+    functional = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    functional.compile("sgd", loss)
+    DryRun(functional, ["x"], ["y"], None, None).run(COLUMNS)
+    with pytest.raises(ShapeError, match="row of column 'x'"):
+        DryRun(functional, ["x"], ["y"], None, None).run({**COLUMNS, "x": np.ones((3, 5))})
+
+
+def test_a_lightning_step_that_asks_for_its_rank_is_left_to_the_ranks(caplog: Any) -> None:
+    class AsksHorovod(LightningModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return batch["x"].mean() * ask_torch_horovod()
+
+    check_step(AsksHorovod(), {"x": torch.zeros(3, 4)})
+    assert "Horovod has not been initialized" in caplog.text
