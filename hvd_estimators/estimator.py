@@ -226,7 +226,14 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         store: Store = self.getOrDefault("store")
         if dataset_idx is not None:
             with hold(dataset_idx):
-                return self._train(load_manifest(store, dataset_idx), backend)
+                manifest = load_manifest(store, dataset_idx)
+                if self.getOrDefault("validation") and manifest.validation is None:
+                    raise ParamError(
+                        f"validation: found {self.getOrDefault('validation')!r}, but the dataset "
+                        f"{dataset_idx!r} has no validation part. Pass validation to prepare_data "
+                        "as well, or leave it out here."
+                    )
+                return self._train(manifest, backend)
         has_validation = bool(self.getOrDefault("validation"))
         manifest = read_manifest(
             store,

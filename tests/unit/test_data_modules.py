@@ -1,5 +1,6 @@
 """Which data module a rank is given, and what it is told."""
 
+import dataclasses
 import itertools
 import sys
 
@@ -11,7 +12,7 @@ from pyarrow import parquet
 from hvd_estimators.data.footers import read_manifest
 from hvd_estimators.data.readers import DataModule, check_data_module, open_data_module
 from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.spec import DataSpec
 from hvd_estimators.store import LocalStore
 
@@ -83,14 +84,58 @@ def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, 
 
 
 def test_a_users_own_module_gets_all_that_is_known(manifest):
-    with open_data_module(data_spec(manifest, Constant), 1, 2, 3, 5) as data:
+    with open_data_module(data_spec(manifest, Constant), 1, 2, 3, 5) as opened:
+        data = opened.module
         assert type(data) is Constant
-        assert len(next(data.train_data())["x"]) == 4
+        assert len(next(opened.train_data())["x"]) == 4
         assert (data.cur_shard, data.shard_count, data.num_train_epochs) == (1, 2, 5)
         assert (data.has_val, data.val_batch_size, data.shuffle) == (False, 8, False)
         assert list(data.schema_fields) == ["id", "x"]
         assert data.label_cols == ("id",)
         assert data.global_train_sizes() is None
+
+
+class Ending(Constant):
+    """Has ten batches to train on; those to validate on are gone after the first pass."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.val = iter([{"x": np.zeros(2)}] * 2)
+
+    def train_data(self):
+        return iter([{"x": np.zeros(4)}] * 10)
+
+    def val_data(self):
+        return self.val
+
+
+def test_a_module_that_ends_early_is_an_error_where_the_next_batch_is_wanted(manifest):
+    with open_data_module(data_spec(manifest, Ending), 1, 2, 8, 3) as data:
+        batches = data.train_data()
+        assert len(list(itertools.islice(batches, 10))) == 10
+        # 8 batches came before, of 7 in an epoch.
+        message = r"Rank 1, epoch 2 .*Ending\.train_data\(\) ended after 4 of 7 .*\(10 in all\)"
+        with pytest.raises(DataError, match=message):
+            next(batches)
+
+
+def test_validation_batches_that_are_gone_are_an_error(manifest):
+    spec = data_spec(manifest, Ending)
+    spec = dataclasses.replace(spec, val_plan=spec.train_plan, validation_steps_per_epoch=3)
+    with open_data_module(spec, 1, 2, 0, 1) as data:
+        assert len(list(data.val_data())) == 2
+        with pytest.raises(
+            DataError, match=r"Rank 1: .* after 0 batches; expected 2 .* passes bef"
+        ):
+            list(data.val_data())
+    with (
+        open_data_module(dataclasses.replace(spec, data_module=Constant), 0, 2, 0, 1) as data,
+        pytest.raises(DataError, match=r"Rank 0: Constant.val_data\(\) ended .* expected 1 at"),
+    ):
+        next(data.val_runs())
+    # Without rows to validate on, none are wanted.
+    with open_data_module(data_spec(manifest, Constant), 0, 2, 0, 1) as data:
+        assert list(data.val_data()) == []
 
 
 @pytest.mark.parametrize("wrong", ["csv", "", int, 5])

@@ -5,6 +5,8 @@ import inspect
 import pytest
 import torch
 
+from hvd_estimators.data.catalog import manifest_path
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.store import Store
@@ -98,6 +100,18 @@ def test_ranks_are_counted_on_the_backend_or_by_num_proc_but_not_both(params):
     assert TorchEstimator(**params, backend=backend)._ready_backend() is backend
     with pytest.raises(ParamError, match="backend and num_proc are both set"):
         TorchEstimator(**params, backend=backend, num_proc=2)._ready_backend()
+
+
+@pytest.mark.parametrize("validation", [0.2, "held_out"])
+def test_a_dataset_without_a_validation_part_is_refused_if_one_is_wanted(params, validation):
+    store = params["store"]
+    split = Split(store.get_train_data_path("abc"), (RowGroup("a.parquet", 0, 5),))
+    manifest = DatasetManifest((ColumnSpec("features", "vector", "float32", (2,)),), split)
+    store.write_text(manifest_path(store, "abc"), manifest.to_json())
+    estimator = TorchEstimator(**params, backend=LocalBackend(1), validation=validation)
+
+    with pytest.raises(ParamError, match=rf"validation: found {validation!r}, .* no validation"):
+        estimator.fit_on_parquet(dataset_idx="abc")
 
 
 def test_column_dtypes_are_kept_as_names():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING
 
-from hvd_estimators.data.readers.base import DataModule
+from hvd_estimators.data.readers.base import DataModule, PlannedDataModule
+from hvd_estimators.data.readers.delivery import HeldDataModule
 from hvd_estimators.exceptions import DependencyError, ParamError
 
 if TYPE_CHECKING:
@@ -59,8 +60,13 @@ def open_data_module(
         Training batches that were taken in an earlier part of the run.
     epochs : int
         Epochs that are left.
+
+    Returns
+    -------
+    DataModule
+        One that raises `DataError` if a user's module delivers too little.
     """
-    return _module_class(data.data_module)(
+    module = _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
         num_train_epochs=epochs,
@@ -79,6 +85,15 @@ def open_data_module(
         skip_train_steps=skip_steps,
         label_cols=data.label_cols,
         **data.options,
+    )
+    if isinstance(module, PlannedDataModule):
+        return module
+    return HeldDataModule(
+        module,
+        rank=rank,
+        steps=data.train_steps_per_epoch,
+        skip_steps=skip_steps,
+        has_val_rows=data.val_plan is not None and data.val_plan.rows(rank) > 0,
     )
 
 

@@ -116,11 +116,14 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Iterator[Batch]:
-        """Return training batches without end: column name to array of ``(rows, *shape)``."""
+        """Return training batches without end: column name to array of ``(rows, *shape)``.
+
+        Where they end nevertheless, training ends with a `DataError`.
+        """
 
     @abstractmethod
     def val_data(self) -> Iterator[Batch]:
-        """Return the batches of one pass over this rank's validation rows."""
+        """Return the batches of one pass over this rank's validation rows, a new one each time."""
 
     def train_runs(self) -> Iterator[Run]:
         """Return the training batches in runs, for those who take several at a time."""
