@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hvd_estimators.data.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.data.prepare import prepare_data
     from hvd_estimators.data.prepared import clear_prepared_data, clear_training_cache
+    from hvd_estimators.data.properties import get_dataset_properties
     from hvd_estimators.store import Store
 
 __version__ = "0.1.0"
@@ -23,6 +24,7 @@ __all__ = [
     "__version__",
     "clear_prepared_data",
     "clear_training_cache",
+    "get_dataset_properties",
     "list_prepared_data",
     "prepare_data",
 ]
@@ -34,6 +36,7 @@ __getattr__, __dir__ = lazy_names(
         "Store": "hvd_estimators.store",
         "clear_prepared_data": "hvd_estimators.data.prepared",
         "clear_training_cache": "hvd_estimators.data.prepared",
+        "get_dataset_properties": "hvd_estimators.data.properties",
         "list_prepared_data": "hvd_estimators.data.catalog",
         "prepare_data": "hvd_estimators.data.prepare",
     },

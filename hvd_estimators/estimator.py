@@ -26,6 +26,7 @@ from hvd_estimators.data.sharding import ShardPlan, plan_shards
 from hvd_estimators.data.transformation import Transformation, edited_fields
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ShapeError
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
@@ -36,6 +37,7 @@ from hvd_estimators.params import (
     names,
     numbers,
     one_of,
+    shapes,
     text,
 )
 from hvd_estimators.persistence import FileReadable, FileWritable
@@ -55,9 +57,13 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     """Base of the estimators."""
 
     num_proc = declare(
-        "Number of ranks. Default: the session's default parallelism.", convert=integer(1)
+        "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
     )
-    backend = declare("Backend that runs the ranks; instead of num_proc.")
+    backend = declare(
+        "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
+        "kwargs, env) and num_processes(). It is not saved with the estimator.",
+        saved=False,
+    )
     store = declare("Store that keeps datasets, checkpoints and logs. Required.")
     model = declare("The model to train. Required.")
     optimizer = declare("The optimizer. Its learning rate is for one rank.")
@@ -152,7 +158,9 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
         default="thread",
         convert=one_of("thread", "process", "dummy"),
     )
-    label_shapes = declare("Shape of each label, -1 for the rows of a batch first.")
+    label_shapes = declare(
+        "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
+    )
     inmemory_cache_all = declare(
         "Keep each rank's rows in memory after the first epoch.",
         default=False,
@@ -269,25 +277,23 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     def _ready_backend(self) -> Backend:
         """Check everything that needs no data, and return the backend."""
         self._check_params()
-        backend = self._get_or_create_backend()
+        backend = as_backend(self._get_or_create_backend())
         store: Store = self.getOrDefault("store")
         backend.check()
         store.check()
         backend.check_store(store)
         return backend
 
-    def _get_or_create_backend(self) -> Backend:
-        """Return the backend that is set, or one for ``num_proc`` Spark tasks."""
-        backend = self.getOrDefault("backend")
+    def _get_or_create_backend(self) -> Any:
+        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
+
+        An override may return any object with ``run(fn, args, kwargs, env)`` and
+        ``num_processes()``.
+        """
+        backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
         if backend is None:
-            num_proc, verbose = self.getOrDefault("num_proc"), self.getOrDefault("verbose")
-            return SparkBackend(num_proc, verbose=verbose)
-        if not isinstance(backend, Backend):
-            raise ParamError(
-                "backend: expected an instance of hvd_estimators.launch.backend.Backend, found "
-                f"{backend!r}."
-            )
-        if self.getOrDefault("num_proc") is not None:
+            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"))
+        if num_proc is not None:
             raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
         return backend
 

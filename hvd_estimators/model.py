@@ -47,7 +47,8 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         aliases=["LabelColoumns"],
     )
     outputCols = declare(
-        "Names of the columns that transform() adds. Default: <label>__output.",
+        "Names of the columns that transform() adds, in the order of the model's outputs. Default: "
+        "<label>__output.",
         convert=names,
         accessor="OutputCols",
     )
@@ -56,6 +57,7 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         "Spark type of each output column, as DDL strings, where it is not to be a double (a "
         "number), an ML vector (one dimension) or nested arrays of doubles."
     )
+    _metadata = declare("The columns that were trained on, see `column_metadata`: name to a dict.")
     inference_batch_size = declare(
         "Rows of one forward pass. Default: a whole Arrow batch "
         "(spark.sql.execution.arrow.maxRecordsPerBatch).",
@@ -65,6 +67,18 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
         self.setParams(**kwargs)
+
+    def _get_metadata(self) -> dict[str, Any] | None:
+        """Return ``_metadata``; as the models of ``horovod.spark`` do."""
+        metadata: dict[str, Any] | None = self.getOrDefault("_metadata")
+        return metadata
+
+    def getOutputCols(self) -> list[str]:
+        """Return the names of the columns that `transform` adds, default ones where none is set."""
+        given = self.getOrDefault("outputCols")
+        if given:
+            return list(given)
+        return [f"{label}__output" for label in self.getOrDefault("label_columns") or []]
 
     @abc.abstractmethod
     def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:
@@ -78,7 +92,7 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         """Add the output columns. Lazy: nothing runs before the result is used."""
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
-        outputs = self._output_names()
+        outputs = self.getOutputCols()
         for index, name in enumerate(outputs):
             taken = clashing(dataset, name, [*dataset.columns, *outputs[:index]])
             if taken:
@@ -112,12 +126,6 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
         """Return a feature as the predictor takes it: numbers, or arrays of them."""
         return feature_array(dataset, name)
-
-    def _output_names(self) -> list[str]:
-        given = self.getOrDefault("outputCols")
-        if given:
-            return list(given)
-        return [f"{label}__output" for label in self.getOrDefault("label_columns") or []]
 
 
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:

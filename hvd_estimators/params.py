@@ -49,6 +49,8 @@ class declare:
         What follows ``get`` and ``set``. Default: the name in camel case.
     aliases : iterable of str
         Further accessors, which other packages are known to call.
+    saved : bool
+        Whether its value is saved with the object.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class declare:
         convert: Converter | None = None,
         accessor: str | None = None,
         aliases: Iterable[str] = (),
+        saved: bool = True,
     ) -> None:
         self.doc = doc
         self.default = default
         self.convert = convert
         self.accessor = accessor
         self.aliases = tuple(aliases)
+        self.saved = saved
 
 
 _CLASS_LEVEL = Params._dummy().uid
@@ -251,16 +255,22 @@ def one_of(*choices: str) -> Converter:
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
-    """Accept a list of shapes, whose first dimension, -1, counts the rows of a batch."""
+    """Accept a list of shapes, of a row each, or of a batch with -1 for its rows first.
+
+    Returns them with the -1: ``[2]`` and ``[-1, 2]`` are the same, and so are ``[]`` (a number
+    per row) and ``[-1]``.
+    """
     try:
-        converted = [[operator.index(size) for size in shape] for shape in value]
+        given = [[operator.index(size) for size in shape] for shape in value]
     except TypeError:
-        converted = [[]]
-    if not all(shape and shape[0] == -1 for shape in converted):
-        raise ParamError(
-            f"{name}: expected a list of shapes that start with -1 (the rows of a batch), "
-            f"such as [[-1, 8]], found {value!r}."
-        )
+        given = [[0]]
+    converted = [shape if shape[:1] == [-1] else [-1, *shape] for shape in given]
+    for _, *row in converted:
+        if any(size < 1 and size != -1 for size in row) or row.count(-1) > 1:
+            raise ParamError(
+                f"{name}: expected a list of shapes, of one row each, such as [[8]], or with -1 "
+                f"for the rows of a batch first, such as [[-1, 8]], found {value!r}."
+            )
     return converted
 
 

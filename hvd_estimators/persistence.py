@@ -2,13 +2,15 @@
 
 ``metadata/`` is Spark ML's own format, so that ``Pipeline`` and ``PipelineModel`` save and load
 such stages; it holds the params that JSON can. Every other param is a file of its own, pickled
-(``params/<name>.pkl``), or what the class makes of it. Loading runs code from the files: load
+(``params/<name>.pkl``), or what the class makes of it, except those that are declared not to be
+saved. Loading runs code from the files: load
 what you trust. Runs on the driver.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import pickle
 from typing import Any, TypeVar
 
@@ -28,6 +30,8 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.params import DeclaredParams
 
 __all__ = ["FileReadable", "FileWritable"]
+
+logger = logging.getLogger(__name__)
 
 Instance = TypeVar("Instance", bound=DeclaredParams)
 
@@ -68,7 +72,11 @@ class _Writer(MLWriter):
 
     def saveImpl(self, path: str) -> None:
         instance = self._instance
-        set_params = {p.name: v for p, v in instance._paramMap.items()}
+        declared = instance._declarations
+        left_out = sorted(
+            p.name for p in instance._paramMap if p.name in declared and not declared[p.name].saved
+        )
+        set_params = {p.name: v for p, v in instance._paramMap.items() if p.name not in left_out}
         plain = {name: value for name, value in set_params.items() if _is_json(value)}
         pickled = sorted(set_params.keys() - plain.keys())
         documents = {
@@ -88,7 +96,10 @@ class _Writer(MLWriter):
                 file.write(document)
         # Last: a directory without metadata does not load, so a save that broke off never does.
         DefaultParamsWriter.saveMetadata(
-            bare, path, self.sparkSession.sparkContext, extraMetadata={"pickledParams": pickled}
+            bare,
+            path,
+            self.sparkSession.sparkContext,
+            extraMetadata={"pickledParams": pickled, "leftOutParams": left_out},
         )
 
 
@@ -119,6 +130,8 @@ class _Reader(MLReader[Any]):
                 raise StoreError(f"{path!r} is not complete: it lacks {file!r}.") from error
         for name, value in instance._load_params(documents).items():
             instance._paramMap[instance.getParam(name)] = value
+        for name in metadata.get("leftOutParams", ()):
+            logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance
 
 

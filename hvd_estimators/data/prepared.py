@@ -25,7 +25,14 @@ from hvd_estimators.data.catalog import (
 from hvd_estimators.data.plans import SourcePlan
 from hvd_estimators.store import Store
 
-__all__ = ["KEPT_DATASETS", "clear_prepared_data", "clear_training_cache", "hold", "lend"]
+__all__ = [
+    "KEPT_DATASETS",
+    "clear_prepared_data",
+    "clear_training_cache",
+    "hold",
+    "lend",
+    "store_of",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +133,11 @@ class _Registry:
                     store.delete(path)
         return [index for _, index in unused]
 
+    def store_of(self, index: str) -> Store | None:
+        """Return where a dataset of this application lies."""
+        with self._changed:
+            return next((entry.store for entry in self._entries if entry.index == index), None)
+
     def clear_own(self) -> None:
         """Delete what this application wrote and does not use."""
         with self._changed:
@@ -216,6 +228,11 @@ def lend(
 def hold(index: str) -> contextlib.AbstractContextManager[None]:
     """Keep a dataset, whoever wrote it, from being deleted by this process until a block ends."""
     return _registry.hold(index)
+
+
+def store_of(index: str) -> Store | None:
+    """Return where a dataset of this application lies; None if it has none of that name."""
+    return _registry.store_of(index)
 
 
 def clear_prepared_data(store: Store, dataset_idx: str | None = None) -> list[PreparedDataset]:

@@ -27,7 +27,7 @@ from hvd_estimators.keras.serialization import (
 from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.params import declare, integer, numbers, shapes
+from hvd_estimators.params import declare, integer, numbers
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
 
 __all__ = ["KerasEstimator"]
@@ -129,9 +129,7 @@ class KerasEstimator(HorovodEstimator):
                 f"{checkpoint!r}."
             )
         label_shapes = get("label_shapes")
-        if label_shapes is not None and len(shapes("label_shapes", label_shapes)) != len(
-            get("label_cols")
-        ):
+        if label_shapes is not None and len(label_shapes) != len(get("label_cols")):
             raise ParamError(
                 f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
                 f"{len(label_shapes)}."

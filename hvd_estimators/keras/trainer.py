@@ -81,7 +81,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
     require_tensorflow()
-    with joined(hvd, spec.mp_start_method):
+    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
         if spec.random_seed is not None:

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -52,7 +52,8 @@ class Job:
     """What every task needs; crosses from the driver to the tasks."""
 
     call: bytes
-    env: dict[str, str | None]
+    driver_env: dict[str, str] = field(repr=False)
+    env: dict[str, str | None] = field(repr=False)
     driver_path: tuple[str, ...]
     executable: str | None
     verbose: int
@@ -103,9 +104,10 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
         rendezvous = Rendezvous(address, peers[0]["port"])
         env = child_environment(
             os.environ,
+            job.driver_env,
             {"PYTHONPATH": python_path(sys.path, job.driver_path)},
             rank_environment(slot, rendezvous),
-            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.env}),
+            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
             job.env,
         )
         outcome = _supervise(slot.rank, host, job, env, rendezvous)

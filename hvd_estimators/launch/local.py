@@ -39,7 +39,7 @@ class LocalBackend(Backend):
     Parameters
     ----------
     num_proc : int
-        Number of ranks. Default: 1.
+        Number of ranks. Default: 1. 0 and None: as many as this process has cores.
     env : mapping, optional
         Environment variables of the ranks; None deletes one. Ranks inherit this process's.
     verbose : int
@@ -47,11 +47,14 @@ class LocalBackend(Backend):
     """
 
     def __init__(
-        self, num_proc: int = 1, env: Mapping[str, str | None] | None = None, verbose: int = 1
+        self,
+        num_proc: int | None = 1,
+        env: Mapping[str, str | None] | None = None,
+        verbose: int = 1,
     ) -> None:
-        if num_proc < 1:
-            raise ParamError(f"num_proc: expected 1 or more, found {num_proc}.")
-        self._num_proc = num_proc
+        if num_proc is not None and num_proc < 0:
+            raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
+        self._num_proc = num_proc or _cores()
         self._env = dict(env or {})
         self._verbose = verbose
 
@@ -90,6 +93,11 @@ class LocalBackend(Backend):
         if self._verbose < 2:
             return None
         return lambda line: print(f"[{rank}] {line}", end="", file=sys.stderr)
+
+
+def _cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
 
 
 def _wait(ranks: Sequence[RankProcess]) -> list[RankOutcome]:

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
+from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.process import (
     pickle_call,
     results_in_order,
@@ -43,10 +44,14 @@ class SparkBackend(Backend):
     Parameters
     ----------
     num_proc : int, optional
-        Number of ranks. Default: the session's default parallelism.
+        Number of ranks. Default, and 0: as many as there are task slots.
     env : mapping, optional
-        Environment variables of the ranks; None deletes one. Ranks inherit the executor's
-        environment, not the driver's.
+        Environment variables of the ranks, over the executor's; None deletes one. Default: the
+        driver's, when `run` is called, except secrets (names with ``TOKEN``, ``SECRET``,
+        ``PASSWORD``, ``…_KEY`` and the like) and what belongs to the driver's machine (``PATH``,
+        ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and the like); see
+        `hvd_estimators.launch.environment`. What is given here is passed as it is; ``env={}``
+        passes nothing.
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
@@ -66,8 +71,8 @@ class SparkBackend(Backend):
         executable: str | None = None,
         **unused: Any,
     ) -> None:
-        if num_proc is not None and num_proc < 1:
-            raise ParamError(f"num_proc: expected 1 or more, found {num_proc}.")
+        if num_proc is not None and num_proc < 0:
+            raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
         if unused:
             logger.warning(
                 "SparkBackend does not use %s: Gloo is the controller, and verbose=2 shows the "
@@ -75,7 +80,8 @@ class SparkBackend(Backend):
                 ", ".join(sorted(unused)),
             )
         self._num_proc = num_proc
-        self._env = dict(env or {})
+        self._slots: tuple[str, int] | None = None
+        self._env = None if env is None else dict(env)
         default_timeout = float(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600"))
         self._start_timeout = default_timeout if start_timeout is None else start_timeout
         self._verbose = verbose
@@ -83,7 +89,17 @@ class SparkBackend(Backend):
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
-        return self._num_proc or int(_context().defaultParallelism)
+        return self._num_proc or self._all_slots()
+
+    def _all_slots(self) -> int:
+        """Return the cluster's task slots, the same number for as long as the application lives."""
+        context = _context()
+        application = str(context.applicationId)
+        if self._slots is None or self._slots[0] != application:
+            timeout = 0 if _is_local(context) else self._start_timeout
+            # Without any, `check` says so.
+            self._slots = application, max(_await_slots(context, None, timeout), 1)
+        return self._slots[1]
 
     def driver_host(self) -> str:
         """Return the address at which executors reach the driver."""
@@ -169,7 +185,8 @@ class SparkBackend(Backend):
         self.check()
         job = Job(
             call=pickle_call(fn, args, kwargs or {}),
-            env={**self._env, **(env or {})},
+            driver_env=shared_environment(os.environ) if self._env is None else {},
+            env={**(self._env or {}), **(env or {})},
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,
@@ -231,14 +248,20 @@ def _is_local(context: SparkContext) -> bool:
     return str(context.master).split("[")[0] == "local"
 
 
-def _await_slots(context: SparkContext, wanted: int, timeout: float) -> int:
-    """Return the task slots, once there are enough or no more executors seem to register."""
-    started = last_change = time.monotonic()
+def _await_slots(context: SparkContext, wanted: int | None, timeout: float) -> int:
+    """Return the task slots, once there are enough or no more executors seem to register.
+
+    ``wanted=None`` asks for all of them.
+    """
+    started = time.monotonic()
+    # Executors of an application that has been there for a while have registered.
+    age = max(time.time() - context.startTime / 1000, 0)
+    last_change = started - age if wanted is None else started
     slots = _task_slots(context)
-    while slots < wanted:
+    while wanted is None or slots < wanted:
         now = time.monotonic()
         # Executors register within seconds of each other; the first may take long.
-        if now - started > timeout or (slots and now - last_change > _EXECUTOR_WAIT_SECONDS):
+        if now - started >= timeout or (slots and now - last_change > _EXECUTOR_WAIT_SECONDS):
             break
         time.sleep(_POLL_SECONDS)
         before, slots = slots, _task_slots(context)

@@ -14,11 +14,11 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.backend import as_backend
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
@@ -138,27 +138,6 @@ class LightningEstimator(torch_estimator.TorchEstimator):
     def _is_lightning(self) -> bool:
         return isinstance(self.getOrDefault("model"), lightning.LightningModule)
 
-    def _ready_backend(self) -> Backend:
-        """Check everything that needs no data, and return the backend."""
-        self._check_params()
-        backend = as_backend(self._get_or_create_backend())
-        store = self.getOrDefault("store")
-        backend.check()
-        store.check()
-        backend.check_store(store)
-        return backend
-
-    def _get_or_create_backend(self) -> Backend:
-        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
-
-        An override may return any object with ``run(fn, args, kwargs, env)`` and
-        ``num_processes()``.
-        """
-        given = self.getOrDefault("backend")
-        if given is None or isinstance(given, Backend) or self.getOrDefault("num_proc") is not None:
-            return super()._get_or_create_backend()
-        return as_backend(given)
-
     def _check_params(self) -> None:
         get = self.getOrDefault
         model = get("model")
@@ -261,11 +240,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             },
         )
         results = self._run(backend, train, spec)
-        metadata = {
-            column.name: {"shape": list(column.shape), "dtype": column.dtype}
-            for column in data.columns
-        }
-        model = self._create_model(results, spec.run.run_id, metadata)
+        model = self._create_model(results, spec.run.run_id, column_metadata(data.columns))
         if output_shapes and not model.isSet("output_shapes"):
             model._set(output_shapes=[list(shape) for shape in output_shapes])
         return model

@@ -16,7 +16,6 @@ from hvd_estimators.data.columns import Array
 from hvd_estimators.data.names import quoted
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.model import Predictor
-from hvd_estimators.params import declare
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.serialization import dump_module, load_module
 from hvd_estimators.torch.tensors import as_list
@@ -34,8 +33,6 @@ class LightningModel(torch_model.TorchModel):
     says. A subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the
     driver and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
     """
-
-    _metadata = declare("What the columns that were trained on held: name to shape and dtype.")
 
     def get_prediction_fn(self) -> RowFunction:
         """Return a function of a module and a row (a ``pyspark.sql.Row``); for subclasses.

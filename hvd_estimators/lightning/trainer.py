@@ -73,7 +73,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     TrainResult
         The trained module, from rank 0.
     """
-    with joined(hvd, spec.mp_start_method), _quiet(spec.verbose):
+    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks), _quiet(spec.verbose):
         if spec.random_seed is not None:
             seed_everything(spec.random_seed, workers=True, verbose=False)
         return _Run(spec).train()

@@ -192,15 +192,16 @@ class Store(ABC):
         return f"{self._runs_path}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return the file of a run's newest checkpoint; None where runs are not kept."""
-        if not self._save_runs:
-            return None
-        return f"{self.get_run_path(run_id)}/checkpoints/{self._checkpoint_filename}"
+        """Return the directory of a run's checkpoints; None where runs are not kept.
+
+        The newest is the file `get_checkpoint_filename` in it.
+        """
+        return f"{self.get_run_path(run_id)}/checkpoints" if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
         """Return the paths of a run's checkpoints that end in a suffix, in name order."""
-        directory = f"{self.get_run_path(run_id)}/checkpoints"
-        if not self.exists(directory):
+        directory = self.get_checkpoint_path(run_id)
+        if directory is None or not self.exists(directory):
             return []
         return sorted(
             str(path) for path in self.fs.ls(directory, detail=False) if path.endswith(suffix)
@@ -224,10 +225,11 @@ class Store(ABC):
             raise ParamError(
                 f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
             )
+        checkpoints = self.get_checkpoint_path(run_id)
         return RunPaths(
             run_id,
             self.get_run_path(run_id),
-            self.get_checkpoint_path(run_id),
+            f"{checkpoints}/{self.get_checkpoint_filename()}" if checkpoints else None,
             self.get_logs_path(run_id),
         )
 

@@ -10,6 +10,7 @@ import torch
 
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
@@ -66,7 +67,8 @@ class TorchEstimator(HorovodEstimator):
     """
 
     input_shapes = declare(
-        "Shape of each input, -1 for the rows of a batch first. Default: the columns' shapes.",
+        "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
+        "columns' shapes.",
         convert=shapes,
     )
     loss_constructors = declare(
@@ -112,7 +114,7 @@ class TorchEstimator(HorovodEstimator):
             check_weightable(self._per_label("loss"))
         for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
             given = get(name)
-            if given is not None and len(shapes(name, given)) != len(get(columns)):
+            if given is not None and len(given) != len(get(columns)):
                 raise ParamError(
                     f"{name}: expected one shape per column of {columns}, {len(get(columns))}, "
                     f"found {len(given)}."
@@ -162,6 +164,7 @@ class TorchEstimator(HorovodEstimator):
                 optimizer=optimizer,
                 history=[record.as_dict() for record in results[0].history],
                 run_id=spec.run.run_id,
+                _metadata=column_metadata(spec.data.columns),
                 output_shapes=None if shapes is None else list(map(list, shapes)),
             )
         )

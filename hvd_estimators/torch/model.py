@@ -10,7 +10,7 @@ import torch
 from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import declare
+from hvd_estimators.params import declare, shapes
 from hvd_estimators.torch.checks import output_shapes
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -35,15 +35,17 @@ class TorchModel(HorovodModel):
     optimizer = declare("The optimizer after training, with the learning rate of one rank.")
     loss = declare("The loss that was trained with.")
     loss_constructors = declare("The loss constructors that were trained with.")
-    input_shapes = declare("Shape of each input, -1 for the rows of a batch first.")
+    input_shapes = declare(
+        "Shape of each input: of one row, or with -1 for the rows of a batch first.", convert=shapes
+    )
     column_dtypes = declare("Column to torch dtype, where it is not float32.", default={})
 
     def _transform_spec(self) -> TensorSpec:
-        shapes = self.getOrDefault("input_shapes")
+        given = self.getOrDefault("input_shapes")
         return TensorSpec(
             feature_cols=tuple(self.getOrDefault("feature_columns") or ()),
             label_cols=(),
-            input_shapes=tuple(map(tuple, shapes)) if shapes else None,
+            input_shapes=tuple(map(tuple, given)) if given else None,
             dtypes=self.getOrDefault("column_dtypes"),
         )
 
@@ -62,13 +64,13 @@ class TorchModel(HorovodModel):
         known = self.getOrDefault("output_shapes")
         if known is not None:
             return [tuple(shape) for shape in known]
-        shapes = self.getOrDefault("input_shapes")
-        if shapes is None:
+        given = self.getOrDefault("input_shapes")
+        if given is None:
             raise ParamError(
                 "output_shapes is not known for a model that was not fitted. Set output_shapes "
                 "(the shape of one row of each output), or input_shapes."
             )
-        inputs = [torch.zeros(2, *shape[1:]) for shape in shapes]
+        inputs = [torch.zeros(2, *shape[1:]) for shape in given]
         return output_shapes(self.getOrDefault("model"), inputs)
 
     def _dump_param(self, name: str, value: Any) -> bytes:

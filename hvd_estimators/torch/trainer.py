@@ -78,7 +78,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with joined(hvd, spec.mp_start_method):
+    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
         if spec.random_seed is not None:
             torch.manual_seed(spec.random_seed)
         return _Trainer(spec).run()

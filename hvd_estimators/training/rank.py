@@ -14,7 +14,7 @@ __all__ = ["check_gpus", "joined", "rank_seed", "seed_rank"]
 
 
 @contextlib.contextmanager
-def joined(hvd: Any, mp_start_method: str | None) -> Iterator[None]:
+def joined(hvd: Any, mp_start_method: str | None, ranks: int | None = None) -> Iterator[None]:
     """Be one of Horovod's ranks until the block ends.
 
     Parameters
@@ -23,11 +23,24 @@ def joined(hvd: Any, mp_start_method: str | None) -> Iterator[None]:
         The framework's part of Horovod, such as ``horovod.torch``.
     mp_start_method : str or None
         Start method of ``multiprocessing``; None leaves it as it is.
+    ranks : int, optional
+        The number of ranks that the rows were shared out to.
+
+    Raises
+    ------
+    RuntimeError
+        If there are not as many ranks.
     """
     if mp_start_method:
         multiprocessing.set_start_method(mp_start_method, force=True)
     hvd.init()
     try:
+        if ranks is not None and hvd.size() != ranks:
+            raise RuntimeError(
+                f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
+                f"{hvd.size()}. Start as many processes with Horovod's environment variables, as "
+                "horovodrun does."
+            )
         yield
     finally:
         hvd.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store, clear_training_cache, prepare_data
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -358,12 +360,24 @@ def test_the_driver_tries_a_model_once_or_not_at_all(
     assert model.transform(frame).where("y__output is null").count() == 0
 
 
-def test_the_store_of_a_saved_estimator_comes_back(spark: Any, tmp_path: Path) -> None:
+def test_the_store_of_a_saved_estimator_comes_back_and_its_backend_does_not(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = Store.create(str(tmp_path / "with space"))
     net = TwoColumns()
-    estimator = make_estimator(store, net, feature_cols=["a", "b"], metrics=[])
+    backend = LocalBackend(1, env={"SERVICE_TOKEN": "hunter2"})
+    backend.lock = threading.Lock()  # type: ignore[attr-defined]
+    estimator = make_estimator(
+        store, net, feature_cols=["a", "b"], metrics=[], backend=backend, num_proc=None
+    )
     estimator.save(str(tmp_path / "estimator"))
+    files = [file for file in (tmp_path / "estimator").rglob("*") if file.is_file()]
+    assert files
+    assert not any(b"hunter2" in file.read_bytes() for file in files)
     loaded = TorchEstimator.load(str(tmp_path / "estimator"))
+    assert loaded.getBackend() is None
+    assert "backend of" in caplog.text
+    assert "is not saved with it. Set it again" in caplog.text
     assert loaded.uid == estimator.uid
     assert loaded.getStore().prefix_path == store.prefix_path
     assert loaded.getBatchSize() == 16

@@ -70,7 +70,7 @@ def test_params_that_do_not_go_together_are_refused(params, changes, message):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("num_proc", 0),
+        ("num_proc", -1),
         ("batch_size", 0),
         ("epochs", 1.5),
         ("shuffle", 1),
@@ -147,8 +147,9 @@ def test_signature_and_docstring_tell_own_and_inherited_params(cls, own, inherit
 
 
 def test_output_columns_are_named_after_labels_unless_they_are_set():
-    assert TorchModel(label_columns=["a", "b"])._output_names() == ["a__output", "b__output"]
-    assert TorchModel(label_columns=["a"], outputCols=["p"])._output_names() == ["p"]
+    assert TorchModel(label_columns=["a", "b"]).getOutputCols() == ["a__output", "b__output"]
+    assert TorchModel(label_columns=["a"], outputCols=["p"]).getOutputCols() == ["p"]
+    assert TorchModel().getOutputCols() == []
 
 
 def test_a_subclass_keeps_the_signature_of_its_own_constructor():

@@ -11,7 +11,6 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import StochasticWeightAveraging
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.lightning.backend import as_backend
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
 from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.lightning.loaders import TrainLoader
@@ -75,21 +74,6 @@ def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: An
         adapted_trainer_args({"max_epoch": 1})
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
         adapted_trainer_args({"devices": 2})
-
-
-def test_any_object_that_runs_functions_is_a_backend() -> None:
-    class Users:
-        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
-            return (fn(*args, **kwargs), env)
-
-        def num_processes(self) -> int:
-            return 2
-
-    backend = as_backend(Users())
-    assert backend.num_processes() == 2
-    assert backend.run(max, args=(1, 5), kwargs={}, env={"A": "b"}) == [5, {"A": "b"}]
-    with pytest.raises(ParamError, match=r"run\(fn, args, kwargs, env\)"):
-        as_backend("local")
 
 
 def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:

@@ -184,6 +184,10 @@ def test_ranks_output_is_shown_when_asked_for(capfd, verbose, shown):
     assert ("[0] hello\n" in capfd.readouterr().err) == shown
 
 
-def test_there_must_be_a_rank():
-    with pytest.raises(ParamError, match="num_proc: expected 1 or more, found 0"):
-        LocalBackend(0)
+def test_the_number_of_ranks_is_that_of_the_cores_unless_it_is_told(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5}, raising=False)
+
+    assert [LocalBackend(n).num_processes() for n in (0, None, 2)] == [3, 3, 2]
+    assert LocalBackend().num_processes() == 1
+    with pytest.raises(ParamError, match="num_proc: expected 0 or more, found -1"):
+        LocalBackend(-1)

@@ -211,6 +211,8 @@ def test_getters_and_setters_are_documented():
         (functions, (len, max), [len, max]),
         (one_of("a", "b"), "b", "b"),
         (shapes, [(-1, 2), [-1]], [[-1, 2], [-1]]),
+        (shapes, [[2], (28, 28), []], [[-1, 2], [-1, 28, 28], [-1]]),
+        (shapes, [[2, -1]], [[-1, 2, -1]]),
     ],
 )
 def test_converters_give_values_in_one_form(convert, given, kept):
@@ -246,11 +248,12 @@ def test_converters_give_values_in_one_form(convert, given, kept):
         (functions, 1, "callables"),
         (one_of("a", "b"), "c", "one of 'a', 'b'"),
         (one_of("a", "b"), ["a"], "one of 'a', 'b'"),
-        (shapes, [[2, 3]], "a list of shapes that start with -1"),
-        (shapes, [-1, 3], "a list of shapes that start with -1"),
-        (shapes, [[]], "a list of shapes that start with -1"),
-        (shapes, [[-1, "a"]], "a list of shapes that start with -1"),
-        (shapes, -1, "a list of shapes that start with -1"),
+        (shapes, [-1, 3], "a list of shapes"),
+        (shapes, [[-1, "a"]], "a list of shapes"),
+        (shapes, [[-1, 0]], "a list of shapes"),
+        (shapes, [[2, -2]], "a list of shapes"),
+        (shapes, [[2, -1, -1]], "a list of shapes"),
+        (shapes, -1, "a list of shapes"),
     ],
 )
 def test_converters_refuse_other_values_and_name_param_expectation_and_value(

@@ -1,6 +1,7 @@
 """Stores on a local path: prefixes, the layout below them, and atomic files."""
 
 import pickle
+import posixpath
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,8 @@ def test_everything_lies_under_the_prefix():
     assert store.get_test_data_path("7f") == "/data/intermediate_test_data.7f"
     assert store.get_runs_path() == "/data/runs"
     assert store.get_run_path("r1") == "/data/runs/r1"
-    assert store.get_checkpoint_path("r1") == "/data/runs/r1/checkpoints/checkpoint"
+    assert store.get_checkpoint_path("r1") == "/data/runs/r1/checkpoints"
+    assert store.get_checkpoint_filename() == "checkpoint"
     assert store.get_logs_path("r1") == "/data/runs/r1/logs"
     assert store.run_paths("r1") == RunPaths(
         "r1", "/data/runs/r1", "/data/runs/r1/checkpoints/checkpoint", "/data/runs/r1/logs"
@@ -87,7 +89,7 @@ def test_each_place_can_be_set(monkeypatch, tmp_path):
     assert store.get_train_data_path() == "/elsewhere/my train"
     assert store.get_val_data_path() == "/elsewhere/val"
     assert store.get_test_data_path() == str(tmp_path / "test")
-    assert store.get_checkpoint_path("r1") == "/runs/r1/checkpoints/last.pt"
+    assert store.run_paths("r1").checkpoint_path == "/runs/r1/checkpoints/last.pt"
 
 
 def test_without_saved_runs_there_are_no_checkpoints_and_logs():
@@ -112,12 +114,14 @@ def test_files_can_be_written_and_read_whatever_the_prefix_is_called(tmp_path, n
     store = Store.create(str(tmp_path / name))
 
     store.check()
-    store.write_text(store.get_checkpoint_path("r1"), "größe")
+    store.write_text(store.run_paths("r1").checkpoint_path, "größe")
 
     file = tmp_path / name / "runs" / "r1" / "checkpoints" / "checkpoint"
     assert file.read_text(encoding="utf-8") == "größe"
-    assert store.exists(store.get_checkpoint_path("r1"))
-    assert store.read(store.get_checkpoint_path("r1")) == "größe".encode()
+    # As code for ``horovod.spark`` puts it together.
+    joined = posixpath.join(store.get_checkpoint_path("r1"), store.get_checkpoint_filename())
+    assert store.exists(joined)
+    assert store.read(joined) == "größe".encode()
     assert store.spark_url(store.prefix_path) == f"file://{tmp_path}/{name}"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
 
 __all__ = ["as_backend"]
@@ -29,7 +29,8 @@ def as_backend(given: Any) -> Backend:
     if isinstance(given, Backend):
         return given
     for method in ("run", "num_processes"):
-        if not callable(getattr(given, method, None)):
+        # A class has the methods, too, and no number of ranks.
+        if isinstance(given, type) or not callable(getattr(given, method, None)):
             raise ParamError(
                 "backend: expected an object with run(fn, args, kwargs, env) and num_processes(), "
                 f"found {given!r}."
@@ -42,7 +43,13 @@ class _Foreign(Backend):
         self._given = given
 
     def num_processes(self) -> int:
-        return int(self._given.num_processes())
+        count = self._given.num_processes()
+        if not isinstance(count, int) or count < 1:
+            raise ParamError(
+                f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "
+                "number of ranks."
+            )
+        return count
 
     def run(
         self,
@@ -52,4 +59,10 @@ class _Foreign(Backend):
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         results = self._given.run(fn, args=args, kwargs=dict(kwargs or {}), env=dict(env or {}))
+        if not isinstance(results, Sequence) or len(results) != self.num_processes():
+            found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
+            raise HvdEstimatorsError(
+                f"backend: run() of {self._given!r} returned {found}; expected a list of what each "
+                f"of its {self.num_processes()} ranks returned."
+            )
         return list(results)

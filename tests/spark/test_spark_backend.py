@@ -1,0 +1,61 @@
+"""What ranks in Spark tasks are given: their number, and the driver's environment."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from hvd_estimators import get_dataset_properties, prepare_data
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch.spark import SparkBackend
+
+pytestmark = pytest.mark.spark
+
+
+def test_all_slots_are_taken_unless_a_number_is_told(spark: Any) -> None:
+    for num_proc, expected in ((None, 3), (0, 3), (2, 2)):
+        backend = SparkBackend(num_proc)
+        assert backend.num_processes() == expected
+        backend.check()
+    with pytest.raises(ParamError, match="num_proc: expected 0 or more, found -1"):
+        SparkBackend(-1)
+
+
+def test_ranks_see_the_drivers_environment_but_no_secrets(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables are set when the executor, which would inherit them, runs already."""
+    names = ("OF_DRIVER", "OF_DRIVER_TOKEN", "HOROVOD_RANK", "OF_CALL_TOKEN", "OF_BACKEND")
+    for name in names[:3]:
+        monkeypatch.setenv(name, "driver")
+
+    def seen() -> list[str | None]:
+        return [os.environ.get(name) for name in names]
+
+    (found,) = SparkBackend(1).run(seen, env={"OF_CALL_TOKEN": "call"})
+    assert found == ["driver", None, "0", "call", None]
+
+    (found,) = SparkBackend(1, env={"OF_BACKEND": "backend"}).run(seen)
+    assert found == [None, None, "0", None, "backend"]
+
+
+def test_the_properties_of_a_dataset_are_those_of_horovod_spark(spark: Any, store: Any) -> None:
+    from pyspark.ml.linalg import DenseVector, Vectors
+    from pyspark.sql import types as T
+
+    rows = [(Vectors.dense(i, 2.0, 3.0), i, i % 4 == 0) for i in range(20)]
+    frame = spark.createDataFrame(rows, ["v", "y", "held_out"])
+    with prepare_data(2, store, frame, ["y"], ["v"], validation="held_out") as dataset_idx:
+        train_rows, val_rows, metadata, avg_row_size = get_dataset_properties(dataset_idx)
+        assert get_dataset_properties(dataset_idx, store)[0] == train_rows
+    assert (train_rows, val_rows) == (15, 5)
+    assert list(metadata) == ["v", "y"]
+    assert metadata["v"]["spark_data_type"] is DenseVector
+    assert (metadata["v"]["shape"], metadata["v"]["max_size"]) == ([3], 3)
+    assert metadata["y"]["spark_data_type"] is T.LongType
+    assert (metadata["y"]["shape"], metadata["y"]["dtype"]) == ([], "int64")
+    assert avg_row_size > 4
+    with pytest.raises(StoreError, match="has not prepared a dataset 'zzz'"):
+        get_dataset_properties("zzz")

@@ -1,0 +1,84 @@
+"""Backends that are not ours, in all three estimators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.launch.foreign import as_backend
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.training.rank import joined
+
+
+class HereBackend:
+    """Derived from nothing; calls the function in this process."""
+
+    def __init__(self, ranks: Any = 1) -> None:
+        self.ranks = ranks
+        self.env: Any = None
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
+        self.env = env
+        return (fn(*args, **kwargs),)
+
+    def num_processes(self) -> Any:
+        return self.ranks
+
+
+def test_any_object_that_runs_functions_is_a_backend() -> None:
+    given = HereBackend()
+    backend = as_backend(given)
+
+    assert backend.num_processes() == 1
+    assert backend.run(max, args=(1, 5), kwargs={}, env={"A": "b"}) == [5]
+    assert given.env == {"A": "b"}
+    own = LocalBackend(2)
+    assert as_backend(own) is own
+
+
+@pytest.mark.parametrize("given", ["local", object(), HereBackend])
+def test_what_runs_no_functions_is_refused(given: Any) -> None:
+    with pytest.raises(ParamError, match=r"^backend: expected an object with run\(fn, args"):
+        as_backend(given)
+
+
+@pytest.mark.parametrize("ranks", [0, None, "2"])
+def test_a_number_of_ranks_is_one(ranks: Any) -> None:
+    with pytest.raises(ParamError, match=r"num_processes\(\) of .* returned"):
+        as_backend(HereBackend(ranks)).num_processes()
+
+
+def test_results_are_one_per_rank() -> None:
+    with pytest.raises(HvdEstimatorsError, match=r"returned 1 results; expected .* 2 ranks"):
+        as_backend(HereBackend(2)).run(max, args=(1, 5), kwargs={})
+
+
+@pytest.mark.parametrize("estimator", [TorchEstimator, KerasEstimator, LightningEstimator])
+def test_every_estimator_takes_such_a_backend(estimator: Any, monkeypatch: Any, store: Any) -> None:
+    monkeypatch.setattr(estimator, "_check_params", lambda self: None)
+    set_up = {"store": store, "backend": HereBackend()}
+
+    assert estimator(**set_up)._ready_backend().num_processes() == 1
+    with pytest.raises(ParamError, match="backend and num_proc are both set"):
+        estimator(**set_up, num_proc=2)._ready_backend()
+    with pytest.raises(ParamError, match="backend: expected an object"):
+        estimator(store=store, backend=5)._ready_backend()
+
+
+def test_fewer_processes_than_ranks_are_told_of() -> None:
+    """Such a backend calls the function once, and says that it has two ranks."""
+
+    class Horovod:
+        size = staticmethod(lambda: 1)
+        init = shutdown = staticmethod(lambda: None)
+
+    with (
+        pytest.raises(RuntimeError, match=r"told of 2 ranks, and Horovod finds 1"),
+        joined(Horovod, None, 2),
+    ):
+        pass
