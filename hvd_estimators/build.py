@@ -1,8 +1,9 @@
 """Build Horovod for the frameworks of this interpreter, keep the wheel, and install it.
 
 ``hvd-estimators build-horovod`` is the command. What a build needs for given versions is in
-`hvd_estimators.build_recipe`, how the machine is asked for them in `hvd_estimators.build_tools`;
-here is the run: the cache, pip, and what is said meanwhile.
+`hvd_estimators.build_recipe`, how the machine is asked for them in `hvd_estimators.build_tools`,
+what is changed in the wheel afterwards in `hvd_estimators.build_redirect`; here is the run: the
+cache, pip, and what is said meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
 from hvd_estimators.build_tools import (
     build_path,
     check_system,
@@ -78,7 +80,7 @@ def build_horovod(
     Returns
     -------
     Path
-        The wheel, in the cache.
+        The wheel, in the cache. Its ``horovod.spark`` raises an ImportError that says where to go.
 
     Raises
     ------
@@ -108,9 +110,19 @@ def build_horovod(
             report(f"found {wheel}")
         else:
             wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
+        wheel = _finished(wheel)
     if install:
         install_wheel(wheel, recipe, report=report)
     return wheel
+
+
+def _finished(wheel: Path) -> Path:
+    """Return the wheel that is installed, which is made of the compiled one if need be."""
+    finished = wheel.parent / f"finished-{REDIRECT_REVISION}" / wheel.name
+    if not finished.exists() or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
+        finished.parent.mkdir(exist_ok=True)
+        redirect_horovod_spark(wheel, finished)
+    return finished
 
 
 def default_cache_dir() -> Path:

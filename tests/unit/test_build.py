@@ -1,6 +1,8 @@
 """The build of Horovod, with a stand-in for pip: nothing here compiles Horovod itself."""
 
+import base64
 import contextlib
+import csv
 import hashlib
 import json
 import os
@@ -9,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +21,7 @@ import pytest
 from hvd_estimators import build, build_tools
 from hvd_estimators.build import build_horovod, build_wheel, default_cache_dir, install_wheel
 from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.build_redirect import redirect_horovod_spark
 from hvd_estimators.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
 from hvd_estimators.exceptions import BuildError, DependencyError
 
@@ -48,6 +52,30 @@ def fake_pip(tmp_path):
         return [sys.executable, str(script)]
 
     return make
+
+
+def make_wheel(path, text):
+    """Write a small Horovod, which pip can install."""
+    info = "horovod-0.28.1.dist-info"
+    files = {
+        "horovod/__init__.py": "",
+        "horovod/torch/__init__.py": text,
+        "horovod/spark/__init__.py": "run = 'the frozen one'\n",
+        "horovod/spark/torch.py": "TorchEstimator = 'the frozen one'\n",
+        f"{info}/METADATA": "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    lines = [f"{name},sha256={urlsafe_sha256(body)},{len(body)}" for name, body in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]) + "\n"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, body in files.items():
+            wheel.writestr(name, body)
+    return path
+
+
+def urlsafe_sha256(text):
+    digest = hashlib.sha256(text.encode()).digest()
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def no_wheels(folder):
@@ -306,9 +334,7 @@ class TestBuildHorovod:
         def slow_build(recipe, folder, *, jobs, report):
             runs.append(recipe)
             time.sleep(0.5)
-            wheel = folder / WHEEL_NAME
-            wheel.write_text(f"build {len(runs)}")
-            return wheel
+            return make_wheel(folder / WHEEL_NAME, f"build {len(runs)}")
 
         monkeypatch.setattr(build, "build_wheel", slow_build)
         return runs
@@ -319,13 +345,27 @@ class TestBuildHorovod:
 
         assert first == second
         assert len(builds) == 1
-        assert first.parent.name == detect_recipe().key
+        assert first.parent.parent.name == detect_recipe().key
 
     def test_force_builds_again(self, builds, tmp_path):
         build_horovod(cache_dir=tmp_path, install=False)
         wheel = build_horovod(cache_dir=tmp_path, install=False, force=True)
 
-        assert wheel.read_text() == "build 2"
+        assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py") == b"build 2"
+
+    def test_a_wheel_that_an_earlier_version_built_is_finished_and_not_compiled(
+        self, builds, tmp_path
+    ):
+        folder = tmp_path / "wheels" / detect_recipe().key
+        folder.mkdir(parents=True)
+        old = make_wheel(folder / WHEEL_NAME, "of before")
+
+        wheel = build_horovod(cache_dir=tmp_path, install=False)
+
+        assert builds == []
+        assert wheel != old
+        assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py") == b"of before"
+        assert b"ImportError" in zipfile.ZipFile(wheel).read("horovod/spark/__init__.py")
 
     def test_of_two_calls_at_the_same_time_one_builds_and_the_other_waits(self, builds, tmp_path):
         lines = []
@@ -393,3 +433,62 @@ class TestInstall:
         # The file is no wheel, so pip is seen to be asked, and this environment stays as it is.
         with pytest.raises(BuildError, match=f"(?s)could not install .*{re.escape(WHEEL_NAME)}"):
             install_wheel(wheel, RECIPE)
+
+
+class TestRedirect:
+    @pytest.fixture
+    def wheel(self, tmp_path):
+        target = tmp_path / WHEEL_NAME.replace("cp311-cp311-linux_x86_64", "py3-none-any")
+        redirect_horovod_spark(make_wheel(tmp_path / "compiled.whl", "x = 1"), target)
+        return target
+
+    def run(self, wheel, code, **environment):
+        environment = {**os.environ, "PYTHONPATH": str(wheel), **environment}
+        command = [sys.executable, "-S", "-c", code]
+        return subprocess.run(command, text=True, capture_output=True, env=environment)
+
+    @pytest.mark.parametrize(
+        "code", ["import horovod.spark", "from horovod.spark.torch import TorchEstimator"]
+    )
+    def test_a_forgotten_import_is_told_where_to_go(self, wheel, code):
+        done = self.run(wheel, code)
+
+        assert done.returncode == 1
+        message = done.stderr[done.stderr.index("ImportError:") :]
+        for name in ("hvd_estimators.torch", "hvd_estimators.keras", "hvd_estimators.lightning"):
+            assert name in message
+
+    def test_the_rest_imports_and_the_old_package_when_it_is_asked_for(self, wheel):
+        assert self.run(wheel, "import horovod.torch").stderr == ""
+        assert (
+            "the frozen"
+            in self.run(
+                wheel,
+                "from horovod.spark.torch import TorchEstimator; print(TorchEstimator)",
+                HVD_ESTIMATORS_HOROVOD_SPARK="1",
+            ).stdout
+        )
+
+    def test_all_files_are_as_the_record_says(self, wheel):
+        archive = zipfile.ZipFile(wheel)
+        record = archive.read("horovod-0.28.1.dist-info/RECORD").decode()
+        rows = {name: rest for name, *rest in csv.reader(record.splitlines())}
+
+        assert rows.keys() == set(archive.namelist())
+        for name, (digest, size) in rows.items():
+            content = archive.read(name).decode()
+            if digest:
+                assert (digest, size) == (f"sha256={urlsafe_sha256(content)}", str(len(content)))
+
+    def test_the_same_wheel_gives_the_same_bytes(self, tmp_path, wheel):
+        redirect_horovod_spark(tmp_path / "compiled.whl", tmp_path / "again.whl")
+
+        assert (tmp_path / "again.whl").read_bytes() == wheel.read_bytes()
+
+    def test_another_wheel_is_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "other.whl", "w") as other:
+            other.writestr("other/__init__.py", "")
+
+        with pytest.raises(BuildError, match="is not a wheel of Horovod"):
+            redirect_horovod_spark(tmp_path / "other.whl", tmp_path / "target.whl")
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["other.whl"]
