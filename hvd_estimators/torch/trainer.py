@@ -27,7 +27,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, tensor_batches
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import joined
+from hvd_estimators.training.rank import joined, seed_rank
 from hvd_estimators.training.tensorboard import EventWriter, record_scalars
 from hvd_estimators.training.weighing import WeighedBatches
 
@@ -79,8 +79,8 @@ def train(spec: TorchTrainSpec) -> TrainResult:
         The trained state, from rank 0.
     """
     with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
-        if spec.random_seed is not None:
-            torch.manual_seed(spec.random_seed)
+        # What losses are made with here is the same on all ranks.
+        torch.manual_seed(spec.data.random_seed)
         return _Trainer(spec).run()
 
 
@@ -137,6 +137,7 @@ class _Trainer:
 
     def _run_epoch(self, epoch: int, batches: WeighedBatches, data: DataModule) -> EpochRecord:
         self.progress.start_epoch(epoch)
+        torch.manual_seed(seed_rank(self.spec.data.random_seed, self.rank, epoch))
         self._callbacks("on_epoch_begin", epoch=epoch)
         train = self._train_epoch(batches)
         average_batch_norm(self.module)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -192,9 +195,57 @@ def test_the_learning_rate_is_scaled_for_training_and_given_back_unscaled(store:
     assert model.getOptimizer().param_groups[0]["lr"] == 0.05
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any) -> None:
+class Drawing(torch.nn.Module):
+    """Has dropout, and writes down what each rank's random numbers are."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        self.net = make_net()
+        self.dropout = torch.nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            kept = self.dropout(torch.ones(64)).count_nonzero(), torch.rand(1).item()
+            with (self.path / f"rank-{os.environ['HOROVOD_RANK']}").open("a") as file:
+                file.write(json.dumps([*map(float, kept), np.random.rand(), random.random()]))
+                file.write("\n")
+        return self.net(self.dropout(x))
+
+
+@pytest.mark.parametrize("seed", [3, None])
+def test_every_rank_draws_random_numbers_of_its_own_in_every_step(
+    store: Any, tmp_path: Path, seed: int | None
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    net = Drawing(tmp_path)
+    optimizer = OPTIMIZERS["adam"](net.parameters())
+    settings = {"model": net, "optimizer": optimizer, "batch_size": 16, "random_seed": seed}
+    fit(store, 2, "adam", epochs=2, run_id="once", **settings)
+    drawn = [
+        json.loads(line)
+        for rank in range(2)
+        for line in (tmp_path / f"rank-{rank}").read_text().splitlines()
+    ]
+    # Two ranks, two epochs, two steps.
+    assert len(drawn) == 8
+    kept, *streams = zip(*drawn, strict=True)
+    assert len(set(kept)) > 1
+    for numbers in streams:
+        assert len(set(numbers)) == 8
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 200)
-    settings: dict[str, Any] = {"shuffle": True, "scale_learning_rate": True, "batch_size": 16}
+    # Its dropout goes on where the run was interrupted.
+    net = Drawing(tmp_path)
+    settings: dict[str, Any] = {
+        "model": net,
+        "optimizer": OPTIMIZERS["adam"](net.parameters()),
+        "shuffle": True,
+        "scale_learning_rate": True,
+        "batch_size": 16,
+    }
     whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **settings)
     fit(store, 2, "adam", epochs=1, run_id="parts", **settings)
     resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **settings)
