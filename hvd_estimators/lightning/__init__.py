@@ -34,7 +34,7 @@ __getattr__, __dir__ = lazy_names(
     },
     {
         "horovod": "hvd-estimators build-horovod",
-        "pytorch_lightning": "pip install pytorch-lightning",
+        "lightning_utilities": "pip install lightning",
         "torch": "pip install torch",
     },
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from pytorch_lightning import LightningModule
 
+from hvd_estimators.lightning.bases import LightningModule
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.serialization import load_optimizer
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
@@ -20,7 +20,7 @@ class ModuleAdapter(LightningModule):
     """Trains a module as `TorchEstimator` does: one tensor per feature column, one loss per label.
 
     It logs ``train_loss`` and ``val_loss``, and metrics as ``train_group_<i>_<label>`` and
-    ``val_group_<i>_<label>``.
+    ``val_group_<i>_<label>``. `of_flavor` makes it for either of Lightning's packages.
 
     Parameters
     ----------

@@ -1,20 +1,25 @@
-"""The trainer's own callbacks: history and progress, the run's checkpoint, a check for NaN."""
+"""The trainer's own callbacks: history and progress, the run's checkpoint, a check for NaN.
+
+Written for either of Lightning's packages: `of_flavor` makes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import Checkpoint
 
+from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.exact import EpochResults
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.spec import EpochRecord
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.training.progress import Progress
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 __all__ = ["EpochRecorder", "RunCheckpoint", "TerminateOnNaN"]
 

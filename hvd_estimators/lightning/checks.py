@@ -7,16 +7,17 @@ import difflib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import StochasticWeightAveraging
-from pytorch_lightning.utilities.model_helpers import is_overridden
 
 from hvd_estimators.dryrun import leave_to_ranks
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of
 from hvd_estimators.torch.checks import torch_traceless
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
 
 __all__ = ["adapted_trainer_args", "check_step", "row_shapes"]
 
@@ -66,7 +67,7 @@ _PREPARING_HOOKS = (
 )
 
 
-def adapted_trainer_args(given: Mapping[str, Any]) -> dict[str, Any]:
+def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
     """Return arguments for today's Trainer.
 
     What Lightning 2 no longer knows is left out, with a warning that names what does its work;
@@ -77,7 +78,7 @@ def adapted_trainer_args(given: Mapping[str, Any]) -> dict[str, Any]:
     ParamError
         If an argument is not one of the Trainer's, or would break the distribution.
     """
-    known = inspect.signature(Trainer.__init__).parameters
+    known = inspect.signature(flavor.get("Trainer").__init__).parameters
     adapted = {}
     for name, value in given.items():
         if name in _OURS:
@@ -90,7 +91,7 @@ def adapted_trainer_args(given: Mapping[str, Any]) -> dict[str, Any]:
             if value:
                 adapted["callbacks"] = [
                     *given.get("callbacks", []),
-                    StochasticWeightAveraging(swa_lrs=1e-2),
+                    flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
                 ]
         elif name in _GONE:
             logger.warning(
@@ -115,6 +116,8 @@ def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:
     ShapeError
         If it fails for a reason that has nothing to do with what a Trainer provides.
     """
+    flavor = flavor_of(module) or default_flavor()
+    is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return
     trial = copy.deepcopy(module)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 
 import horovod.torch as hvd
-from lightning_fabric.plugins import ClusterEnvironment
+
+from hvd_estimators.lightning.bases import ClusterEnvironment
 
 __all__ = ["HorovodEnvironment"]
 

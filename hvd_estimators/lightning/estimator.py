@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import pytorch_lightning as lightning
 import torch
 from pyspark.sql import DataFrame
 
@@ -20,6 +19,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor, one_flavor
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.trainer import LightningTrainSpec, train
@@ -33,6 +33,9 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_state,
 )
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
 
 __all__ = ["LightningEstimator", "TorchEstimator"]
 
@@ -136,26 +139,35 @@ class LightningEstimator(torch_estimator.TorchEstimator):
 
     @property
     def _is_lightning(self) -> bool:
-        return isinstance(self.getOrDefault("model"), lightning.LightningModule)
+        return is_lightning(self.getOrDefault("model"), "LightningModule")
 
     def _check_params(self) -> None:
         get = self.getOrDefault
-        model = get("model")
-        if model is not None and not self._is_lightning:
-            _refuse_other_lightning(model)
         super()._check_params()
         for callback in get("callbacks"):
-            if not isinstance(callback, lightning.Callback):
+            if not is_lightning(callback, "Callback"):
                 raise ParamError(
-                    "callbacks: expected instances of pytorch_lightning.Callback, found "
-                    f"{callback!r}."
+                    f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
                 )
         if (get("num_gpus") or 0) > 1:
             raise ParamError(
                 f"num_gpus: a rank trains on one GPU, found {get('num_gpus')}. Set num_proc to the "
                 "number of GPUs."
             )
-        adapted_trainer_args(get("trainer_args"))
+        adapted_trainer_args(get("trainer_args"), self._flavor())
+
+    def _flavor(self) -> Flavor:
+        """Return the package of Lightning's that the user's objects belong to."""
+        return one_flavor(self._lightning_objects())
+
+    def _lightning_objects(self) -> Iterator[tuple[str, Any]]:
+        get = self.getOrDefault
+        for name in ("model", "data_module", "callbacks", "logger", "profiler"):
+            for given in _as_list(get(name)):
+                yield name, given
+        for name, value in get("trainer_args").items():
+            for given in _as_list(value):
+                yield f"trainer_args: {name}", given
 
     def _check_data_module(self) -> None:
         if not is_lightning_data(self.getOrDefault("data_module")):
@@ -209,7 +221,8 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             output_shapes = self._tried(manifest, trial)
         if not self._is_lightning:
             self._check_steps(data)
-        trainer_args = adapted_trainer_args(get("trainer_args"))
+        flavor = self._flavor()
+        trainer_args = adapted_trainer_args(get("trainer_args"), flavor)
         common = self._common_spec(data, "lightning")
         common["callbacks"] = ()
         common["use_gpu"] = get("use_gpu") and get("num_gpus") != 0
@@ -225,7 +238,8 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         }
         spec = LightningTrainSpec(
             **common,
-            module=dump_module(self._lightning_module()),
+            flavor=flavor,
+            module=dump_module(self._lightning_module(flavor)),
             objects=cloudpickle.dumps(objects),
             dtypes=get("column_dtypes") if self._is_lightning else {},
             log_every_n_steps=get("log_every_n_steps"),
@@ -273,14 +287,15 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         metadata = fitted.pop("metadata")
         return {**super()._get_model_kwargs(**fitted), "_metadata": metadata}
 
-    def _lightning_module(self) -> lightning.LightningModule:
+    def _lightning_module(self, flavor: Flavor) -> LightningModule:
         """Return the module that trains: the user's, or an adapter around it."""
         get = self.getOrDefault
         module = get("model")
         if self._is_lightning:
-            return module
+            adapted: LightningModule = module
+            return adapted
         labels = len(get("label_cols"))
-        return ModuleAdapter(
+        return of_flavor(ModuleAdapter, flavor)(
             module=module,
             optimizer=dump_optimizer(get("optimizer"), module),
             tensors=self._tensor_spec(),
@@ -316,22 +331,6 @@ TorchEstimator = LightningEstimator
 def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
-    return list(value) if isinstance(value, Sequence) else [value]
-
-
-def _refuse_other_lightning(model: Any) -> None:
-    """Refuse a LightningModule of the package ``lightning``, whose classes are others.
-
-    Raises
-    ------
-    ParamError
-        If it is one.
-    """
-    if any(
-        base.__name__ == "LightningModule" and base.__module__.startswith("lightning.")
-        for base in type(model).__mro__
-    ):
-        raise ParamError(
-            "model: expected a LightningModule of the package pytorch_lightning, found one of the "
-            "package lightning. Import it with: from pytorch_lightning import LightningModule."
-        )
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return [value]

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.trainer.connectors.logger_connector.result import (
-    _ResultCollection,
-    _ResultMetric,
-)
 from torchmetrics import Metric
 
+from hvd_estimators.lightning.bases import ResultCollection
+from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.strategy import HorovodStrategy
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
 __all__ = ["EpochResults", "ExactStrategy", "exact_results"]
 
@@ -84,7 +85,7 @@ class ExactStrategy(HorovodStrategy):
             yield
 
 
-class EpochResults(_ResultCollection):
+class EpochResults(ResultCollection):
     """Logged values, those of an epoch reduced over the ranks by rows, ``sync_dist`` or not.
 
     A callback that monitors one so sees the same value on every rank.
@@ -108,7 +109,7 @@ class EpochResults(_ResultCollection):
         return {metric.meta.name for metric in self.values() if metric.meta.on_epoch}
 
 
-def exact_results(trainer: Trainer) -> tuple[EpochResults, EpochResults]:
+def exact_results(trainer: Trainer, flavor: Flavor) -> tuple[EpochResults, EpochResults]:
     """Make a trainer reduce what is logged over the ranks.
 
     Returns
@@ -117,14 +118,15 @@ def exact_results(trainer: Trainer) -> tuple[EpochResults, EpochResults]:
         What is logged in training and in validation.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
-    training, validation = EpochResults(training=True), EpochResults(training=False)
+    make = of_flavor(EpochResults, flavor)
+    training, validation = make(training=True), make(training=False)
     epoch_loop._results = training
     epoch_loop.val_loop._results = validation
     return training, validation
 
 
 @contextlib.contextmanager
-def _no_trace(module: LightningModule, results: _ResultCollection | None) -> Iterator[None]:
+def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iterator[None]:
     """Undo what a step does to logged values, metrics and buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     metrics = [

@@ -10,15 +10,17 @@ import os
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning_fabric.plugins import CheckpointIO
-from pytorch_lightning.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger
-from pytorch_lightning.profilers import AdvancedProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
+from hvd_estimators.lightning.bases import CheckpointIO
+from hvd_estimators.lightning.flavor import Flavor, is_lightning
 from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store.base import Store
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
 
 __all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler"]
 
@@ -60,7 +62,7 @@ class StoreCheckpointIO(CheckpointIO):
         self._store.delete(str(path))
 
 
-def make_loggers(logger: Any, spec: TrainSpec, rank: int) -> list[Logger]:
+def make_loggers(logger: Any, spec: TrainSpec, rank: int, flavor: Flavor) -> list[Logger]:
     """Return the loggers of a run, which write to its logs.
 
     Parameters
@@ -71,6 +73,8 @@ def make_loggers(logger: Any, spec: TrainSpec, rank: int) -> list[Logger]:
         Tells where the logs are; where the store keeps none, only the user's own are used.
     rank : int
         This rank; only the first one logs.
+    flavor : Flavor
+        Lightning's package.
     """
     if logger is False:
         return []
@@ -83,8 +87,8 @@ def make_loggers(logger: Any, spec: TrainSpec, rank: int) -> list[Logger]:
             return []
         root, _, name = path.rpartition("/")
         has_tensorboard = importlib.util.find_spec("tensorboard") is not None
-        default = TensorBoardLogger if has_tensorboard else CSVLogger
-        return [default(root, name=name, version="")]
+        default = "TensorBoardLogger" if has_tensorboard else "CSVLogger"
+        return [flavor.get(f"loggers.{default}")(root, name=name, version="")]
     loggers = list(logger) if isinstance(logger, Sequence) else [logger]
     if path is not None:
         for given in loggers:
@@ -92,21 +96,22 @@ def make_loggers(logger: Any, spec: TrainSpec, rank: int) -> list[Logger]:
     return loggers
 
 
-def _redirect(logger: Logger, path: str, rank: int) -> None:
+def _redirect(logger: Any, path: str, rank: int) -> None:
     """Make a logger that writes files write them below a path."""
-    if isinstance(logger, (TensorBoardLogger, CSVLogger)):
+    is_csv = is_lightning(logger, "loggers.CSVLogger")
+    if is_csv or is_lightning(logger, "loggers.TensorBoardLogger"):
         logger._root_dir = path
-        if isinstance(logger, CSVLogger):
+        if is_csv:
             logger._save_dir = path
         return
-    if isinstance(logger, MLFlowLogger):
+    if is_lightning(logger, "loggers.MLFlowLogger"):
         is_folder = str(logger._tracking_uri).startswith("file:")
         if rank == 0 and is_folder and "://" not in path:
             _redirect_mlflow(logger, f"file:{path}/mlruns")
         return
     # Loggers that write elsewhere have none, or one that cannot be set.
     with contextlib.suppress(AttributeError):
-        logger.save_dir = path  # type: ignore[misc]
+        logger.save_dir = path
 
 
 def _redirect_mlflow(logger: Any, uri: str) -> None:
@@ -118,19 +123,20 @@ def _redirect_mlflow(logger: Any, uri: str) -> None:
     logger._mlflow_client = client.MlflowClient(uri)
 
 
-def make_profiler(profiler: Any, spec: TrainSpec) -> Any:
+def make_profiler(profiler: Any, spec: TrainSpec, flavor: Flavor) -> Any:
     """Return a profiler that writes to the run's logs, if it writes and has no place of its own."""
     path = spec.run.logs_path
     if profiler is None or path is None:
         return profiler
     directory = f"{path}/profile"
     if isinstance(profiler, str):
-        kinds: dict[str, Any] = {
-            "simple": SimpleProfiler,
-            "advanced": AdvancedProfiler,
-            "pytorch": PyTorchProfiler,
+        kinds = {
+            "simple": "SimpleProfiler",
+            "advanced": "AdvancedProfiler",
+            "pytorch": "PyTorchProfiler",
         }
-        return kinds[profiler](dirpath=directory, filename=profiler)
-    if isinstance(profiler, Profiler) and profiler.dirpath is None:
+        make = flavor.get(f"profilers.{kinds[profiler]}")
+        return make(dirpath=directory, filename=profiler)
+    if is_lightning(profiler, "profilers.Profiler") and profiler.dirpath is None:
         profiler.dirpath = directory
     return profiler

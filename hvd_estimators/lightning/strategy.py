@@ -5,17 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
-from lightning_fabric.utilities import rank_zero
-from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.strategies import ParallelStrategy
-from pytorch_lightning.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_only
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.averaging import BackwardAverager
+from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
     broadcast_tensors,
@@ -25,8 +23,19 @@ from hvd_estimators.lightning.collectives import (
     reduce_tensor,
 )
 from hvd_estimators.lightning.environment import HorovodEnvironment
+from hvd_estimators.lightning.flavor import (
+    FLAVORS,
+    Flavor,
+    flavor_of,
+    imported_flavors,
+    of_flavor,
+    one_flavor,
+)
 from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.torch.averaging import average_batch_norm
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 __all__ = ["HorovodStrategy"]
 
@@ -41,6 +50,9 @@ class HorovodStrategy(ParallelStrategy):
     (``manual_backward``), with any number of optimizers. While gradients accumulate they stay on
     their rank, up to the pass before the step. Parameters and buffers are those of rank 0 to begin
     with. Neither optimizers nor their classes are replaced.
+
+    It works in the Trainers of ``lightning.pytorch`` and of ``pytorch_lightning``. Where both are
+    imported, the strategy becomes one of the Trainer's package when the Trainer takes it.
 
     Runs on every rank.
 
@@ -61,11 +73,24 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     strategy_name = "horovod"
+    lightning_flavor: Flavor | None = None
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> HorovodStrategy:
+        """Make a strategy for the one package that can be meant, or for any."""
+        if cls.lightning_flavor is not None:
+            return super().__new__(cls)
+        candidates = imported_flavors() or [f for f in FLAVORS if f.is_installed]
+        given = [value for value in kwargs.values() if flavor_of(value) is not None]
+        if given or len(candidates) < 2:
+            return super().__new__(of_flavor(cls, one_flavor(("strategy", g) for g in given)))
+        return super().__new__(_of_any_flavor(cls))
 
     def __init__(
         self, compression: Any = None, scale_learning_rate: bool = True, **kwargs: Any
     ) -> None:
-        super().__init__(cluster_environment=HorovodEnvironment(), **kwargs)
+        assert self.lightning_flavor is not None
+        environment = of_flavor(HorovodEnvironment, self.lightning_flavor)()
+        super().__init__(cluster_environment=environment, **kwargs)
         self._compression = compression
         self._scale_learning_rate = scale_learning_rate
         self._averager: BackwardAverager | None = None
@@ -77,8 +102,8 @@ class HorovodStrategy(ParallelStrategy):
     def set_world_ranks(self) -> None:
         """Connect to the other ranks, before Lightning asks which one this is."""
         hvd.init()
-        rank_zero_only: Any = rank_zero.rank_zero_only
-        rank_zero_only.rank = self.global_rank
+        rank_zero: Any = rank_zero_only
+        rank_zero.rank = self.global_rank
 
     @property
     def is_distributed(self) -> bool:
@@ -111,7 +136,7 @@ class HorovodStrategy(ParallelStrategy):
         assert module is not None
         broadcast_tensors(module.state_dict())
         self._connect_metrics(module)
-        if trainer.state.fn != TrainerFn.FITTING:
+        if trainer.state.fn != "fit":
             return
         self._averager = BackwardAverager(module, self._compression)
         self._averager.watch(self.optimizers)
@@ -192,11 +217,20 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False
     ) -> torch.Tensor:
-        """Stack a tensor of every rank: ``(ranks, *shape)``; with one rank the tensor itself."""
+        """Stack a tensor of every rank: ``(ranks, *shape)``; with one rank the tensor itself.
+
+        With ``sync_grads`` the gradients that all ranks have for a rank's tensor add up, as with
+        Lightning's other strategies: where each rank computes the loss of all gathered rows, the
+        average over the ranks that follows is the gradient of one process.
+        """
         if self.world_size == 1:
             return tensor
         if sync_grads:
-            return gather_tensor(tensor)
+            gathered = gather_tensor(tensor)
+            if gathered.requires_grad:
+                # Horovod takes the mean over the ranks on the way back.
+                gathered.register_hook(lambda gradient: gradient * self.world_size)
+            return gathered
         with torch.no_grad():
             return gather_tensor(tensor)
 
@@ -266,3 +300,34 @@ class HorovodStrategy(ParallelStrategy):
 
 def _always() -> bool:
     return True
+
+
+@functools.cache
+def _of_any_flavor(kind: type[HorovodStrategy]) -> type[HorovodStrategy]:
+    """Return a class of which Trainers of both packages accept an object, once."""
+
+    class Undecided(kind):  # type: ignore[misc, valid-type]
+        # What a Trainer looks at before it gives the strategy its accelerator.
+        _accelerator = _checkpoint_io = _precision_plugin = None
+        cluster_environment = parallel_devices = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._arguments = args, kwargs
+
+        @property
+        def accelerator(self) -> None:
+            return None
+
+        @accelerator.setter
+        def accelerator(self, given: Any) -> None:
+            flavor = flavor_of(given)
+            assert flavor is not None, given
+            args, kwargs = self.__dict__.pop("_arguments")
+            self.__class__ = of_flavor(kind, flavor)
+            self.__init__(*args, **kwargs)  # type: ignore[misc]
+            self.accelerator = given
+
+    Undecided.__name__ = Undecided.__qualname__ = kind.__name__
+    for flavor in FLAVORS:
+        flavor.get("strategies.Strategy").register(Undecided)
+    return Undecided

@@ -8,17 +8,16 @@ import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer, seed_everything
-from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 
 from hvd_estimators.data.readers import open_data_module
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
 from hvd_estimators.lightning.exact import ExactStrategy, exact_results
+from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
@@ -29,6 +28,9 @@ from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import joined
 from hvd_estimators.training.weighing import WeighedBatches
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
 
 __all__ = ["LightningTrainSpec", "train"]
 
@@ -41,6 +43,8 @@ class LightningTrainSpec(TrainSpec):
 
     Attributes
     ----------
+    flavor : Flavor
+        Lightning's package.
     module : bytes
         The LightningModule, see `dump_module`.
     objects : bytes
@@ -57,6 +61,7 @@ class LightningTrainSpec(TrainSpec):
         Further keyword arguments of a LightningDataModule of the user's.
     """
 
+    flavor: Flavor
     module: bytes
     objects: bytes
     dtypes: Mapping[str, str]
@@ -73,9 +78,10 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     TrainResult
         The trained module, from rank 0.
     """
-    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks), _quiet(spec.verbose):
+    ranks = spec.data.train_plan.num_ranks
+    with joined(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
         if spec.random_seed is not None:
-            seed_everything(spec.random_seed, workers=True, verbose=False)
+            spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
         return _Run(spec).train()
 
 
@@ -84,11 +90,9 @@ class _Run:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.device = choose_device(spec.use_gpu)
-        module = load_module(spec.module)
-        assert isinstance(module, LightningModule)
-        self.module = module
+        self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
         self.users: dict[str, Any] = pickle.loads(spec.objects)
-        self.checkpoint_io = StoreCheckpointIO(spec.store)
+        self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.restored = self._restored()
 
     def train(self) -> TrainResult:
@@ -111,7 +115,7 @@ class _Run:
             loaders = self._loaders(stack.enter_context(module))
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders
-        strategy = ExactStrategy(
+        strategy = of_flavor(ExactStrategy, spec.flavor)(
             train_loader,
             validation_loader,
             compression=spec.gradient_compression,
@@ -120,14 +124,14 @@ class _Run:
         )
         callbacks = [*self.users["callbacks"]]
         self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
-        recorder = EpochRecorder(
+        recorder = of_flavor(EpochRecorder, spec.flavor)(
             progress,
-            exact_results(trainer),
+            exact_results(trainer, spec.flavor),
             train_loader,
             validation_loader,
             spec.data.sample_weight_col,
         )
-        run_checkpoint = RunCheckpoint(
+        run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             self._save,
             recorder.history,
             lambda: skip + (train_loader.taken if train_loader is not None else 0),
@@ -172,15 +176,13 @@ class _Run:
             return self.spec.backward_passes_per_step if adapted else 1
         return trainer.accumulate_grad_batches
 
-    def _make_trainer(
-        self, strategy: ExactStrategy, callbacks: list[Callback], scratch: str
-    ) -> Trainer:
+    def _make_trainer(self, strategy: ExactStrategy, callbacks: list[Any], scratch: str) -> Trainer:
         spec = self.spec
         for callback in callbacks:
-            if isinstance(callback, ModelCheckpoint):
+            if is_lightning(callback, "callbacks.ModelCheckpoint"):
                 callback.dirpath = self._checkpoint_directory(scratch)
         if spec.terminate_on_nan:
-            callbacks = [*callbacks, TerminateOnNaN()]
+            callbacks = [*callbacks, of_flavor(TerminateOnNaN, spec.flavor)()]
         passes = spec.backward_passes_per_step if self.module.automatic_optimization else 1
         given = {
             "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
@@ -189,11 +191,11 @@ class _Run:
             # A run that has more epochs already is only loaded.
             "max_epochs": max(spec.epochs, len(self.restored["history"])),
             "callbacks": callbacks,
-            "logger": make_loggers(self.users["logger"], spec, self.rank),
+            "logger": make_loggers(self.users["logger"], spec, self.rank, spec.flavor),
             "log_every_n_steps": spec.log_every_n_steps,
-            "profiler": make_profiler(self.users["profiler"], spec),
+            "profiler": make_profiler(self.users["profiler"], spec, spec.flavor),
             "accumulate_grad_batches": passes,
-            "enable_checkpointing": any(isinstance(c, Checkpoint) for c in callbacks),
+            "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
             "enable_progress_bar": False,
             "enable_model_summary": spec.verbose > 1,
             "num_sanity_val_steps": 0,
@@ -203,7 +205,7 @@ class _Run:
         if is_lightning_data(spec.data.data_module):
             given["limit_train_batches"] = spec.data.train_steps_per_epoch
             given["limit_val_batches"] = spec.data.validation_steps_per_epoch
-        return Trainer(**{**given, **self.users["trainer_args"]})
+        return spec.flavor.get("Trainer")(**{**given, **self.users["trainer_args"]})
 
     def _checkpoint_directory(self, scratch: str) -> str:
         path = self.spec.run.checkpoint_path
@@ -225,7 +227,7 @@ class _Run:
         if path is not None:
             self.checkpoint_io.save_checkpoint(dict(checkpoint), path)
 
-    def _result(self, recorder: EpochRecorder, callbacks: list[Callback]) -> TrainResult:
+    def _result(self, recorder: EpochRecorder, callbacks: list[Any]) -> TrainResult:
         digest = weights_digest(self.module)
         state = None
         if self.rank == 0:
@@ -233,11 +235,11 @@ class _Run:
             state = save_state(_returned(self.module, self.spec.module))
         return TrainResult(digest, state, tuple(recorder.history))
 
-    def _load_best(self, callbacks: list[Callback]) -> None:
+    def _load_best(self, callbacks: list[Any]) -> None:
         """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
         for callback in callbacks:
             if (
-                isinstance(callback, ModelCheckpoint)
+                is_lightning(callback, "callbacks.ModelCheckpoint")
                 and callback.monitor is not None
                 and callback.best_model_path
             ):
@@ -260,9 +262,9 @@ def _returned(module: LightningModule, given: bytes) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _quiet(verbose: int) -> Iterator[None]:
+def _quiet(verbose: int, flavor: Flavor) -> Iterator[None]:
     """Keep Lightning from talking about hardware, where nobody asked for the ranks' output."""
-    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric")]
+    loggers = [logging.getLogger(name) for name in (flavor.name, flavor.fabric)]
     levels = [log.level for log in loggers]
     if verbose < 2:
         for log in loggers:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pytorch_lightning import LightningDataModule
-
+from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.spec import TrainSpec
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningDataModule
 
 __all__ = ["is_lightning_data", "open_lightning_data"]
 
 
 def is_lightning_data(data_module: Any) -> bool:
     """Return whether a data module is a class derived from LightningDataModule."""
-    return isinstance(data_module, type) and issubclass(data_module, LightningDataModule)
+    return isinstance(data_module, type) and is_lightning(data_module, "LightningDataModule")
 
 
 def open_lightning_data(
@@ -22,7 +24,8 @@ def open_lightning_data(
 ) -> LightningDataModule:
     """Make the user's data module, with the keyword arguments that ``horovod.spark`` gave it.
 
-    Runs on the worker.
+    ``train_dir`` and ``val_dir`` are URLs with a scheme, as Petastorm wants them. Runs on the
+    worker.
 
     Parameters
     ----------
@@ -37,8 +40,8 @@ def open_lightning_data(
     options = data.options
     make: Any = data.data_module
     module: LightningDataModule = make(
-        train_dir=data.train_path,
-        val_dir=data.val_path,
+        train_dir=spec.store.spark_url(data.train_path),
+        val_dir=None if data.val_path is None else spec.store.spark_url(data.val_path),
         num_train_epochs=spec.epochs,
         has_val=data.val_plan is not None,
         train_batch_size=data.batch_size,

@@ -21,8 +21,11 @@ from torchmetrics import MeanSquaredError
 from hvd_estimators.lightning import LightningEstimator
 
 
-class Regression(LightningModule):
-    """The reference's net and loss."""
+class RegressionSteps:
+    """The reference's net and loss, for a LightningModule of either package."""
+
+    log: Any
+    parameters: Any
 
     def __init__(self, optimizer: str = "adam", weighted: bool = False) -> None:
         super().__init__()
@@ -50,6 +53,10 @@ class Regression(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return OPTIMIZERS[self.optimizer_name](self.parameters())
+
+
+class Regression(RegressionSteps, LightningModule):
+    """The reference's net and loss."""
 
 
 def fit(backend: Any, store: Any, **params: Any) -> Any:

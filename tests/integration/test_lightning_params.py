@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning
 import numpy as np
 import pytest
 import torch
 from lightning_ranks import StandingBackend
-from lightning_reference import Regression, fit, standing_ranks
+from lightning_reference import Regression, RegressionSteps, fit, standing_ranks
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
@@ -23,6 +24,8 @@ from reference import (
     train_alone,
     write_rows,
 )
+
+from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
 
@@ -93,7 +96,7 @@ def test_a_minibatch_function_trains_a_plain_module(backend: Any, store: Any) ->
     assert_same_weights(model.getModel(), expected)
 
 
-class UsersData(LightningDataModule):
+class UsersDataSteps:
     """Reads the Parquet files in its own way, from the documented arguments."""
 
     def __init__(self, **kwargs: Any) -> None:
@@ -107,6 +110,8 @@ class UsersData(LightningDataModule):
             *("debug_data_loader", "train_async_data_loader_queue_size"),
             "val_async_data_loader_queue_size",
         }
+        assert kwargs["train_dir"].startswith("file:///")
+        assert kwargs["val_dir"] is None
         self.kwargs = kwargs
 
     def train_dataloader(self) -> Any:
@@ -122,12 +127,60 @@ class UsersData(LightningDataModule):
         return torch.utils.data.DataLoader(batches, batch_size=None)
 
 
+class UsersData(UsersDataSteps, LightningDataModule):
+    """With the package pytorch_lightning."""
+
+
 def test_a_data_module_of_the_users_gets_the_documented_arguments(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     model = fit(backend, store, data_module=UsersData, batch_size=16, epochs=2, loader_num_epochs=1)
     batches = [np.arange(32), np.arange(32, 64)]
     expected = train_alone(columns, batches, OPTIMIZERS["adam"], epochs=2)
     assert_same_weights(model.getModel().net, expected)
+
+
+class TodaysRegression(RegressionSteps, lightning.LightningModule):
+    """With today's import, ``import lightning``."""
+
+
+class TodaysData(UsersDataSteps, lightning.LightningDataModule):
+    """With today's import, ``import lightning``."""
+
+
+def test_objects_of_the_package_lightning_train_too(backend: Any, store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 10, seed=1)
+    callbacks = lightning.pytorch.callbacks
+    settings = {
+        "model": TodaysRegression(),
+        "batch_size": 16,
+        "callbacks": [callbacks.ModelCheckpoint(monitor="val_loss"), callbacks.RichModelSummary()],
+        "trainer_args": {"gradient_clip_val": 1e6},
+    }
+    model = fit(
+        backend,
+        store,
+        **settings,
+        validation=0.5,
+        logger=lightning.pytorch.loggers.CSVLogger("/nowhere", name="", version=""),
+        profiler="simple",
+        run_id="todays",
+    )
+    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=1)
+    assert isinstance(model.getModel(), lightning.LightningModule)
+    assert_same_weights(model.getModel().net, expected)
+    logs = Path(store.get_logs_path("todays"))
+    assert "val_loss" in (logs / "metrics.csv").read_text()
+    assert list((logs / "profile").iterdir())
+
+    settings.pop("callbacks")
+    model = fit(backend, store, **settings, data_module=TodaysData)
+    batches = [np.arange(32), np.arange(32, 64)]
+    expected = train_alone(columns, batches, OPTIMIZERS["adam"], epochs=1)
+    assert_same_weights(model.getModel().net, expected)
+
+    with pytest.raises(ParamError, match=r"model .* package lightning\.pytorch, and callb"):
+        fit(backend, store, **settings, callbacks=[ModelCheckpoint()])
 
 
 class Digits(LightningModule):

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import LightningModule
-from pytorch_lightning.callbacks import StochasticWeightAveraging
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.flavor import default_flavor, is_lightning
 from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.lightning.loaders import TrainLoader
 
@@ -66,14 +66,14 @@ def test_a_check_leaves_module_and_random_state_alone() -> None:
 def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: Any) -> None:
     given = {"gpus": 1, "terminate_on_nan": True, "stochastic_weight_avg": True, "max_time": None}
     with caplog.at_level(logging.WARNING):
-        adapted = adapted_trainer_args(given)
+        adapted = adapted_trainer_args(given, default_flavor())
     assert set(adapted) == {"callbacks", "max_time"}
-    assert isinstance(adapted["callbacks"][0], StochasticWeightAveraging)
+    assert is_lightning(adapted["callbacks"][0], "callbacks.StochasticWeightAveraging")
     assert "gpus is gone from Lightning and has no effect. Instead: num_gpus" in caplog.text
     with pytest.raises(ParamError, match=r"no argument 'max_epoch'\. Did you mean 'max_epochs'"):
-        adapted_trainer_args({"max_epoch": 1})
+        adapted_trainer_args({"max_epoch": 1}, default_flavor())
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
-        adapted_trainer_args({"devices": 2})
+        adapted_trainer_args({"devices": 2}, default_flavor())
 
 
 def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:

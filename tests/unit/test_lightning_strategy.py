@@ -56,6 +56,24 @@ class Module(LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Contrastive(Module):
+    """Tells the rows of all ranks apart, from two views of each."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        views = [self.net(batch[0]), self.net(batch[0] * 1.5)]
+        return contrast(*(self.all_gather(v, sync_grads=True).flatten(0, 1) for v in views))
+
+    def configure_optimizers(self) -> Any:
+        # Adam's steps would not tell a gradient from half of it.
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def contrast(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return the InfoNCE loss: each row of one view is to find its own in the other."""
+    scores = first @ second.T
+    return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
 class Alternating(Module):
     """Two optimizers, stepped by hand; the second loss depends on what the first step changed."""
 
@@ -160,6 +178,10 @@ def run_all(directory: str) -> dict[str, Any]:
     fit(accumulated, rank, size, accumulate_grad_batches=2)
     keep("accumulated", accumulated)
 
+    contrastive = Contrastive()
+    fit(contrastive, rank, size)
+    keep("contrastive", contrastive)
+
     watcher, clipped = Watcher(), Module()
     fit(clipped, rank, size, gradient_clip_val=0.5, callbacks=[watcher])
     keep("clipped", clipped)
@@ -246,6 +268,17 @@ def global_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(x[r], y[r]) for r in rows]
 
 
+def contrast_alone() -> torch.nn.Module:
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(2):
+        for x, _ in global_batches():
+            optimizer.zero_grad()
+            contrast(net(x), net(x * 1.5)).backward()
+            optimizer.step()
+    return net
+
+
 def train_alone(
     passes: int = 1, clip: float | None = None, lr: float = 0.01, epochs: int = 2
 ) -> torch.nn.Module:
@@ -298,6 +331,11 @@ def assert_trained_as(found: dict[str, torch.Tensor], expected: dict[str, torch.
 )
 def test_two_ranks_train_as_one_process(ranks: Any, name: str, arguments: Any) -> None:
     assert_trained_as(ranks[0][name], prefixed(train_alone(**arguments)))
+
+
+@pytest.mark.integration
+def test_a_loss_over_gathered_rows_has_the_gradient_of_one_process(ranks: Any) -> None:
+    assert_trained_as(ranks[0]["contrastive"], prefixed(contrast_alone()))
 
 
 @pytest.mark.integration
@@ -373,5 +411,5 @@ def test_collectives(ranks: Any) -> None:
             "any": True,
             "all": False,
         }
-        # Rank 0's row went to both ranks, and both gradients come back to it; averaged.
-        assert found["gradient"][0] == (1.0 if rank == 0 else 0.0)
+        # Rank 0's row went to both ranks, and the gradients of both add up there.
+        assert found["gradient"][0] == (2.0 if rank == 0 else 0.0)

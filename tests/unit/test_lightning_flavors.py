@@ -1,0 +1,125 @@
+"""``lightning.pytorch`` and ``pytorch_lightning``: either, both, and never mixed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.lightning import HorovodStrategy
+from hvd_estimators.lightning.flavor import FLAVORS, flavor_of, is_lightning, one_flavor
+
+PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def make_module(package: str) -> Any:
+    class Line(importlib.import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1, bias=False)
+            torch.nn.init.zeros_(self.layer.weight)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            return -self.layer(batch).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.5)
+
+    return Line()
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_strategy_works_in_the_trainer_of_either_package(package: str) -> None:
+    module = make_module(package)
+    strategy = HorovodStrategy()
+    trainer = importlib.import_module(package).Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    assert trainer.strategy is strategy
+    assert isinstance(strategy, HorovodStrategy)
+    assert is_lightning(strategy, "strategies.ParallelStrategy")
+    trainer.fit(module, torch.utils.data.DataLoader([torch.tensor([2.0])] * 3))
+    # Three steps, each of 0.5 * 2.
+    assert module.layer.weight.item() == 3.0
+
+
+def test_a_strategy_with_an_object_of_lightnings_is_of_its_package() -> None:
+    for package in PACKAGES:
+        plugin = importlib.import_module(f"{package}.plugins").MixedPrecision("bf16-mixed", "cpu")
+        strategy = HorovodStrategy(precision_plugin=plugin)
+        assert flavor_of(strategy) == flavor_of(plugin)
+        assert strategy.precision_plugin is plugin
+
+
+def test_objects_of_both_packages_are_refused_and_both_are_named() -> None:
+    modules = {package: make_module(package) for package in PACKAGES}
+    for package, flavor in zip(PACKAGES, FLAVORS, strict=True):
+        callback = importlib.import_module(f"{package}.callbacks").EarlyStopping("loss")
+        named = [("model", modules[package]), ("callbacks", callback), ("loss", print)]
+        assert one_flavor(named) == flavor
+        assert is_lightning(callback, "Callback")
+        assert not is_lightning(callback, "LightningModule")
+    with pytest.raises(
+        ParamError,
+        match=r"model \(Line\) comes from the package lightning\.pytorch, and callbacks "
+        r"\(EarlyStopping\) from pytorch_lightning\.",
+    ):
+        one_flavor([("model", modules["lightning.pytorch"]), ("callbacks", callback)])
+
+
+SCRIPT = """
+import sys
+for hidden in {hidden}:
+    sys.modules[hidden] = None
+import importlib, torch
+from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.flavor import default_flavor, of_flavor
+assert "lightning" not in sys.modules or sys.modules["lightning"] is None
+assert not sys.modules.get("pytorch_lightning")
+flavor = default_flavor()
+assert flavor.name == "{package}"
+package = importlib.import_module("{package}")
+trainer = package.Trainer(strategy=HorovodStrategy(), devices=1, accelerator="cpu", logger=False)
+assert trainer.strategy.world_size == 1
+assert issubclass(of_flavor(ModuleAdapter, flavor), package.LightningModule)
+loaded = {{name for name in ("lightning", "pytorch_lightning") if sys.modules.get(name)}}
+assert loaded == {{"{package}".partition(".")[0]}}, loaded
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "hidden"),
+    [
+        ("lightning.pytorch", ("pytorch_lightning", "lightning_fabric")),
+        ("pytorch_lightning", ("lightning",)),
+    ],
+)
+def test_one_package_alone_is_enough(package: str, hidden: tuple[str, ...]) -> None:
+    script = SCRIPT.format(package=package, hidden=hidden)
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_lightning_the_command_that_installs_it_is_told() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
+        "from hvd_estimators.lightning.flavor import default_flavor\n"
+        "default_flavor()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+    assert "DependencyError" in done.stderr
+    assert "pip install lightning" in done.stderr
