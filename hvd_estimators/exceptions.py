@@ -12,6 +12,7 @@ __all__ = [
     "DependencyError",
     "HvdEstimatorsError",
     "ParamError",
+    "ReaderError",
     "ShapeError",
     "SlotsError",
     "StoreError",
@@ -41,6 +42,10 @@ class ShapeError(HvdEstimatorsError, ValueError):
 
 class StoreError(HvdEstimatorsError, OSError):
     """The store cannot be reached, or does not hold what was asked for."""
+
+
+class ReaderError(HvdEstimatorsError, RuntimeError):
+    """What reads the rows for a rank has ended, and cannot go on."""
 
 
 class SlotsError(HvdEstimatorsError, RuntimeError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import queue
 import tempfile
 import threading
 import warnings
@@ -22,16 +21,13 @@ with warnings.catch_warnings():
     from petastorm.fs_utils import FilesystemResolver, get_filesystem_and_path_or_paths
     from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
-    from petastorm.reader_impl.arrow_table_serializer import ArrowTableSerializer
     from petastorm.workers_pool import EmptyResultError
-    from petastorm.workers_pool.dummy_pool import DummyPool
-    from petastorm.workers_pool.process_pool import ProcessPool
-    from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
     from petastorm.workers_pool.ventilator import Ventilator
 
 from hvd_estimators.data.columns import Columns, table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.data.readers.petastorm_pools import make_pool
 from hvd_estimators.data.readers.ranges import RangeFiles, range_tables
 from hvd_estimators.data.sharding import RowRange
 
@@ -137,19 +133,11 @@ class PetastormDataModule(PlannedDataModule):
                 items=items,
                 # Workers are told what to read: Petastorm knows fewer types than PyArrow.
                 schema_fields=None,
-                reader_pool=_make_pool(self.reader_pool_type, workers),
+                reader_pool=make_pool(self.reader_pool_type, workers),
                 worker_class=_RangeWorker,
                 is_batched_reader=True,
                 cache=self._cached_parts,
             )
-
-
-def _make_pool(pool_type: str, workers: int) -> Any:
-    if pool_type == "thread":
-        return _ThreadPool(workers, results_queue_size=1)  # five for each worker, at least
-    if pool_type == "process":
-        return ProcessPool(workers, ArrowTableSerializer())
-    return DummyPool()
 
 
 def _chain(
@@ -190,46 +178,6 @@ class _PlannedReader(Reader):
     def _create_ventilator(self, *args: Any) -> _RangeVentilator:
         in_flight = self._workers_pool.workers_count + 2
         return _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
-
-
-class _ThreadPool(ThreadPool):
-    """Petastorm's threads, asleep while they have nothing to do.
-
-    Its own wake up every millisecond to see whether they are to stop. Each time they ask for the
-    interpreter's lock, which training needs.
-    """
-
-    def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
-        super().start(worker_class, worker_args)
-        self._ventilator_queues = [_WorkQueue() for _ in self._workers]
-        for worker, work in zip(self._workers, self._ventilator_queues, strict=True):
-            worker._ventilator_queue = work
-        self._ventilator = ventilator
-        ventilator.start()
-
-    def stop(self) -> None:
-        super().stop()
-        for work, results in zip(self._ventilator_queues, self._results_queues, strict=True):
-            work.put(None)
-            # A worker may wait for room.
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    results.get_nowait()
-
-    def _stop_aware_put(self, worker_id: int, data: Any) -> None:
-        if self._stop_event.is_set():
-            raise WorkerTerminationRequested
-        self._results_queues[worker_id].put(data)
-
-
-class _WorkQueue(queue.SimpleQueue[Any]):
-    """Gives a worker its items; None makes it look whether it is to stop."""
-
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        item = super().get()
-        if item is None:
-            raise queue.Empty
-        return item
 
 
 class _RangeVentilator(Ventilator):
