@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from hvd_estimators.keras.callbacks import (
         BestModelCheckpoint,
         BroadcastCallback,
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
         MetricAverageCallback,
     )
     from hvd_estimators.keras.estimator import KerasEstimator
+    from hvd_estimators.keras.learning_rate import (
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
+    )
     from hvd_estimators.keras.model import KerasModel
     from hvd_estimators.keras.optimizer import DistributedOptimizer
 
@@ -40,8 +42,8 @@ __getattr__, __dir__ = lazy_names(
         "DistributedOptimizer": "hvd_estimators.keras.optimizer",
         "KerasEstimator": "hvd_estimators.keras.estimator",
         "KerasModel": "hvd_estimators.keras.model",
-        "LearningRateScheduleCallback": "hvd_estimators.keras.callbacks",
-        "LearningRateWarmupCallback": "hvd_estimators.keras.callbacks",
+        "LearningRateScheduleCallback": "hvd_estimators.keras.learning_rate",
+        "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
     },
     {

@@ -1,4 +1,4 @@
-"""Which of Keras's backends this package works with."""
+"""What is asked of Keras itself on both sides: its backend, and optimizers in optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import keras
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["require_tensorflow"]
+__all__ = ["inner_optimizers", "require_tensorflow"]
 
 
 def require_tensorflow() -> None:
@@ -24,3 +24,14 @@ def require_tensorflow() -> None:
             "the environment variable KERAS_BACKEND=tensorflow before keras is imported (it takes "
             "precedence over ~/.keras/keras.json)."
         )
+
+
+def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
+    """Return the optimizers that have a learning rate: the one given, or those that it wraps."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return inner_optimizers(optimizer.inner_optimizer)
+    # Keras has had it since 3.13 only.
+    multi = getattr(keras.optimizers, "MultiOptimizer", None)
+    if multi is not None and isinstance(optimizer, multi):
+        return list(optimizer.optimizers)
+    return [optimizer]

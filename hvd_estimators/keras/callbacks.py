@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -12,6 +12,10 @@ import numpy as np
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import broadcast_variables, sum_arrays
+from hvd_estimators.keras.learning_rate import (
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
 from hvd_estimators.keras.optimizer import is_distributed
 from hvd_estimators.keras.randomness import split_seed_states
 
@@ -171,112 +175,3 @@ def _share(variable: Any) -> float:
     if aggregation == "mean":
         return 1.0 / hvd.size()
     return float(hvd.rank() == 0)
-
-
-class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to a multiple of the initial one.
-
-    Parameters
-    ----------
-    initial_lr : float, optional
-        The rate that is multiplied. Default: the optimizer's when training begins.
-    multiplier : float or callable
-        The factor, or ``multiplier(epoch)`` that returns it.
-    start_epoch, end_epoch : int
-        The epochs in which the rate is set, the last one excluded; None for no end.
-    staircase : bool
-        Set the rate once per epoch; otherwise before every batch, with fractions of epochs.
-    steps_per_epoch : int, optional
-        Batches of an epoch. Default: what ``fit`` was told.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float | None = None,
-        multiplier: float | Callable[[float], float] = 1.0,
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__()
-        self.initial_lr = initial_lr
-        self.multiplier = multiplier
-        self.start_epoch = start_epoch
-        self.end_epoch = end_epoch
-        self.staircase = staircase
-        self.steps_per_epoch = steps_per_epoch
-        self.current_epoch = 0
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Take down the initial rate and the number of batches."""
-        if self.initial_lr is None:
-            self.initial_lr = float(self.model.optimizer.learning_rate)
-        if not self.staircase and self.steps_per_epoch is None:
-            self.steps_per_epoch = (self.params or {}).get("steps")
-            if not self.steps_per_epoch:
-                raise ParamError("steps_per_epoch is not known. Set steps_per_epoch.")
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Set the rate of the epoch."""
-        self.current_epoch = epoch
-        if self.staircase:
-            self._set_rate(epoch)
-
-    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Set the rate of the batch."""
-        if not self.staircase and self.steps_per_epoch:
-            self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
-
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Add the rate to the logs."""
-        if logs is not None:
-            logs["learning_rate"] = float(self.model.optimizer.learning_rate)
-
-    def factor(self, epoch: float) -> float:
-        """Return what the initial rate is multiplied by."""
-        return self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
-
-    def _set_rate(self, epoch: float) -> None:
-        assert self.initial_lr is not None
-        if self.start_epoch <= epoch and (self.end_epoch is None or epoch < self.end_epoch):
-            self.model.optimizer.learning_rate = self.initial_lr * self.factor(epoch)
-
-
-class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from that of one rank to that of all ranks, batch by batch.
-
-    Many ranks make a large global batch, which takes a rate multiplied by their number, but not
-    from the first step on (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2). The
-    rate goes linearly from ``initial_lr / ranks`` to ``initial_lr``. In a `KerasEstimator` leave
-    ``initial_lr`` out: the estimator multiplies what the callback sets.
-
-    Parameters
-    ----------
-    initial_lr : float, optional
-        The rate at the end of the warm-up. Default: the optimizer's when training begins.
-    warmup_epochs : float
-        Length of the warm-up.
-    steps_per_epoch : int, optional
-        Batches of an epoch. Default: what ``fit`` was told.
-    """
-
-    def __init__(
-        self,
-        initial_lr: float | None = None,
-        warmup_epochs: float = 5,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        super().__init__(initial_lr, staircase=False, steps_per_epoch=steps_per_epoch)
-        self.warmup_epochs = warmup_epochs
-
-    def factor(self, epoch: float) -> float:
-        """Return the fraction of the rate at a (fractional) epoch."""
-        size = hvd.size()
-        return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
-
-    def _set_rate(self, epoch: float) -> None:
-        assert self.initial_lr is not None
-        # Once more after its end, and then others may set the rate.
-        if epoch - 1.0 / (self.steps_per_epoch or 1) <= self.warmup_epochs:
-            self.model.optimizer.learning_rate = self.initial_lr * self.factor(epoch)

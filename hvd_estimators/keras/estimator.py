@@ -215,7 +215,14 @@ class KerasEstimator(HorovodEstimator):
         if get("loss_weights") is not None:
             settings["loss_weights"] = get("loss_weights")
         optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
-        settings["optimizer"] = optimizer.make()
+        try:
+            settings["optimizer"] = optimizer.make()
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
+                f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
+                "custom_objects to classes and functions that the config names."
+            ) from error
         with kept_random_state():
             try:
                 model = load_model(dump_model(given, get("custom_objects")))

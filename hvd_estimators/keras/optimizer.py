@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import GradientAverager
-from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.backend import inner_optimizers, require_tensorflow
 
 __all__ = ["DistributedOptimizer", "distribute", "is_distributed"]
 
@@ -104,7 +104,10 @@ def distribute(
 
     def step(gradients: Sequence[Any], weight: Any, variables: Any) -> None:
         averaged = averager.average(gradients, weight)
-        with _scaled_learning_rate(optimizer, learning_rate_scale):
+        if not optimizer.built and learning_rate_scale != 1.0:
+            # It may choose its inner optimizers only now.
+            optimizer.build(list(variables))
+        with _scaled_learning_rates(optimizer, learning_rate_scale):
             apply(averaged, variables)
 
     if passes_per_step == 1:
@@ -174,19 +177,20 @@ class _Accumulator:
 
 
 @contextlib.contextmanager
-def _scaled_learning_rate(optimizer: keras.optimizers.Optimizer, scale: float) -> Iterator[None]:
-    """Let an optimizer see its learning rate multiplied, while its step is computed or traced."""
+def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) -> Iterator[None]:
+    """Let optimizers see their learning rate multiplied, while a step is computed or traced."""
     if scale == 1.0:
         yield
         return
-    while isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        optimizer = optimizer.inner_optimizer
-    attributes = vars(optimizer)
-    given = attributes["_learning_rate"]
-    # Read here, where it is a number or what a schedule says for this step.
-    rate = tf.convert_to_tensor(optimizer.learning_rate)
-    attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
+    given = []
+    for inner in inner_optimizers(optimizer):
+        attributes = vars(inner)
+        given.append((attributes, attributes["_learning_rate"]))
+        # Read here, where it is a number or what a schedule says for this step.
+        rate = tf.convert_to_tensor(inner.learning_rate)
+        attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
     try:
         yield
     finally:
-        attributes["_learning_rate"] = given
+        for attributes, rate in given:
+            attributes["_learning_rate"] = rate

@@ -20,6 +20,7 @@ import cloudpickle
 import keras
 
 from hvd_estimators.data.columns import Array
+from hvd_estimators.keras.backend import inner_optimizers
 
 __all__ = [
     "OptimizerDocument",
@@ -83,7 +84,7 @@ def load_weights(model: keras.Model, document: bytes) -> None:
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """Return a model as bytes without what it was compiled with."""
     found = find_custom_objects([model], custom_objects)
-    return cloudpickle.dumps((save_model(model), found))
+    return cloudpickle.dumps((save_model(model), found, None, _paths(model)))
 
 
 def load_model(document: bytes) -> keras.Model:
@@ -190,8 +191,9 @@ def _parts(value: Any) -> Iterator[Any]:
     elif isinstance(value, keras.optimizers.Optimizer):
         yield value
         yield value._learning_rate
-        if isinstance(value, keras.optimizers.LossScaleOptimizer):
-            yield from _parts(value.inner_optimizer)
+        for inner in inner_optimizers(value):
+            if inner is not value:
+                yield from _parts(inner)
     else:
         yield value
 
@@ -247,11 +249,14 @@ class _Pickler(cloudpickle.Pickler):
             compiled = dict(model._compile_config.config)
             # By compile() it may have been wrapped for mixed precision.
             compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
-        return _load_model, (save_model(model), found, compiled)
+        return _load_model, (save_model(model), found, compiled, _paths(model))
 
 
 def _load_model(
-    document: bytes, custom_objects: Mapping[str, Any], compiled: Mapping[str, Any] | None = None
+    document: bytes,
+    custom_objects: Mapping[str, Any],
+    compiled: Mapping[str, Any] | None = None,
+    paths: Sequence[str] = (),
 ) -> keras.Model:
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
@@ -260,12 +265,20 @@ def _load_model(
         model = keras.saving.load_model(
             path, custom_objects=dict(custom_objects), compile=False, safe_mode=False
         )
+    if len(model.variables) == len(paths):
+        # Keras makes other ones, and a MultiOptimizer chooses by them.
+        for variable, given in zip(model.variables, paths, strict=True):
+            variable._path = given
     if compiled is not None:
         optimizer: OptimizerDocument = compiled["optimizer"]
         model.compile(**{**compiled, "optimizer": optimizer.make()})
         if model.trainable_variables:
             optimizer.restore(model.optimizer, model.trainable_variables)
     return model
+
+
+def _paths(model: keras.Model) -> list[str]:
+    return [variable.path for variable in model.variables]
 
 
 def _make_optimizer(document: OptimizerDocument) -> keras.optimizers.Optimizer:

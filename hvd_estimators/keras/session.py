@@ -105,7 +105,8 @@ class ProgressReports(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report now and then what this rank has measured."""
-        if self._progress.due:
+        # Before the first batch nothing is measured, and metrics are not even built.
+        if batch and self._progress.due:
             self._progress.step(batch, _scalars(self.model.get_metrics_result()))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -277,7 +278,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
             [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
         )
         self._end = end
-        self._batch_ends = any(map(_takes_batch_ends, callbacks))
+        self._batch_ends = True
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks."""
+        super().on_epoch_begin(epoch, logs)
+        # Only now, since instances can be given other functions at any time.
+        self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks."""
@@ -299,11 +306,11 @@ class RankCallbacks(keras.callbacks.CallbackList):
 def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
         return False
-    base = keras.callbacks.Callback
-    kind = type(callback)
-    return (
-        kind.on_train_batch_end is not base.on_train_batch_end
-        or kind.on_batch_end is not base.on_batch_end
+    # Of the instance, which LambdaCallback and the like give functions of its own.
+    return any(
+        getattr(getattr(callback, name), "__func__", None)
+        is not getattr(keras.callbacks.Callback, name)
+        for name in ("on_train_batch_end", "on_batch_end")
     )
 
 
@@ -315,7 +322,14 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
     ParamError
         If one is no Keras callback, or keeps and restores models by itself.
     """
+    if isinstance(callbacks, keras.callbacks.Callback):
+        raise ParamError(f"callbacks: expected a list of callbacks, found {callbacks!r}.")
     for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CallbackList):
+            raise ParamError(
+                "callbacks: a CallbackList holds callbacks that run on different ranks. Give them "
+                "as a plain list."
+            )
         if not isinstance(callback, keras.callbacks.Callback):
             raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
         if isinstance(callback, keras.callbacks.BackupAndRestore):

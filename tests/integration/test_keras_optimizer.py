@@ -25,6 +25,8 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         import tensorflow as tf
 
         from hvd_estimators.keras import DistributedOptimizer
+        from hvd_estimators.keras.averaging import GradientAverager
+        from hvd_estimators.keras.optimizer import distribute
 
         hvd.init()
         rank = hvd.rank()
@@ -67,6 +69,20 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         found["sparse"] = table.numpy()[:, 0]
         optimizer = DistributedOptimizer(keras.optimizers.Adam(0.1))
         found["class"] = type(optimizer).__name__
+        # Two optimizers, each with its own rate, applied three times as large.
+        kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
+        multi = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.MultiOptimizer(
+                keras.optimizers.OptimizerMap(sgd(schedule), {"bias": sgd(0.01)})
+            ),
+            initial_scale=4.0,
+        )
+        distribute(multi, GradientAverager(), learning_rate_scale=3.0)
+        step = tf.function(lambda g: multi.apply([g, g], [kernel, bias]))
+        for _ in range(2):
+            step(tf.constant([2.0]) if rank == 0 else tf.constant([6.0]))
+        found["multi"] = np.array([kernel.numpy()[0], bias.numpy()[0]])
+        found["multi rates"] = [float(o.learning_rate) for o in multi.inner_optimizer.optimizers]
         found["config"] = keras.saving.serialize_keras_object(optimizer)
         return found
 
@@ -90,11 +106,17 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     assert first["scale after"] == 2.0
     np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
     assert first["class"] == "Adam"
+    # The mean gradient is 4 / 4: rates 0.1 and then 0.01 times 3, and 0.01 twice times 3.
+    np.testing.assert_allclose(first["multi"], [0.67, 0.94], rtol=1e-6)
+    np.testing.assert_allclose(sorted(first["multi rates"]), [0.01, 0.01], rtol=1e-6)
     assert first["config"]["module"] == "keras.optimizers"
 
 
 def test_callbacks_broadcast_measure_and_warm_up() -> None:
     def run() -> dict[str, Any]:
+        import contextlib
+        import io
+
         import horovod.tensorflow as hvd
         import keras
         import numpy as np
@@ -126,27 +148,30 @@ def test_callbacks_broadcast_measure_and_warm_up() -> None:
                 rates.append(round(float(self.model.optimizer.learning_rate), 6))
 
         frozen = keras.callbacks.LambdaCallback()
-        history = model.fit(
-            rows[own],
-            rows[own].sum(axis=1, keepdims=True),
-            batch_size=10 if rank == 0 else 5,
-            epochs=3,
-            shuffle=False,
-            verbose=0,
-            callbacks=[
-                BroadcastCallback(),
-                MetricAverageCallback(),
-                LearningRateWarmupCallback(0.2, warmup_epochs=1),
-                LearningRateScheduleCallback(0.2, 0.1, start_epoch=2),
-                Rates(),
-                frozen,
-            ],
-        ).history
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            history = model.fit(
+                rows[own],
+                rows[own].sum(axis=1, keepdims=True),
+                batch_size=10 if rank == 0 else 5,
+                epochs=3,
+                shuffle=False,
+                verbose=0,
+                callbacks=[
+                    BroadcastCallback(),
+                    MetricAverageCallback(),
+                    LearningRateWarmupCallback(0.2, warmup_epochs=1, verbose=1),
+                    LearningRateScheduleCallback(0.2, 0.1, start_epoch=2, verbose=1),
+                    Rates(),
+                    frozen,
+                ],
+            ).history
         return {
             "state": [v.numpy() for v in [*model.variables, *optimizer.variables]],
             "history": history,
             "rates": rates,
             "jit": model.jit_compile,
+            "printed": printed.getvalue().split("\n"),
         }
 
     first, second = on_ranks(run)
@@ -156,3 +181,9 @@ def test_callbacks_broadcast_measure_and_warm_up() -> None:
     # Two batches an epoch: half the rate, then three quarters, then all of it.
     assert first["rates"] == [0.1, 0.15, 0.2, 0.2, 0.02, 0.02]
     assert not first["jit"]
+    assert [line for line in first["printed"] if line] == [
+        "Epoch 1: learning rate set to 0.15.",
+        "Epoch 2: learning rate set to 0.2.",
+        "Epoch 3: learning rate set to 0.02.",
+    ]
+    assert second["printed"] == [""]

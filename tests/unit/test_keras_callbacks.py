@@ -1,0 +1,153 @@
+"""Callbacks in one process: which are called, what they report, what rates they set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import LearningRateScheduleCallback
+from hvd_estimators.keras.serialization import dump, load
+from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks
+
+ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
+
+
+def linear(optimizer: keras.optimizers.Optimizer) -> keras.Model:
+    """Return a model whose gradient is the same in every step."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, name="d")])
+    model.compile(optimizer, lambda y, output: output, metrics=["mae"], jit_compile=False)
+    return model
+
+
+class End(keras.callbacks.Callback):
+    stop = False
+
+
+def test_functions_of_an_instance_are_called_as_those_of_a_class_are() -> None:
+    called: list[str] = []
+
+    class Own(keras.callbacks.Callback):
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.on_batch_end = lambda batch, logs: called.append(f"own {batch}")
+
+    class Asks(keras.callbacks.Callback):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "on_train_batch_end":
+                return lambda batch, logs: called.append(f"asked {batch}")
+            return super().__getattribute__(name)
+
+    given = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: called.append(f"given {batch} {logs['loss'] > 0}")
+    )
+    for callback, expected in [
+        (given, ["given 0 True", "given 1 True"]),
+        (Own(), ["own 0", "own 1"]),
+        (Asks(), ["asked 0", "asked 1"]),
+        (keras.callbacks.Callback(), []),
+    ]:
+        called.clear()
+        model = linear(keras.optimizers.SGD(0.0))
+        model.layers[0].set_weights([np.ones((1, 1))])
+        callbacks = RankCallbacks([callback], End(), model, 1, 2)
+        model.fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=callbacks)
+        assert called == expected
+
+
+def test_a_slow_first_batch_is_not_reported() -> None:
+    class AlwaysDue:
+        due = True
+
+        def __init__(self) -> None:
+            self.steps: list[tuple[int, Mapping[str, float]]] = []
+
+        def start_epoch(self, epoch: int) -> None:
+            pass
+
+        def step(self, step: int, means: Mapping[str, float]) -> None:
+            self.steps.append((step, means))
+
+        def end_epoch(self, means: Mapping[str, float]) -> None:
+            pass
+
+    progress = AlwaysDue()
+    model = linear(keras.optimizers.SGD(0.0))
+    reports: Any = ProgressReports(progress)  # type: ignore[arg-type]
+    model.fit(ROWS, ROWS, batch_size=4, epochs=2, verbose=0, callbacks=[reports])
+    assert [step for step, _ in progress.steps] == [1, 1]
+    assert set(progress.steps[0][1]) == {"loss", "mae"}
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_velocity_follows_the_rate(correction: bool) -> None:
+    model = linear(keras.optimizers.SGD(0.1, momentum=0.5))
+    model.layers[0].set_weights([np.zeros((1, 1))])
+    callback = LearningRateScheduleCallback(
+        None, lambda epoch: 10.0**-epoch, momentum_correction=correction
+    )
+    logs = model.fit(
+        np.ones((2, 1)), ROWS[:2], batch_size=1, epochs=2, verbose=0, callbacks=[callback]
+    ).history
+    # Worked out by hand: the gradient is 1.
+    weight = velocity = 0.0
+    for rate, factor in [(0.1, 1.0), (0.1, 1.0), (0.01, 0.1), (0.01, 1.0)]:
+        velocity = velocity * (factor if correction else 1.0) * 0.5 - rate
+        weight += velocity
+    np.testing.assert_allclose(model.get_weights()[0], [[weight]], rtol=1e-5)
+    np.testing.assert_allclose(logs["learning_rate"], [0.1, 0.01], rtol=1e-6)
+
+
+def test_averages_of_gradients_hold_no_rate_and_are_left_alone() -> None:
+    found = []
+    for factor in (1.0, 0.5):
+        model = linear(keras.optimizers.Adam(0.1))
+        callback = LearningRateScheduleCallback(0.1, factor, start_epoch=1)
+        model.fit(ROWS, ROWS, epochs=2, verbose=0, callbacks=[callback])
+        found.append([variable.numpy() for variable in model.optimizer.variables[2:]])
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def multi_optimizer() -> keras.optimizers.Optimizer:
+    return keras.optimizers.MultiOptimizer(
+        keras.optimizers.OptimizerMap(
+            keras.optimizers.Adam(0.2), {"net/d/.*": keras.optimizers.SGD(0.1)}
+        )
+    )
+
+
+def test_each_inner_optimizer_has_its_own_multiple() -> None:
+    model = linear(keras.optimizers.LossScaleOptimizer(multi_optimizer()))
+    logs = model.fit(
+        ROWS, ROWS, epochs=2, verbose=0, callbacks=[LearningRateScheduleCallback(None, 0.5)]
+    ).history
+    rates = {name: values for name, values in logs.items() if name.startswith("learning_rate")}
+    assert sorted(rates) == ["learning_rate_0", "learning_rate_1"]
+    np.testing.assert_allclose(sorted(values[1] for values in rates.values()), [0.05, 0.1])
+
+
+def test_copies_assign_the_same_variables_to_the_same_optimizers() -> None:
+    model = keras.Sequential(
+        [keras.Input((1,)), keras.layers.Dense(1, name="c"), keras.layers.Dense(1, name="d")],
+        name="net",
+    )
+    model.compile(multi_optimizer(), "mse", jit_compile=False)
+    model.fit(ROWS, ROWS, verbose=0)
+    copy = load(dump(model))
+    paths = [variable.path for variable in model.optimizer.variables]
+    assert any("c_kernel_velocity" in path for path in paths)
+    assert not any("d_kernel_velocity" in path for path in paths)
+    for a, b in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+
+
+def test_a_list_of_callbacks_is_asked_for() -> None:
+    callbacks: Any = keras.callbacks.CallbackList([keras.callbacks.TerminateOnNaN()])
+    with pytest.raises(ParamError, match="callbacks: expected a list of callbacks"):
+        check_callbacks(callbacks)
+    with pytest.raises(ParamError, match="Give them as a plain list"):
+        check_callbacks([callbacks])
