@@ -309,7 +309,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
                 "Set Store.create(prefix)."
             )
         weights, labels = self.getOrDefault("loss_weights"), self.getOrDefault("label_cols")
-        if weights is not None and len(weights) != len(labels):
+        if isinstance(weights, list) and len(weights) != len(labels):
             raise ParamError(
                 f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
             )

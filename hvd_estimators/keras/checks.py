@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -15,12 +15,15 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras.tensors import Field, TensorSpec
+from hvd_estimators.keras.compiling import losses
+from hvd_estimators.keras.outputs import Outputs, symbolic
+from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
 
 __all__ = [
     "DryRun",
     "call_on_zeros",
     "has_loss",
+    "has_own_step",
     "input_structure",
     "kept_random_state",
     "weighs_by_samples",
@@ -50,7 +53,7 @@ def input_structure(model: keras.Model, feature_cols: Sequence[str]) -> Any:
         If the model has another number of inputs.
     """
     fields = [Field(name) for name in feature_cols]
-    structure = _symbolic(model, "input")
+    structure = symbolic(model, "input")
     if structure is None:
         return fields[0] if len(fields) == 1 else tuple(fields)
     inputs = keras.tree.flatten(structure)
@@ -67,17 +70,6 @@ def input_structure(model: keras.Model, feature_cols: Sequence[str]) -> Any:
     return keras.tree.pack_sequence_as(structure, flat)
 
 
-def _symbolic(model: keras.Model, side: str) -> Any:
-    """Return the symbolic "input" or "output" of a model in its structure; None without one."""
-    if isinstance(model, keras.Sequential):
-        found = getattr(model, f"{side}s") if model.built else None
-        return found[0] if found else None
-    try:
-        return getattr(model, side)
-    except (AttributeError, ValueError):
-        return None
-
-
 def _input_field(column: str, tensor: Any) -> Field:
     shape = tuple(tensor.shape[1:])
     known = all(size is not None for size in shape)
@@ -90,20 +82,25 @@ class DryRun:
     Parameters
     ----------
     model : keras.Model
-        Compiled.
+        The model.
     feature_cols, label_cols : sequence of str
         Columns of the inputs and outputs.
     sample_weight_col : str or None
         Weight of each row.
     label_shapes : sequence of sequence of int, or None
         Shape of each label, -1 for the rows first.
+    compile : callable, optional
+        Compiles the model, once its outputs are known; None stands for labels that are none of
+        its outputs. Default: the model is compiled.
 
     Attributes
     ----------
     model : keras.Model
-        The model, built after `run`.
+        The model, built and compiled after `run`.
+    outputs : Outputs or None
+        Its outputs, as soon as they are known; None if labels are none of its outputs.
     output_shapes : list of tuple of int
-        Shape of one row of each output.
+        Shape of one row of each label's output.
     tensors : TensorSpec
         How columns become tensors.
     """
@@ -115,16 +112,18 @@ class DryRun:
         label_cols: Sequence[str],
         sample_weight_col: str | None,
         label_shapes: Sequence[Sequence[int]] | None,
+        compile: Callable[[Outputs | None], None] = lambda outputs: None,
     ) -> None:
         self.model = model
+        self._compile = compile
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
         self._label_shapes = label_shapes
         self._inputs: Any = input_structure(model, feature_cols)
-        outputs = _symbolic(model, "output")
         self.output_shapes: list[tuple[int, ...]] | None = None
-        self._outputs: Any = None
+        self.outputs: Outputs | None = None
         self._known: dict[str, tuple[int, ...]] = {}
+        outputs = symbolic(model, "output")
         if outputs is not None:
             self._take_outputs(outputs)
 
@@ -133,13 +132,14 @@ class DryRun:
         """How columns become tensors, as far as it is known by now."""
         labels = self._label_fields()
         structure: Any
-        if self._outputs is None:
+        if self.outputs is None:
             structure = labels[0] if len(labels) == 1 else tuple(labels)
-        elif isinstance(self._outputs, dict) and set(self._outputs) == set(self._label_cols):
-            by_name = {field.column: field for field in labels}
-            structure = {name: by_name[name] for name in self._outputs}
         else:
-            structure = keras.tree.pack_sequence_as(self._outputs, labels)
+            fields = dict(zip(self._label_cols, labels, strict=True))
+            structure = self.outputs.pack(
+                # Keras compares structures: an output without a label is compared to nothing.
+                [ZEROS if label is None else fields[label] for label in self.outputs.labels]
+            )
         return TensorSpec(self._inputs, structure, self._weight_col)
 
     def look_at(self, columns: Columns) -> None:
@@ -151,7 +151,7 @@ class DryRun:
             If the model is not built, which takes a call.
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
-        self._require_built("dry_run is False")
+        self._go_without_call("dry_run is False")
 
     def run(self, columns: Columns) -> None:
         """Call the model and its loss with some rows.
@@ -182,35 +182,47 @@ class DryRun:
                     outputs = self.model(x, training=False)
             except Exception as error:
                 if leave_to_ranks(error, _SHAPE_KINDS):
-                    self._require_built(f"it raised {type(error).__name__}: {error}")
+                    self._go_without_call(f"it raised {type(error).__name__}: {error}")
                     return
                 raise ShapeError(
                     f"The model cannot take the feature columns. It was called with {given} and "
                     f"raised {type(error).__name__}: {error}. Set feature_cols in the order of the "
                     "model's inputs, in the shapes that it expects."
                 ) from error
-            self._take_outputs(outputs)
+            if self.outputs is None:
+                self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
             if has_loss(self.model):
                 self._check_loss(x, outputs, columns)
 
-    def _require_built(self, reason: str) -> None:
+    def _go_without_call(self, reason: str) -> None:
+        """Leave a model that is not to be called here to the ranks."""
         if not self.model.built:
             raise ParamError(
                 f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
                 "a few rows before it is given, where it can run, or define its build()."
             )
+        if self.output_shapes is not None:
+            return
+        if len(self._label_cols) > 1 and not has_own_step(self.model):
+            raise ParamError(
+                "model: it does not tell its outputs, so that there is no telling which of them "
+                f"belongs to which label, and it cannot be called on the driver ({reason}). Set a "
+                "functional model."
+            )
+        self._compile(None)
 
     def _take_outputs(self, outputs: Any) -> None:
         flat = keras.tree.flatten(outputs)
-        if len(flat) != len(self._label_cols):
-            raise ShapeError(
-                f"label_cols: the model has {len(flat)} outputs, and there are "
-                f"{len(self._label_cols)} label columns: {', '.join(self._label_cols)}. Set one "
-                "label column per output."
-            )
-        self._outputs = keras.tree.map_structure(lambda tensor: 0, outputs)
+        try:
+            self.outputs = Outputs.of(self.model, outputs, self._label_cols)
+            flat = self.outputs.select(flat, self._label_cols)
+        except ShapeError:
+            # A train step of the user's own need not compare labels to outputs.
+            if not has_own_step(self.model):
+                raise
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
+        self._compile(self.outputs)
 
     def _label_fields(self) -> list[Field]:
         names = list(self._label_cols)
@@ -219,7 +231,9 @@ class DryRun:
                 Field(name, tuple(shape[1:]))
                 for name, shape in zip(names, self._label_shapes, strict=True)
             ]
-        shapes = self.output_shapes or [()] * len(names)
+        shapes = self.output_shapes
+        if shapes is None or self.outputs is None:
+            return [Field(name) for name in names]
         return [
             # A label of as many elements as its output is compared in the output's shape.
             Field(name, shape if _same_size(shape, self._known.get(name)) else None)
@@ -239,10 +253,13 @@ class DryRun:
                 )
 
     def _check_rows(self, outputs: Any, rows: int) -> None:
-        for name, output in zip(self._label_cols, keras.tree.flatten(outputs), strict=True):
+        flat = keras.tree.flatten(outputs)
+        labels = (None,) * len(flat) if self.outputs is None else self.outputs.labels
+        for label, output in zip(labels, flat, strict=True):
             if not output.shape or output.shape[0] != rows:
+                which = "" if label is None else f" for label {label!r}"
                 raise ShapeError(
-                    f"The model's output for label {name!r} has shape {tuple(output.shape)} for "
+                    f"The model's output{which} has shape {tuple(output.shape)} for "
                     f"{rows} rows. Its first dimension must count the rows."
                 )
 
@@ -250,21 +267,17 @@ class DryRun:
         tensors = self.tensors
         self._check_columns(list(tensors.label_fields()), columns, "label_shapes", "label")
         batch = tensors.arrays(columns)
-        labels = [tf.convert_to_tensor(a) for a in keras.tree.flatten(batch[1])]
+        labels = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
+        compared = self._compared(outputs, labels)
         shapes = "; ".join(
-            f"{field.column}: output {tuple(output.shape)}, label {tuple(label.shape)}"
-            for field, output, label in zip(
-                tensors.label_fields(), keras.tree.flatten(outputs), labels, strict=True
-            )
+            f"{name}: output {tuple(output.shape)}, label {tuple(label.shape)}"
+            for name, output, label, _ in compared
         )
         remedy = "Set label_cols and the model's outputs to the same shapes, or label_shapes."
         try:
             with traceless():
                 value = self.model.compute_loss(
-                    x,
-                    keras.tree.pack_sequence_as(tensors.labels, labels),
-                    outputs,
-                    None if len(batch) == 2 else tf.convert_to_tensor(batch[2]),
+                    x, labels, outputs, None if len(batch) == 2 else tf.convert_to_tensor(batch[2])
                 )
         except Exception as error:
             if leave_to_ranks(error, _SHAPE_KINDS):
@@ -275,9 +288,7 @@ class DryRun:
             ) from error
         if value is not None and value.shape.rank:
             raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
-        for loss, output, label in zip(
-            _losses(self.model, len(labels)), keras.tree.flatten(outputs), labels, strict=True
-        ):
+        for _, output, label, loss in compared:
             # Labels that only broadcast to the output train on something nobody meant.
             sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
             if sizes[0] != sizes[1] and _compares_elements(loss):
@@ -285,36 +296,57 @@ class DryRun:
                     f"The loss compares outputs and labels element by element ({shapes}). {remedy}"
                 )
 
+    def _compared(self, outputs: Any, labels: Any) -> list[tuple[str, Any, Any, Any]]:
+        """Return name, output, label and loss of each output that has a label."""
+        if self.outputs is None:
+            return []
+        return [
+            (name, output, label, loss)
+            for name, output, label, loss in zip(
+                self.outputs.labels,
+                keras.tree.flatten(outputs),
+                keras.tree.flatten(labels),
+                _losses(self.model.loss, self.outputs),
+                strict=True,
+            )
+            if name is not None
+        ]
+
 
 def has_loss(model: keras.Model) -> bool:
     """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
 
 
-def weighs_by_samples(model: keras.Model, outputs: int) -> bool | None:
-    """Return whether a model's losses divide by the sum of sample weights, not by rows.
+def has_own_step(model: keras.Model) -> bool:
+    """Return whether a model trains in a way of its own."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+def weighs_by_samples(loss: Any) -> bool | None:
+    """Return whether losses divide by the sum of sample weights, not by rows.
+
+    Parameters
+    ----------
+    loss : object
+        What `compile` is given.
 
     Returns
     -------
     bool or None
         None if losses differ in that, or one of them is no mean at all.
     """
-    found = {
-        str(getattr(loss, "reduction", "sum_over_batch_size"))
-        for loss in _losses(model, outputs)
-        if loss is not None
-    }
+    found = {str(getattr(entry, "reduction", "sum_over_batch_size")) for entry in losses(loss)}
     if found <= {"sum_over_batch_size", "mean"}:
         return False
     return True if found == {"mean_with_sample_weight"} else None
 
 
-def call_on_zeros(model: keras.Model, inputs: Any) -> list[tuple[int, ...]]:
-    """Return the shape of one row of each output of a model, for inputs that tell their shapes."""
+def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
+    """Return the outputs of a model for two rows of zeros; the inputs have to tell their shapes."""
     x = keras.tree.map_structure(lambda field: np.zeros((2, *field.shape), field.dtype), inputs)
     with kept_random_state(), tf.device("CPU:0"):
-        outputs = model(x, training=False)
-    return [tuple(tensor.shape[1:]) for tensor in keras.tree.flatten(outputs)]
+        return model(x, training=False)
 
 
 def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> bool:
@@ -323,14 +355,13 @@ def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> 
     return math.prod(size or 0 for size in shape) == math.prod(other)
 
 
-def _losses(model: keras.Model, outputs: int) -> list[Any]:
-    """Return the loss of each output, as `compile` was given it."""
-    given = [model.loss]
-    if isinstance(model.loss, dict):
-        given = [model.loss.get(name) for name in getattr(model, "output_names", model.loss)]
-    elif model.loss is not None:
-        given = keras.tree.flatten(model.loss)
-    return list(given) * outputs if len(given) == 1 else list(given)
+def _losses(loss: Any, outputs: Outputs) -> list[Any]:
+    """Return the loss of each output, in the order of their places."""
+    if isinstance(loss, dict):
+        names = zip(outputs.names, outputs.layers, strict=True)
+        return [loss.get(name, loss.get(layer)) for name, layer in names]
+    flat = keras.tree.flatten(loss)
+    return flat if len(flat) == len(outputs.labels) else flat[:1] * len(outputs.labels)
 
 
 def _compares_elements(loss: Any) -> bool:

@@ -14,8 +14,16 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import DryRun, has_loss, kept_random_state, weighs_by_samples
+from hvd_estimators.keras.checks import (
+    DryRun,
+    has_loss,
+    has_own_step,
+    kept_random_state,
+    weighs_by_samples,
+)
+from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.model import KerasModel
+from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import (
     OptimizerDocument,
     dump,
@@ -41,14 +49,22 @@ def _environment(name: str, value: Any) -> dict[str, str | None]:
     return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
 
 
+def _weights(name: str, value: Any) -> list[float] | dict[str, float]:
+    if isinstance(value, Mapping):
+        return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
+    return numbers(name, value)
+
+
 class KerasEstimator(HorovodEstimator):
     """Trains a Keras 3 model on a DataFrame, with Horovod, one process per rank.
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
     tasks with ``Model.fit``, and returns a `KerasModel`. Each feature column is one input of the
     model, reshaped to what the model declares (a number per row is ``(rows, 1)``), and each label
-    column is compared to one output. The given model and optimizer are left as they are. Runs on
-    the driver; Keras has to run on TensorFlow.
+    column is compared to one output: to that of its name, where the model returns a dict or where
+    the output layers are named after the labels, and by position otherwise. Outputs of a dict that
+    are no labels are left alone. The given model and optimizer are left as they are. Runs on the
+    driver; Keras has to run on TensorFlow.
 
     An epoch trains on every row once. The learning rate is that of one rank: training applies it
     multiplied by the number of ranks, and what callbacks and schedules set counts in the same way.
@@ -70,12 +86,16 @@ class KerasEstimator(HorovodEstimator):
         "compiled with."
     )
     loss = declare(
-        "A loss, or a list or dict with one per output. Default: what the model is compiled with."
+        "A loss for all labels, a list with one per label, or a dict by the names of labels or "
+        "outputs. Default: what the model is compiled with."
     )
-    loss_weights = declare("Weight of each output's loss. Default: 1.", convert=numbers)
+    loss_weights = declare(
+        "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
+        convert=_weights,
+    )
     metrics = declare(
-        "Keras metrics, as compile() takes them. Default: what the model is compiled with, where "
-        "loss is not set.",
+        "A list of Keras metrics; of several labels a list with one, or a list, per label, or a "
+        "dict like that of loss. Default: what the model is compiled with, where loss is not set.",
         default=[],
     )
     callbacks = declare("Keras callbacks.", default=[])
@@ -118,8 +138,7 @@ class KerasEstimator(HorovodEstimator):
         if get("optimizer") is None and not model.compiled:
             raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
         self._optimizer()
-        has_own_step = type(model).train_step is not keras.Model.train_step
-        if get("loss") is None and not has_loss(model) and not has_own_step:
+        if get("loss") is None and not has_loss(model) and not has_own_step(model):
             raise ParamError("loss is not set. Set loss, or compile the model with one.")
         check_callbacks(get("callbacks"))
         checkpoint = get("checkpoint_callback")
@@ -136,7 +155,8 @@ class KerasEstimator(HorovodEstimator):
             )
 
     def _check_frame(self, dataset: DataFrame) -> Any:
-        self._training_model()
+        # What needs no rows.
+        self._new_dry_run()
         return super()._check_frame(dataset)
 
     def _train(self, manifest: DatasetManifest, backend: Backend, trial: Any = None) -> KerasModel:
@@ -149,7 +169,7 @@ class KerasEstimator(HorovodEstimator):
             # After the dry run, which builds a model that was not built.
             model=dump(dry_run.model, get("custom_objects")),
             tensors=dry_run.tensors,
-            weigh_by_samples=self._weighs_by_samples(dry_run.model),
+            weigh_by_samples=self._weighs_by_samples(self._compile_settings()),
             checkpoint_callback=get("checkpoint_callback"),
             floatx=keras.config.floatx(),
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
@@ -197,50 +217,48 @@ class KerasEstimator(HorovodEstimator):
             raise ParamError(f"optimizer: expected a Keras optimizer, found {given!r}.") from error
 
     def _training_model(self) -> keras.Model:
-        """Return a copy of the model, compiled as it is to be trained."""
-        get = self.getOrDefault
-        given: keras.Model = get("model")
-        settings = dict(given._compile_config.config) if given.compiled else {}
-        if settings.get("jit_compile"):
-            logger.warning(
-                "jit_compile is turned off while the ranks train: Horovod's operations cannot be "
-                "compiled by XLA. Compile the model with jit_compile=False to leave this out."
-            )
-        if get("loss") is not None:
-            settings.update(
-                loss=get("loss"), loss_weights=None, metrics=None, weighted_metrics=None
-            )
-        if get("metrics"):
-            settings["metrics"] = get("metrics")
-        if get("loss_weights") is not None:
-            settings["loss_weights"] = get("loss_weights")
-        optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
-        try:
-            settings["optimizer"] = optimizer.make()
-        except (TypeError, ValueError) as error:
-            raise ParamError(
-                f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
-                f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
-                "custom_objects to classes and functions that the config names."
-            ) from error
+        """Return a copy of the model, not compiled."""
+        objects = self.getOrDefault("custom_objects")
         with kept_random_state():
             try:
-                model = load_model(dump_model(given, get("custom_objects")))
+                return load_model(dump_model(self.getOrDefault("model"), objects))
             except (TypeError, ValueError) as error:
                 raise ParamError(
                     f"model: it cannot be saved and loaded, as its copies for the ranks are "
                     f"({type(error).__name__}: {error}). Set custom_objects to the classes and "
                     "functions that it is made of; classes need get_config()."
                 ) from error
-            model.compile(**settings)
-            if model.built:
-                optimizer.restore(model.optimizer, model.trainable_variables)
-        self._weighs_by_samples(model)
-        return model
 
-    def _weighs_by_samples(self, model: keras.Model) -> bool:
+    def _compile_settings(self) -> CompileSettings:
+        """Return what the model is compiled with for training."""
+        get = self.getOrDefault
+        given: keras.Model = get("model")
+        compiled = dict(given._compile_config.config) if given.compiled else {}
+        compiled.pop("optimizer", None)
+        if compiled.get("jit_compile"):
+            logger.warning(
+                "jit_compile is turned off while the ranks train: Horovod's operations cannot be "
+                "compiled by XLA. Compile the model with jit_compile=False to leave this out."
+            )
+        params = {name: get(name) for name in ("loss", "loss_weights") if get(name) is not None}
+        if get("metrics"):
+            params["metrics"] = get("metrics")
+        optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
+        try:
+            optimizer.make()
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
+                f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
+                "custom_objects to classes and functions that the config names."
+            ) from error
+        settings = CompileSettings(optimizer, compiled, params, get("label_cols"))
+        self._weighs_by_samples(settings)
+        return settings
+
+    def _weighs_by_samples(self, settings: CompileSettings) -> bool:
         """Return what batches count for; see `KerasTrainSpec`."""
-        found = weighs_by_samples(model, len(self.getOrDefault("label_cols")))
+        found = weighs_by_samples(settings.loss)
         if found is None:
             raise ParamError(
                 "loss: expected losses that are means over the rows, all in the same way, so that "
@@ -250,19 +268,29 @@ class KerasEstimator(HorovodEstimator):
         return found and self.getOrDefault("sample_weight_col") is not None
 
     def _dry_run(self, columns: Columns) -> DryRun:
-        get = self.getOrDefault
-        dry_run = DryRun(
-            self._training_model(),
-            get("feature_cols"),
-            get("label_cols"),
-            get("sample_weight_col"),
-            get("label_shapes"),
-        )
-        if get("dry_run"):
+        dry_run = self._new_dry_run()
+        if self.getOrDefault("dry_run"):
             dry_run.run(columns)
         else:
             dry_run.look_at(columns)
         return dry_run
+
+    def _new_dry_run(self) -> DryRun:
+        get = self.getOrDefault
+        model, settings = self._training_model(), self._compile_settings()
+
+        def compile_model(outputs: Outputs | None) -> None:
+            with kept_random_state():
+                settings.apply(model, outputs)
+
+        return DryRun(
+            model,
+            get("feature_cols"),
+            get("label_cols"),
+            get("sample_weight_col"),
+            get("label_shapes"),
+            compile_model,
+        )
 
     def _check_steps(self, model: keras.Model, data: DataSpec) -> None:
         """Refuse batches that a model cannot take."""

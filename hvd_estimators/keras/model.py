@@ -8,10 +8,11 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.data.columns import Array
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import call_on_zeros, input_structure
+from hvd_estimators.keras.checks import call_on_zeros, has_own_step, input_structure
 from hvd_estimators.keras.devices import limit_threads
+from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_model
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
@@ -40,10 +41,11 @@ class KerasModel(HorovodModel):
         if model is None:
             raise ParamError("model is not set. Set model.")
         columns = self.getOrDefault("feature_columns") or []
+        labels = self.getOrDefault("label_columns") or []
         structure, floatx = self._inputs(), self.getOrDefault("floatx")
 
         def load(document: bytes) -> Predictor:
-            return _KerasPredictor(document, structure, columns, floatx)
+            return _KerasPredictor(document, structure, columns, labels, floatx)
 
         return dump_model(model, self.getOrDefault("custom_objects")), load
 
@@ -57,7 +59,9 @@ class KerasModel(HorovodModel):
                 "output_shapes is not known for a model that was not fitted and does not tell the "
                 "shapes of its inputs. Set output_shapes (the shape of one row of each output)."
             )
-        return call_on_zeros(model, self._inputs())
+        outputs = call_on_zeros(model, self._inputs())
+        labels = self.getOrDefault("label_columns") or []
+        return [tuple(output.shape[1:]) for output in _of_labels(model, outputs, labels)]
 
     def _inputs(self) -> Any:
         columns = self.getOrDefault("feature_columns") or []
@@ -74,15 +78,36 @@ class KerasModel(HorovodModel):
 class _KerasPredictor:
     """Runs a model's forward pass; lives in an executor's Python worker."""
 
-    def __init__(self, document: bytes, structure: Any, columns: list[str], floatx: str) -> None:
+    def __init__(
+        self,
+        document: bytes,
+        structure: Any,
+        columns: list[str],
+        labels: list[str],
+        floatx: str,
+    ) -> None:
         limit_threads()
         tf.config.set_visible_devices([], "GPU")
         keras.config.set_floatx(floatx)
         self._model = load_model(document)
         self._structure = structure
         self._columns = columns
+        self._labels = labels
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         columns = dict(zip(self._columns, arrays, strict=True))
         x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure)
-        return list(keras.tree.flatten(self._model.predict_on_batch(x)))
+        return _of_labels(self._model, self._model.predict_on_batch(x), self._labels)
+
+
+def _of_labels(model: keras.Model, outputs: Any, labels: list[str]) -> list[Any]:
+    """Return the outputs of the labels, in their order; all of them where they are not paired."""
+    flat = keras.tree.flatten(outputs)
+    if not labels:
+        return list(flat)
+    try:
+        return Outputs.of(model, outputs, labels).select(flat, labels)
+    except ShapeError:
+        if not has_own_step(model):
+            raise
+        return list(flat)

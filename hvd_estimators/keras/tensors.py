@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from hvd_estimators.data.columns import Array, Columns
 
-__all__ = ["Field", "TensorSpec"]
+__all__ = ["ZEROS", "Field", "TensorSpec"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,10 @@ class Field:
         )
 
 
+ZEROS = Field("")
+"""A zero for every row, where Keras wants a tensor that nothing looks at."""
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """All of a model's tensors.
@@ -69,7 +73,8 @@ class TensorSpec:
     Attributes
     ----------
     inputs, labels : Field, or nested structure of Field
-        What the model is called with, and what its outputs are compared to, in their structure.
+        What the model is called with, and what its outputs are compared to, in their structure;
+        `ZEROS` for what is compared to nothing.
     sample_weight_col : str or None
         Weight of each row.
     """
@@ -81,7 +86,11 @@ class TensorSpec:
     def arrays(self, columns: Columns) -> tuple[Any, ...]:
         """Return inputs, labels and weights (where there are any) of some rows."""
         x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs)
-        y = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.labels)
+        rows = len(next(iter(columns.values())))
+        zeros = np.zeros((rows, 1), keras.config.floatx())
+        y = keras.tree.map_structure(
+            lambda f: zeros if f == ZEROS else f.array(columns[f.column]), self.labels
+        )
         if self.sample_weight_col is None:
             return x, y
         return x, y, columns[self.sample_weight_col].astype(keras.config.floatx())
@@ -92,7 +101,14 @@ class TensorSpec:
         Lists become tuples, as `Model.fit` makes them: for ``tf.data`` a list is one tensor.
         """
         x = _without_lists(self.inputs, lambda f: f.tensor(columns[f.column]))
-        y = _without_lists(self.labels, lambda f: f.tensor(columns[f.column]))
+        rows = tf.shape(next(iter(columns.values())))[0]
+
+        def label(field: Field) -> tf.Tensor:
+            if field == ZEROS:
+                return tf.zeros((rows, 1), keras.config.floatx())
+            return field.tensor(columns[field.column])
+
+        y = _without_lists(self.labels, label)
         if self.sample_weight_col is None:
             return x, y
         return x, y, tf.cast(columns[self.sample_weight_col], keras.config.floatx())
@@ -103,7 +119,7 @@ class TensorSpec:
 
     def label_fields(self) -> Iterator[Field]:
         """Yield the fields of the labels, in the order of the structure."""
-        yield from keras.tree.flatten(self.labels)
+        yield from (field for field in keras.tree.flatten(self.labels) if field != ZEROS)
 
 
 def _without_lists(structure: Any, function: Callable[[Field], tf.Tensor]) -> Any:

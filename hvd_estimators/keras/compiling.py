@@ -1,0 +1,112 @@
+"""What a model is compiled with for training: from the params, or from how it is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.outputs import Outputs, per_output
+from hvd_estimators.keras.serialization import OptimizerDocument
+
+__all__ = ["CompileSettings", "losses"]
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """What `keras.Model.compile` is given.
+
+    Attributes
+    ----------
+    optimizer : OptimizerDocument
+        The optimizer.
+    compiled : mapping
+        What the model is compiled with beside it, in Keras's own order of outputs.
+    given : mapping
+        What params say instead: ``loss``, ``loss_weights`` and ``metrics``, those that are set,
+        in the order of labels or by their names.
+    label_cols : sequence of str
+        The labels.
+    """
+
+    optimizer: OptimizerDocument
+    compiled: Mapping[str, Any]
+    given: Mapping[str, Any]
+    label_cols: Sequence[str]
+
+    @property
+    def loss(self) -> Any:
+        """The loss, or a structure of several; None where the model has none."""
+        return self.given.get("loss", self.compiled.get("loss"))
+
+    def apply(self, model: keras.Model, outputs: Outputs | None) -> None:
+        """Compile a model.
+
+        Parameters
+        ----------
+        model : keras.Model
+            Where it is built, the optimizer's state is restored, too.
+        outputs : Outputs or None
+            Its outputs; None if labels are none of these, which takes a train step of its own.
+
+        Raises
+        ------
+        ParamError
+            If names match no label and no output.
+        """
+        settings = dict(self.compiled)
+        if "loss" in self.given:
+            settings.update(loss_weights=None, metrics=None, weighted_metrics=None)
+        settings.update(self.given if outputs is None else self._by_output(outputs))
+        model.compile(**settings, optimizer=self.optimizer.make())
+        if model.built:
+            self.optimizer.restore(model.optimizer, model.trainable_variables)
+
+    def _by_output(self, outputs: Outputs) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        labels, single = self.label_cols, len(self.label_cols) == 1
+        given = self.given
+        if "loss" in given:
+            settings["loss"] = per_output("loss", given["loss"], outputs, labels)
+            if not losses(settings["loss"]):
+                raise ParamError(f"loss: no label has one, found {given['loss']!r}.")
+        elif self.loss is not None and ("loss_weights" in given or outputs.auxiliary):
+            settings["loss"] = self._compiled_loss(outputs)
+        if "loss_weights" in given:
+            # Keras wants a number for every output, also where there is no loss.
+            weights = per_output(
+                "loss_weights", given["loss_weights"], outputs, labels, missing=1.0
+            )
+            settings["loss_weights"] = weights
+        if "metrics" in given:
+            settings["metrics"] = per_output(
+                "metrics", given["metrics"], outputs, labels, list_is_value=single
+            )
+        return settings
+
+    def _compiled_loss(self, outputs: Outputs) -> Any:
+        loss = self.loss
+        if isinstance(loss, (list, tuple)) and len(loss) == len(outputs.labels):
+            flat = list(loss)
+        else:
+            packed = per_output("loss", loss, outputs, self.label_cols)
+            flat = [None] * len(outputs.labels)
+            keras.tree.map_structure(
+                lambda place, value: flat.__setitem__(place, value), outputs.structure, packed
+            )
+        for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
+            if label is None and value is not None:
+                raise ParamError(
+                    f"label_cols: the model is compiled with a loss for its output {name!r}, and "
+                    "there is no label column for it. Set label_cols to all outputs that have a "
+                    "loss, or compile the model without one for this output."
+                )
+        return outputs.pack(flat)
+
+
+def losses(loss: Any) -> list[Any]:
+    """Return all losses of what `compile` is given."""
+    return [entry for entry in keras.tree.flatten(loss) if entry is not None]

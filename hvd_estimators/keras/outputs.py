@@ -1,0 +1,215 @@
+"""Which output of a model belongs to which label: by name wherever outputs have names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+
+__all__ = ["Outputs", "per_output", "symbolic"]
+
+
+def symbolic(model: keras.Model, side: str) -> Any:
+    """Return the symbolic "input" or "output" of a model in its structure; None without one."""
+    if isinstance(model, keras.Sequential):
+        found = getattr(model, f"{side}s") if model.built else None
+        return found[0] if found else None
+    try:
+        return getattr(model, side)
+    except (AttributeError, ValueError):
+        return None
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A model's outputs and their labels.
+
+    Attributes
+    ----------
+    structure : int, or nested structure of int
+        The outputs as the model returns them, each as its place among all of them: Keras flattens
+        a dict by its sorted keys.
+    names : tuple of (str or None)
+        Name of each output, in that order: its key in a dict, or that of the layer that it comes
+        from; None where there is none.
+    layers : tuple of (str or None)
+        Name of the layer of each output, where the model tells.
+    labels : tuple of (str or None)
+        Label of each output, in that order; None for an auxiliary output, which has none.
+    """
+
+    structure: Any
+    names: tuple[str | None, ...]
+    layers: tuple[str | None, ...]
+    labels: tuple[str | None, ...]
+
+    @staticmethod
+    def of(model: keras.Model, outputs: Any, label_cols: Sequence[str]) -> Outputs:
+        """Find the label of each output.
+
+        One output belongs to one label, whatever their names. Outputs in a dict belong to the
+        labels that are their keys (or else, in a functional model, the names of their layers).
+        Those of functional models in a list belong to the labels that their layers are named
+        after, where there is such a layer for every label, and otherwise go by position.
+
+        Parameters
+        ----------
+        model : keras.Model
+            The model.
+        outputs : tensor, or nested structure of tensors
+            What it returns; symbolic or not.
+        label_cols : sequence of str
+            The labels.
+
+        Raises
+        ------
+        ShapeError
+            If labels and outputs cannot be told apart.
+        """
+        flat = keras.tree.flatten(outputs)
+        places = iter(range(len(flat)))
+        structure = keras.tree.pack_sequence_as(outputs, list(places))
+        layers: tuple[str | None, ...] = (None,) * len(flat)
+        if symbolic(model, "output") is not None:
+            layers = tuple(getattr(model, "output_names", layers))
+        keys = _keys(structure)
+        names = layers if keys is None else keys
+        found = Outputs(structure, names, layers, (None,) * len(flat))
+        return found._with_labels(list(label_cols), has_keys=keys is not None)
+
+    def _with_labels(self, label_cols: list[str], has_keys: bool) -> Outputs:
+        def paired(labels: Sequence[str | None]) -> Outputs:
+            return Outputs(self.structure, self.names, self.layers, tuple(labels))
+
+        count = len(self.names)
+        if count == len(label_cols) == 1:
+            return paired(label_cols)
+        wanted = set(label_cols)
+        for names in (self.names, self.layers):
+            if wanted <= set(names):
+                return paired([name if name in wanted else None for name in names])
+        if has_keys or _holds_dict(self.structure):
+            raise ShapeError(
+                f"label_cols: the model returns a dict of outputs {_listed(self.names)}, and the "
+                f"label columns are {_listed(label_cols)}. Outputs in a dict pair with labels by "
+                "name: return a flat dict whose keys are the label columns, or rename the columns."
+            )
+        if count != len(label_cols):
+            named = f" ({_listed(self.names)})" if None not in self.names else ""
+            raise ShapeError(
+                f"label_cols: the model has {count} outputs{named}, and there are "
+                f"{len(label_cols)} label columns: {', '.join(label_cols)}. Set one label column "
+                "per output. Where some outputs have no label, let the model return a dict, with "
+                "the label columns among its keys."
+            )
+        displaced = [
+            label
+            for label, name in zip(label_cols, self.names, strict=True)
+            if label != name and (label in self.names or name in wanted)
+        ]
+        if displaced:
+            raise ShapeError(
+                f"label_cols: the model's outputs are named {_listed(self.names)}, and the label "
+                f"columns are {_listed(label_cols)}: by name and by position they pair in "
+                "different ways. Name the output layers after all of the label columns, or after "
+                "none of them."
+            )
+        return paired(label_cols)
+
+    @property
+    def auxiliary(self) -> bool:
+        """Whether there are outputs without a label."""
+        return None in self.labels
+
+    def position(self, label: str) -> int:
+        """Return the place of a label's output among all of them."""
+        return self.labels.index(label)
+
+    def pack(self, values: Sequence[Any]) -> Any:
+        """Return a value per output, in the order of their places, in the outputs' structure."""
+        return keras.tree.map_structure(lambda place: values[place], self.structure)
+
+    def select(self, flat: Sequence[Any], label_cols: Sequence[str]) -> list[Any]:
+        """Return the values of the labels, in their order, of those of all outputs."""
+        return [flat[self.position(label)] for label in label_cols]
+
+
+def per_output(
+    param: str,
+    given: Any,
+    outputs: Outputs,
+    label_cols: Sequence[str],
+    *,
+    missing: Any = None,
+    list_is_value: bool = False,
+) -> Any:
+    """Return what a param says of each output, in the structure of the outputs.
+
+    Parameters
+    ----------
+    param : str
+        The param, for messages.
+    given : object
+        A dict with the names of labels or outputs as its keys, a list with one entry per label,
+        or one value for all labels.
+    outputs : Outputs
+        The outputs.
+    label_cols : sequence of str
+        The labels, in the order of a list.
+    missing : object
+        For outputs that a dict does not name, or that have no label.
+    list_is_value : bool
+        A list is one value, for all labels.
+
+    Raises
+    ------
+    ParamError
+        If a key names nothing, or a list has another length.
+    """
+    values = [missing] * len(outputs.labels)
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            values[_place(param, key, outputs)] = value
+    elif isinstance(given, (list, tuple)) and not list_is_value:
+        if len(given) != len(label_cols):
+            raise ParamError(
+                f"{param}: expected one per label, {len(label_cols)}, found {len(given)}. Set a "
+                f"list in the order of label_cols, or a dict with {_listed(label_cols)} as keys."
+            )
+        for label, value in zip(label_cols, given, strict=True):
+            values[outputs.position(label)] = value
+    else:
+        values = [missing if label is None else given for label in outputs.labels]
+    return outputs.pack(values)
+
+
+def _place(param: str, key: Any, outputs: Outputs) -> int:
+    for names in (outputs.labels, outputs.names, outputs.layers):
+        if key is not None and key in names:
+            return names.index(key)
+    named = "" if None in outputs.names else f", and the outputs are {_listed(outputs.names)}"
+    raise ParamError(
+        f"{param}: no label or output is named {key!r}. The label columns are "
+        f"{_listed([label for label in outputs.labels if label is not None])}{named}."
+    )
+
+
+def _keys(structure: Any) -> tuple[str, ...] | None:
+    """Return the keys of a flat dict, by the places of their outputs."""
+    if not isinstance(structure, Mapping) or any(map(keras.tree.is_nested, structure.values())):
+        return None
+    return tuple(sorted(structure, key=lambda key: structure[key]))
+
+
+def _holds_dict(structure: Any) -> bool:
+    if isinstance(structure, Mapping):
+        return True
+    return isinstance(structure, (list, tuple)) and any(map(_holds_dict, structure))
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(repr(name) for name in names)

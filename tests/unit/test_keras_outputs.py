@@ -1,0 +1,91 @@
+"""Which output a label is compared to, and what cannot be told is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.keras.outputs import Outputs, per_output
+
+
+def functional(names: list[str], keys: list[str] | None = None) -> keras.Model:
+    x = keras.Input((2,))
+    outputs = [keras.layers.Dense(i + 1, name=name)(x) for i, name in enumerate(names)]
+    return keras.Model(x, dict(zip(keys, outputs, strict=True)) if keys else outputs)
+
+
+def widths(model: keras.Model, labels: list[str]) -> list[int]:
+    """Return the width of the output of each label, which tells the outputs apart."""
+    flat = keras.tree.flatten(model.output)
+    return [
+        tensor.shape[-1] for tensor in Outputs.of(model, model.output, labels).select(flat, labels)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "labels", "expected"),
+    [
+        (["b", "a"], None, ["a", "b"], [2, 1]),
+        (["b", "a", "aux"], None, ["a", "b"], [2, 1]),
+        (["dense_b", "dense_a"], None, ["a", "b"], [1, 2]),
+        (["a", "other"], None, ["a", "y"], [1, 2]),
+        (["p", "q"], ["zeta", "alpha"], ["zeta", "alpha"], [1, 2]),
+        (["zeta", "alpha"], ["k", "l"], ["alpha", "zeta"], [2, 1]),
+        (["p"], ["out"], ["y"], [1]),
+    ],
+)
+def test_labels_belong_to_outputs_by_name_and_else_by_position(
+    names: list[str], keys: list[str] | None, labels: list[str], expected: list[int]
+) -> None:
+    assert widths(functional(names, keys), labels) == expected
+
+
+@pytest.mark.parametrize(
+    ("names", "keys", "labels", "message"),
+    [
+        (
+            ["p", "q"],
+            ["k", "l"],
+            ["a", "b"],
+            "dict of outputs 'k', 'l'.*label columns are 'a', 'b'",
+        ),
+        (["y", "a"], None, ["a", "z"], "named 'y', 'a'.*columns are 'a', 'z'.*different ways"),
+        (["p", "q"], None, ["a"], r"2 outputs \('p', 'q'\), and there are 1 label.*return a dict"),
+        (["p"], None, ["a", "b"], "1 outputs.*2 label columns: a, b"),
+    ],
+)
+def test_what_names_do_not_tell_is_refused(
+    names: list[str], keys: list[str] | None, labels: list[str], message: str
+) -> None:
+    with pytest.raises(ShapeError, match=message):
+        widths(functional(names, keys), labels)
+
+
+def test_outputs_in_structures_without_names_go_by_position() -> None:
+    model = keras.Sequential()
+    one = np.zeros((1, 1))
+    assert Outputs.of(model, (one, [one, one]), ["c", "a", "b"]).labels == ("c", "a", "b")
+    with pytest.raises(ShapeError, match="pair with labels by name"):
+        Outputs.of(model, (one, {"b": one, "a": one}), ["c", "a", "b"])
+
+
+def test_params_name_labels_outputs_or_layers() -> None:
+    labels = ["zeta", "alpha"]
+    model = functional(["p", "q", "r"], ["zeta", "alpha", "aux"])
+    outputs = Outputs.of(model, model.output, labels)
+
+    def spread(given: Any, **options: Any) -> Any:
+        return per_output("loss", given, outputs, labels, **options)
+
+    assert spread("mse") == {"zeta": "mse", "alpha": "mse", "aux": None}
+    assert spread(["mse", "mae"]) == {"zeta": "mse", "alpha": "mae", "aux": None}
+    assert spread({"q": "mae", "aux": "mse"}) == {"zeta": None, "alpha": "mae", "aux": "mse"}
+    assert spread({"alpha": 2.0}, missing=1.0) == {"zeta": 1.0, "alpha": 2.0, "aux": 1.0}
+    with pytest.raises(ParamError, match=r"loss: no label.*'beta'.*'alpha', 'zeta'.*'aux'"):
+        spread({"beta": "mse"})
+    with pytest.raises(ParamError, match="loss: expected one per label, 2, found 3"):
+        spread(["mse"] * 3)
