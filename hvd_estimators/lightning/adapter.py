@@ -10,6 +10,7 @@ import torch
 
 from hvd_estimators.lightning.bases import LightningModule
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
+from hvd_estimators.torch.checks import check_weightable
 from hvd_estimators.torch.serialization import load_optimizer
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
 
@@ -90,6 +91,8 @@ class ModuleAdapter(LightningModule):
             }
             constructors = self._loss_constructors or ()
             losses = [call_with_known(make, offered) for make in constructors]
+            if self._tensors.sample_weight_col is not None:
+                check_weightable(losses, "loss_constructors")
         on_device = [
             loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
         ]
@@ -150,9 +153,7 @@ class ModuleAdapter(LightningModule):
         outputs: Sequence[torch.Tensor],
         labels: Sequence[torch.Tensor],
     ) -> None:
-        # A mean weighted by sample weights counts by their sum, others count by rows.
-        weight: Any = batch.weight
-        self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, batch_size=weight)
+        self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, batch_size=batch.rows)
         names = self._tensors.label_cols
         for index, group in enumerate(self._metric_groups):
             members = list(group) * len(names) if len(group) == 1 else group

@@ -37,8 +37,6 @@ class EpochRecorder(Checkpoint):
         What is logged in training and in validation.
     train, validation : loader, optional
         Tell what batches count for.
-    weight_col : str or None
-        Column of sample weights, by which losses count; else by rows.
     """
 
     def __init__(
@@ -47,13 +45,11 @@ class EpochRecorder(Checkpoint):
         results: tuple[EpochResults, EpochResults],
         train: TrainLoader | None,
         validation: ValidationLoader | None,
-        weight_col: str | None,
     ) -> None:
         self.history: list[EpochRecord] = []
         self._progress = progress
         self._results = results
         self._loaders = train, validation
-        self._weight_col = weight_col
         self._losses = _Mean(), _Mean()
         self._validated = False
 
@@ -106,9 +102,7 @@ class EpochRecorder(Checkpoint):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         loader = self._loaders[stage]
-        weight: Any = 1.0 if loader is None else float(loader.share.rows)
-        if weight and self._weight_col is not None and isinstance(batch, Mapping):
-            weight = batch[self._weight_col].sum()
+        weight = 1.0 if loader is None else float(loader.share.rows)
         self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
 
 

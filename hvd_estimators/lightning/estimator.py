@@ -67,7 +67,8 @@ class LightningEstimator(torch_estimator.TorchEstimator):
     ``validation_step`` get a batch as a dict of column name to tensor, rows first, in the dtypes
     in which columns are stored (``column_dtypes`` asks for others). A plain ``torch.nn.Module``
     with ``optimizer`` and ``loss`` trains as with `TorchEstimator`, under Lightning's callbacks
-    and loggers. Runs on the driver.
+    and loggers. Runs on the driver. A module that reads ``sample_weight_col`` returns
+    ``(weight * loss).mean()``, which is what the others do with it.
 
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
     number of ranks. In automatic and in manual optimization the gradient of a step is that of the

@@ -11,7 +11,7 @@ import torch
 
 from hvd_estimators.data.readers import DataModule
 from hvd_estimators.torch.tensors import tensor_batches
-from hvd_estimators.training.weighing import WeighedBatches
+from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["Share", "TrainLoader", "ValidationLoader", "with_dtypes"]
 
@@ -30,7 +30,7 @@ class Share:
     rows : int
         Rows of the batch; 0 for a stand-in.
     factor : float
-        Weighs the rank's gradient, see `WeighedBatches`.
+        Weighs the rank's gradient, see `WeightedBatches`.
     """
 
     rows: int
@@ -85,7 +85,7 @@ class TrainLoader(_Loader):
 
     Parameters
     ----------
-    batches : WeighedBatches
+    batches : WeightedBatches
         The rank's batches, weighed for steps of one backward pass.
     dtypes : mapping
         Column name to torch dtype, where it is not the stored one.
@@ -97,7 +97,7 @@ class TrainLoader(_Loader):
 
     def __init__(
         self,
-        batches: WeighedBatches,
+        batches: WeightedBatches,
         dtypes: Mapping[str, str],
         steps: int,
         passes_per_step: Callable[[], int],

@@ -27,7 +27,7 @@ from hvd_estimators.torch.serialization import dump_module, load_module, save_st
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import joined
-from hvd_estimators.training.weighing import WeighedBatches
+from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -129,7 +129,6 @@ class _Run:
             exact_results(trainer, spec.flavor),
             train_loader,
             validation_loader,
-            spec.data.sample_weight_col,
         )
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             self._save,
@@ -147,12 +146,11 @@ class _Run:
 
     def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
-        batches = WeighedBatches(
+        batches = WeightedBatches(
             tensor_batches(data.train_runs()),
             data.global_train_sizes(),
             self.size,
             1,
-            spec.sample_weight_col,
             sum_over_ranks,
         )
         train = TrainLoader(

@@ -105,7 +105,7 @@ def check_fit(
     return [tuple(output.shape[1:]) for output in outputs]
 
 
-def check_weightable(functions: Sequence[Callable[..., Any]]) -> None:
+def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:
     """Make sure that losses can be computed row by row, for sample weights.
 
     Raises
@@ -120,7 +120,7 @@ def check_weightable(functions: Sequence[Callable[..., Any]]) -> None:
         elif _takes_reduction(function):
             continue
         raise ParamError(
-            f"loss: {function!r} cannot be weighted by sample_weight_col. Expected a function "
+            f"{param}: {function!r} cannot be weighted by sample_weight_col. Expected a function "
             "that takes reduction='none' (such as torch.nn.functional.mse_loss), or a module with "
             "a reduction attribute (such as torch.nn.MSELoss())."
         )

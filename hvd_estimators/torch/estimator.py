@@ -56,7 +56,8 @@ class TorchEstimator(HorovodEstimator):
 
     An epoch trains on every row once. The learning rate is that of one rank: it is multiplied by
     the number of ranks for training and divided again in what is returned. The gradient of a step
-    is that of the mean loss over the rows of all ranks, weighted by ``sample_weight_col``.
+    is that of the mean loss over the rows of all ranks; with ``sample_weight_col`` that is
+    ``sum(weight * loss) / rows``, in training and in validation. Metrics are not weighted.
 
     Raises
     ------

@@ -14,7 +14,7 @@ Metric = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 class Measures:
-    """Adds up the loss and the metrics of batches, weighted by what each batch counts for.
+    """Adds up the loss and the metrics of batches, each of which counts for its rows.
 
     Parameters
     ----------
@@ -34,13 +34,11 @@ class Measures:
         ]
         self._labels = len(label_cols)
         self._sums: torch.Tensor | None = None
-        self._loss_weight = 0.0
         self._rows = 0
 
     def add(
         self,
         loss: torch.Tensor,
-        loss_weight: float,
         outputs: Sequence[torch.Tensor],
         labels: Sequence[torch.Tensor],
     ) -> None:
@@ -49,17 +47,14 @@ class Measures:
         Parameters
         ----------
         loss : torch.Tensor
-            Its mean loss.
-        loss_weight : float
-            What the loss counts for: the batch's sample weights added up, or its rows.
+            Its mean loss, sample weights included.
         outputs, labels : sequence of torch.Tensor
-            What metrics are computed from; they count by rows.
+            What metrics are computed from.
         """
         rows = len(labels[0])
-        self._loss_weight += loss_weight
         self._rows += rows
         with torch.no_grad():
-            sums = [loss.detach() * loss_weight]
+            sums = [loss.detach().double() * rows]
             for group in self._groups:
                 for metric, output, label in zip(group, outputs, labels, strict=True):
                     value = torch.as_tensor(metric(output.detach(), label), device=loss.device)
@@ -88,16 +83,14 @@ class Measures:
         return {"loss": means["loss"], "all_metrics": metrics}
 
     def _own(self) -> torch.Tensor:
-        counts = torch.tensor([self._loss_weight, self._rows], dtype=torch.float64)
+        counts = torch.tensor([self._rows], dtype=torch.float64)
         if self._sums is None:
             return torch.cat([counts, torch.zeros(1 + len(self._names), dtype=torch.float64)])
         return torch.cat([counts, self._sums.cpu()])
 
     def _means(self, sums: torch.Tensor) -> dict[str, float]:
-        loss_weight, rows, loss, *metrics = sums.tolist()
-        means = {"loss": loss / loss_weight if loss_weight else float("nan")}
-        means.update(
-            (name, value / rows if rows else float("nan"))
-            for name, value in zip(self._names, metrics, strict=True)
-        )
-        return means
+        rows, *totals = sums.tolist()
+        return {
+            name: total / rows if rows else float("nan")
+            for name, total in zip(("loss", *self._names), totals, strict=True)
+        }

@@ -93,11 +93,6 @@ class Batch:
         """Number of rows."""
         return len(self.inputs[0])
 
-    @property
-    def weight(self) -> float:
-        """What the batch counts for: the sum of its sample weights, or its rows."""
-        return float(self.rows if self.weights is None else self.weights.sum())
-
 
 def tensor_batches(
     runs: Iterable[Run],
@@ -150,7 +145,8 @@ def align(
 class Loss:
     """The weighted sum of one loss per label: ``sum(loss_weight[i] * mean(loss[i]))``.
 
-    With sample weights each mean is a weighted one, ``sum(w * loss) / sum(w)`` over the rows.
+    With sample weights each mean is ``sum(w * loss) / rows``, as horovod.spark and Keras have it:
+    a row of weight two counts twice, and weights that are all alike scale the loss.
 
     Parameters
     ----------
@@ -191,9 +187,7 @@ def _mean(
         return function(output, label)
     elements = _unreduced(function, output, label)
     rows = elements.reshape(len(sample_weights), -1).mean(dim=1)
-    total = sample_weights.sum()
-    # Rows of weight zero only: the numerator is zero as well.
-    return (rows * sample_weights).sum() / torch.where(total > 0, total, 1.0)
+    return (rows * sample_weights).mean()
 
 
 def _unreduced(function: LossFunction, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:

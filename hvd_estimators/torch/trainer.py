@@ -16,6 +16,7 @@ from hvd_estimators.data.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
+from hvd_estimators.torch.checks import check_weightable
 from hvd_estimators.torch.learning_rate import LearningRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
@@ -29,7 +30,7 @@ from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, tensor_
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import joined, seed_rank
 from hvd_estimators.training.tensorboard import EventWriter, record_scalars
-from hvd_estimators.training.weighing import WeighedBatches
+from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["TorchTrainSpec", "train"]
 
@@ -115,12 +116,11 @@ class _Trainer:
         data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
         logs = spec.run.logs_path if self.rank == 0 else None
         with data, EventWriter(logs) as writer, self.progress:
-            batches = WeighedBatches(
+            batches = WeightedBatches(
                 tensor_batches(data.train_runs()),
                 data.global_train_sizes(),
                 self.size,
                 spec.backward_passes_per_step,
-                spec.data.sample_weight_col,
                 sum_over_ranks,
             )
             self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
@@ -135,7 +135,7 @@ class _Trainer:
         state = save_state(self._state()) if self.rank == 0 else None
         return TrainResult(weights_digest(self.module), state, tuple(self.history))
 
-    def _run_epoch(self, epoch: int, batches: WeighedBatches, data: DataModule) -> EpochRecord:
+    def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochRecord:
         self.progress.start_epoch(epoch)
         torch.manual_seed(seed_rank(self.spec.data.random_seed, self.rank, epoch))
         self._callbacks("on_epoch_begin", epoch=epoch)
@@ -151,7 +151,7 @@ class _Trainer:
         self.progress.end_epoch(means)
         return record
 
-    def _train_epoch(self, batches: WeighedBatches) -> Measures:
+    def _train_epoch(self, batches: WeightedBatches) -> Measures:
         self.module.train()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
         steps = self.spec.data.train_steps_per_epoch
@@ -209,7 +209,7 @@ class _Trainer:
             # What the function returns may be divided or scaled already.
             loss = computed[-1] if computed else returned
             outputs, labels = align(raw, batch.labels, shapes)
-        measures.add(loss, batch.weight, outputs, labels)
+        measures.add(loss, outputs, labels)
         if self.output_shapes is None:
             self.output_shapes = [list(output.shape[1:]) for output in outputs]
 
@@ -220,11 +220,13 @@ class _Trainer:
         with torch.no_grad(), contextlib.closing(tensor_batches(data.val_runs())) as batches:
             for columns in itertools.islice(batches, steps):
                 batch = self.spec.tensors.batch(columns, self.device)
+                if not batch.rows:
+                    continue
                 outputs, labels = align(
                     self.module(*batch.inputs), batch.labels, self.spec.tensors.label_shapes
                 )
                 loss = self.loss(outputs, labels, batch.weights)
-                measures.add(loss, batch.weight, outputs, labels)
+                measures.add(loss, outputs, labels)
         return measures
 
     def _make_losses(self) -> Sequence[Callable[..., torch.Tensor]]:
@@ -241,6 +243,8 @@ class _Trainer:
             }
             constructors = self.spec.loss_constructors or ()
             losses = tuple(call_with_known(make, offered) for make in constructors)
+            if self.spec.data.sample_weight_col is not None:
+                check_weightable(losses, "loss_constructors")
         return [
             loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
         ]

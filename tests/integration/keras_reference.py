@@ -43,7 +43,7 @@ def train_alone(
     optimizer: keras.optimizers.Optimizer,
     epochs: int,
     passes: int = 1,
-    weighted: bool = False,
+    weighted: str = "",
     net: keras.Model | None = None,
 ) -> keras.Model:
     """Train in one process, with nothing but Keras."""
@@ -57,6 +57,8 @@ def train_alone(
                 if weighted:
                     errors = errors * columns["weight"][rows, None].astype(np.float32)
                 loss = tf.reduce_mean(errors)
+                if weighted == "by_weights":
+                    loss = loss / columns["weight"][rows].mean()
             gradients = tape.gradient(loss, net.trainable_variables)
             optimizer.apply(gradients, net.trainable_variables)
     return net

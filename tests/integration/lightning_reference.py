@@ -41,8 +41,7 @@ class RegressionSteps:
         errors = (self(batch["features"]) - batch["label"]) ** 2
         if not self.weighted:
             return errors.mean()
-        weight = batch["weight"].float()
-        return (errors * weight).sum() / weight.sum()
+        return (errors * batch["weight"].float()).mean()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         output = self(batch["features"])

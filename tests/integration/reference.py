@@ -101,7 +101,7 @@ def train_alone(
             errors = (output - label) ** 2
             if weighted:
                 weight = torch.from_numpy(columns["weight"][rows]).float()
-                loss = (errors * weight).sum() / weight.sum()
+                loss = (errors * weight).mean()
             else:
                 loss = errors.mean()
             optimizer.zero_grad()

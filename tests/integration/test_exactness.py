@@ -46,7 +46,9 @@ def test_uneven_shards_train_as_one_process(store: Any, rows: int, ranks: int) -
     assert_same_weights(model.getModel(), train_alone(columns, batches, OPTIMIZERS["adam"], 2))
 
 
-def test_sample_weights_are_a_weighted_mean_over_the_global_batch(store: Any) -> None:
+def test_sample_weights_multiply_losses_whose_mean_is_taken_over_the_global_batch(
+    store: Any,
+) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 150)
     model, _ = fit(store, 2, "sgd", batch_size=20, epochs=2, sample_weight_col="weight")
     expected = train_alone(columns, global_batches(150, 2, 20), OPTIMIZERS["sgd"], 2, weighted=True)
@@ -100,9 +102,11 @@ def test_a_minibatch_function_of_the_users_trains_the_same(store: Any) -> None:
     assert_same_weights(model.getModel(), expected)
 
 
-def test_validation_loss_is_that_of_one_process(store: Any) -> None:
+@pytest.mark.parametrize(("rows", "weighted"), [(101, False), (2, True)])
+def test_validation_loss_is_that_of_one_process(store: Any, rows: int, weighted: bool) -> None:
     write_rows(Path(store.get_train_data_path()), 64)
-    held_out = write_rows(Path(store.get_val_data_path()), 101, seed=1)
+    # Two rows: one rank has none.
+    held_out = write_rows(Path(store.get_val_data_path()), rows, seed=1)
     model, _ = fit(
         store,
         3,
@@ -112,12 +116,14 @@ def test_validation_loss_is_that_of_one_process(store: Any) -> None:
         validation=0.5,
         metrics=[[torch.nn.functional.l1_loss]],
         val_batch_size=10,
+        sample_weight_col="weight" if weighted else None,
     )
     with torch.no_grad():
         outputs = model.getModel()(torch.from_numpy(held_out["features"])).reshape(-1).numpy()
     errors = outputs - held_out["label"]
     measured = model.getHistory()[-1]["validation"]
-    assert measured["loss"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
+    weights = held_out["weight"] if weighted else np.ones(rows)
+    assert measured["loss"] == pytest.approx(float((weights * errors**2).mean()), rel=1e-5)
     assert measured["all_metrics"][0]["group_0_label"] == pytest.approx(
         float(np.abs(errors).mean()), rel=1e-5
     )

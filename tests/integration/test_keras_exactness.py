@@ -37,8 +37,10 @@ def test_ranks_train_as_one_process_over_the_global_batches(
     assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: bool) -> None:
+@pytest.mark.parametrize("weighted", ["", "by_rows", "by_weights"])
+def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: str) -> None:
+    # Keras's default divides by the rows; another reduction, where asked for, by the weights.
+    reduction = "mean_with_sample_weight" if weighted == "by_weights" else "sum_over_batch_size"
     columns = write_rows(Path(store.get_train_data_path()), 150)
     model = make_estimator(
         store,
@@ -48,6 +50,7 @@ def test_passes_add_up_to_the_mean_over_all_their_rows(store: Any, weighted: boo
         epochs=2,
         # Eight steps: three, three, and two that are left over at the end of the epoch.
         backward_passes_per_step=3,
+        loss=keras.losses.MeanSquaredError(reduction=reduction),
         sample_weight_col="weight" if weighted else None,
     ).fit_on_parquet()
     batches = global_batches(150, 2, 10)

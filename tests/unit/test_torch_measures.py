@@ -10,7 +10,8 @@ import torch
 
 from hvd_estimators.data.readers import DataModule
 from hvd_estimators.torch.measures import Measures
-from hvd_estimators.training.weighing import WeighedBatches
+from hvd_estimators.torch.tensors import Loss
+from hvd_estimators.training.weighted_batches import WeightedBatches
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,10 +33,9 @@ def batches(rng, sizes=(4, 1, 3)):
     return [(rng.normal(size=n), rng.normal(size=n), rng.uniform(size=n)) for n in sizes]
 
 
-def add(measures, *pairs, loss, weight):
+def add(measures, *pairs, loss):
     measures.add(
         torch.tensor(loss),
-        weight,
         [torch.tensor(output) for output, _ in pairs],
         [torch.tensor(label) for _, label in pairs],
     )
@@ -47,7 +47,7 @@ def test_means_are_those_over_all_rows_whatever_the_batches():
 
     for output, label, _ in data:
         loss = ((output - label) ** 2).mean()
-        add(measures, (output, label), loss=loss, weight=len(label))
+        add(measures, (output, label), loss=loss)
 
     difference = np.concatenate([output - label for output, label, _ in data])
     expected = {
@@ -59,19 +59,19 @@ def test_means_are_those_over_all_rows_whatever_the_batches():
     assert measures.reduced("test") == pytest.approx(expected)
 
 
-def test_with_sample_weights_the_loss_is_weighted_and_metrics_count_rows():
+def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metrics_stay():
     measures = Measures([[mae]], ["y"])
     data = batches(np.random.default_rng(1))
 
     for output, label, weights in data:
-        loss = np.average((output - label) ** 2, weights=weights)
-        add(measures, (output, label), loss=loss, weight=weights.sum())
+        loss = ((output - label) ** 2 * weights).mean()
+        add(measures, (output, label), loss=loss)
 
     difference = np.concatenate([output - label for output, label, _ in data])
     weights = np.concatenate([weights for _, _, weights in data])
     assert measures.reduced("weighted") == pytest.approx(
         {
-            "loss": np.average(difference**2, weights=weights),
+            "loss": (difference**2 * weights).sum() / len(weights),
             "group_0_y": np.abs(difference).mean(),
         }
     )
@@ -81,7 +81,7 @@ def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each()
     measures = Measures([[mae], [mae, bias]], ["a", "b"])
     zeros = np.zeros(2)
 
-    add(measures, (zeros, zeros + 1), (zeros, zeros + 3), loss=0.5, weight=2)
+    add(measures, (zeros, zeros + 1), (zeros, zeros + 3), loss=0.5)
 
     means = measures.means()
     assert means == {
@@ -103,7 +103,7 @@ def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each()
 def test_without_metrics_the_record_holds_the_loss():
     measures = Measures([], ["y"])
 
-    add(measures, (np.zeros(1), np.zeros(1)), loss=0.25, weight=1)
+    add(measures, (np.zeros(1), np.zeros(1)), loss=0.25)
 
     assert measures.as_record(measures.means()) == {"loss": 0.25, "all_metrics": []}
 
@@ -118,12 +118,12 @@ def test_without_batches_means_are_not_numbers():
 def test_sums_of_many_batches_do_not_lose_precision():
     measures = Measures([], ["y"])
 
-    add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(1), weight=2**24)
+    add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(2**24))
     for _ in range(1024):
-        add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(3), weight=1)
+        add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(3))
 
     # In 32 bits, adding 3 to 2**24 adds 4.
-    expected = (2**24 + 3 * 1024) / (2**24 + 1024)
+    expected = (2**24 + 3 * 1024) / 1025
     assert measures.means()["loss"] == pytest.approx(expected, rel=1e-12)
 
 
@@ -136,7 +136,7 @@ def test_measuring_keeps_no_graph_and_no_gradient():
 
     output = torch.ones(2, requires_grad=True)
     measures = Measures([[metric]], ["y"])
-    measures.add((output**2).mean(), 2, [output * 2], [torch.zeros(2)])
+    measures.add((output**2).mean(), [output * 2], [torch.zeros(2)])
 
     assert seen == [False]
     assert not measures._sums.requires_grad
@@ -160,16 +160,13 @@ class Batches(DataModule):
         return None if self.global_sizes is None else itertools.cycle(self.global_sizes)
 
 
-def columns(sizes, weights=None):
-    return [
-        {"x": np.zeros(n), "w": np.full(n, 1.0 if weights is None else weights[i])}
-        for i, n in enumerate(sizes)
-    ]
+def columns(sizes):
+    return [{"x": np.zeros(n)} for n in sizes]
 
 
 def factors(data, count, **options):
-    defaults = {"size": 1, "passes_per_step": 1, "weight_col": None, "sum_over_ranks": float}
-    weighed = WeighedBatches(
+    defaults = {"size": 1, "passes_per_step": 1, "sum_over_ranks": float}
+    weighed = WeightedBatches(
         data.train_data(), data.global_train_sizes(), **{**defaults, **options}
     )
     windows = []
@@ -200,32 +197,43 @@ def test_batches_that_add_up_to_one_step_count_by_their_rows():
     assert second == pytest.approx(4 * 2 / 12)
 
 
-def test_sample_weights_decide_what_a_batch_of_a_step_counts_for():
-    data = Batches(columns([2, 2], weights=[3.0, 1.0]), [2, 2])
+def test_ranks_add_up_their_rows_only_where_a_data_module_does_not_tell_them():
+    asked = []
 
-    ((first, second),) = factors(data, 2, passes_per_step=2, weight_col="w")
+    def sum_over_ranks(rows):
+        asked.append(rows)
+        return 10.0
 
-    assert (first, second) == (2 * 6 / 8, 2 * 2 / 8)
-
-
-def test_a_step_of_weight_zero_has_factors_of_zero():
-    assert factors(Batches(columns([2], weights=[0.0]), [2]), 1, weight_col="w") == [[0.0]]
+    told = factors(Batches(columns([4]), [10]), 1, size=2, sum_over_ranks=sum_over_ranks)
+    assert asked == []
+    assert factors(Batches(columns([4]), None), 1, size=2, sum_over_ranks=sum_over_ranks) == told
+    assert asked == [4.0]
+    assert told == [[2 * 4 / 10]]
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-def test_factors_make_the_gradients_mean_that_over_all_rows_of_a_step(passes):
+@pytest.mark.parametrize("least", [0.0, 1.0])
+def test_factors_make_the_gradients_mean_that_over_all_rows_of_a_step(passes, least):
     """Three imagined ranks with a linear loss, against NumPy over the rows they have together."""
     rng = np.random.default_rng(passes)
     sizes = rng.integers(0, 5, size=(3, passes)) + np.array([[1], [0], [0]])
     rows = [[rng.normal(size=n) for n in rank] for rank in sizes]
+    # Every other weight is zero, all those of a batch at times; or all weights are one.
+    weights = [[np.maximum(rng.integers(0, 2, n) * rng.random(n), least) for n in r] for r in sizes]
     totals = sizes.sum(axis=0).tolist()
 
     sums = []
     for rank in range(3):
         data = Batches(columns(sizes[rank]), totals)
         (window,) = factors(data, passes, size=3, passes_per_step=passes)
-        gradients = [part.mean() if len(part) else 0.0 for part in rows[rank]]
-        sums.append(sum(f * g for f, g in zip(window, gradients, strict=True)) / passes)
+        slope = torch.zeros(1, requires_grad=True)
+        loss = Loss([lambda a, b, reduction: a * b], [1.0])
+        for factor, x, w in zip(window, rows[rank], weights[rank], strict=True):
+            if len(x):
+                output = slope + torch.zeros(len(x))
+                (loss([output], [torch.tensor(x)], torch.tensor(w)) * factor / passes).backward()
+        sums.append(0.0 if slope.grad is None else slope.grad.item())
 
-    everything = np.concatenate([part for rank in rows for part in rank])
-    assert np.mean(sums) == pytest.approx(everything.mean())
+    x = np.concatenate([part for rank in rows for part in rank])
+    w = np.concatenate([part for rank in weights for part in rank])
+    assert np.mean(sums) == pytest.approx((w * x).sum() / len(x), rel=1e-5)

@@ -8,15 +8,16 @@ from typing import Any
 
 from hvd_estimators.data.columns import num_rows
 
-__all__ = ["WeighedBatches"]
+__all__ = ["WeightedBatches"]
 
 
-class WeighedBatches:
-    """Training batches, each with the factor that weighs its rank's gradient.
+class WeightedBatches:
+    """Training batches, each with the factor by which its rank's gradient is weighted.
 
-    The mean over ranks of ``factor * gradient(mean loss of the batch)``, added up over the
-    batches of a step and divided by their number, is the gradient of the mean loss over all rows
-    of the step. The factor is 1 where all batches count for the same.
+    A batch counts for its rows, with sample weights, too: a loss is ``sum(weight * loss) / rows``.
+    The mean over ranks of ``factor * gradient(loss of the batch)``, added up over the batches of a
+    step and divided by their number, is the gradient of that loss over all rows of the step. The
+    factor is 1 where all batches have as many rows.
 
     Parameters
     ----------
@@ -28,11 +29,9 @@ class WeighedBatches:
         Number of ranks.
     passes_per_step : int
         Batches of one step of the optimizer.
-    weight_col : str or None
-        Column of sample weights; without it rows count for one.
     sum_over_ranks : callable
         Adds up a number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
-        and only where the plan does not tell what a step counts for.
+        and only where a data module of the user's does not tell ``global_sizes``.
     """
 
     def __init__(
@@ -41,30 +40,21 @@ class WeighedBatches:
         global_sizes: Iterator[int] | None,
         size: int,
         passes_per_step: int,
-        weight_col: str | None,
         sum_over_ranks: Callable[[float], float],
     ) -> None:
         self._batches = batches
-        # With sample weights the sum of a step depends on the rows.
-        self._sizes = None if weight_col else global_sizes
+        self._sizes = global_sizes
         self._size = size
         self._passes = passes_per_step
-        self._weight_col = weight_col
         self._sum_over_ranks = sum_over_ranks
 
     def next_window(self, count: int) -> list[tuple[Mapping[str, Any], float]]:
         """Return the batches between two steps of the optimizer."""
         window = list(itertools.islice(self._batches, count))
+        rows = [num_rows(columns) for columns in window]
         if self._sizes is not None:
             total = float(sum(itertools.islice(self._sizes, count)))
-            weights = [float(num_rows(columns)) for columns in window]
         else:
-            weights = [self._weight(columns) for columns in window]
-            total = self._sum_over_ranks(sum(weights))
+            total = self._sum_over_ranks(float(sum(rows)))
         share = self._size * self._passes / total if total else 0.0
-        return [(columns, weight * share) for columns, weight in zip(window, weights, strict=True)]
-
-    def _weight(self, columns: Mapping[str, Any]) -> float:
-        if self._weight_col is None:
-            return float(num_rows(columns))
-        return float(columns[self._weight_col].sum())
+        return [(columns, n * share) for columns, n in zip(window, rows, strict=True)]
