@@ -14,6 +14,7 @@ import numpy as np
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
+from hvd_estimators.classification import ClassificationParams
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.data.footers import first_rows, read_manifest
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
@@ -23,27 +24,28 @@ from hvd_estimators.data.prepared import hold
 from hvd_estimators.data.readers import check_data_module
 from hvd_estimators.data.schema import known_columns
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
-from hvd_estimators.data.transformation import Transformation, edited_fields
+from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.grids import GridParams
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
-    DeclaredParams,
     boolean,
     declare,
     integer,
     names,
+    number,
     numbers,
     one_of,
     shapes,
     text,
 )
-from hvd_estimators.persistence import FileReadable, FileWritable
 from hvd_estimators.progress import show_progress
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
 from hvd_estimators.store import Store
+from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
@@ -53,7 +55,12 @@ logger = logging.getLogger(__name__)
 DRY_RUN_ROWS = 11
 
 
-class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, FileReadable):
+class HorovodEstimator(
+    Estimator[HorovodModel],
+    TransformationParams,
+    ClassificationParams,
+    GridParams,
+):
     """Base of the estimators."""
 
     num_proc = declare(
@@ -67,6 +74,12 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     store = declare("Store that keeps datasets, checkpoints and logs. Required.")
     model = declare("The model to train. Required.")
     optimizer = declare("The optimizer. Its learning rate is for one rank.")
+    learning_rate = declare(
+        "Learning rate of one rank, in the place of the optimizer's (in all its groups of "
+        "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
+        "hparams, as Lightning's own tuner wants it.",
+        convert=number(0),
+    )
     loss = declare("A loss function, or a list with one per label.")
     loss_weights = declare("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
     metrics = declare("Metrics to measure in training and validation.", default=[])
@@ -74,6 +87,24 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     sample_weight_col = declare("Column of the rows' weights.", convert=text)
     feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
     label_cols = declare("Label columns, in the order of the model's outputs.", convert=names)
+    featuresCol = declare(
+        "Another name of feature_cols, for a single one.",
+        convert=text,
+        accessor="FeaturesCol",
+        stands_for="feature_cols",
+    )
+    labelCol = declare(
+        "Another name of label_cols, for a single one.",
+        convert=text,
+        accessor="LabelCol",
+        stands_for="label_cols",
+    )
+    weightCol = declare(
+        "Another name of sample_weight_col.",
+        convert=text,
+        accessor="WeightCol",
+        stands_for="sample_weight_col",
+    )
     continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
     categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
     validation = declare(
@@ -123,21 +154,6 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     )
     check_finite = declare(
         "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
-    )
-    transformation_fn = declare(
-        "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
-        "is given has to be numbers."
-    )
-    transformation_batch_fn = declare(
-        "Columns (a dict of NumPy arrays, rows first) to columns of as many rows, applied by the "
-        "readers instead of transformation_fn to many rows at a time."
-    )
-    transformation_edit_fields = declare(
-        "Fields that the transformation makes or changes, as (name, dtype, shape): they are cast "
-        "and checked."
-    )
-    transformation_removed_fields = declare(
-        "Fields that are dropped after the transformation.", convert=names
     )
     train_reader_num_workers = declare(
         "Readers that work in parallel.",
@@ -299,6 +315,7 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
 
     def _check_params(self) -> None:
         """Check the params together; a framework's estimator adds its own checks."""
+        self._check_other_names()
         for name in ("store", "model", "feature_cols", "label_cols"):
             value = self.getOrDefault(name)
             if value is None or (isinstance(value, list) and not value):
@@ -464,29 +481,10 @@ class HorovodEstimator(Estimator[HorovodModel], DeclaredParams, FileWritable, Fi
     def _transformation(self) -> Transformation | None:
         """Return what the readers make of rows; None if nothing."""
         get = self.getOrDefault
-        by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
-        for name, function in (
-            ("transformation_fn", by_row),
-            ("transformation_batch_fn", by_batch),
-        ):
-            if function is not None and not callable(function):
-                raise ParamError(f"{name}: expected a callable, found {function!r}.")
-        if by_row is not None and by_batch is not None:
-            raise ParamError(
-                "transformation_fn and transformation_batch_fn are both set. Set one of them."
-            )
-        edited = edited_fields(get("transformation_edit_fields"))
-        removed = tuple(get("transformation_removed_fields") or ())
-        if by_row is None and by_batch is None:
-            if edited or removed:
-                raise ParamError(
-                    "transformation_edit_fields and transformation_removed_fields tell of a "
-                    "transformation, and there is none. Set transformation_fn."
-                )
-            return None
         weight = get("sample_weight_col")
-        needed = (*get("feature_cols"), *get("label_cols"), *([weight] if weight else []))
-        return Transformation(by_row, by_batch, edited, removed, needed)
+        return self._make_transformation(
+            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else []))
+        )
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
         """Return the first rows of a dataset as a model gets them."""

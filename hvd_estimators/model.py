@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import abc
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import pandas as pd
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql import types as T
-from pyspark.sql.pandas.functions import pandas_udf
 
-from hvd_estimators.data.columns import Array
+from hvd_estimators.classification import ClassificationParams
 from hvd_estimators.data.names import clashing, require_columns, unused_name
 from hvd_estimators.data.schema import feature_array
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.params import (
-    DeclaredParams,
-    declare,
-    integer,
-    names,
-)
+from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
+from hvd_estimators.params import declare, integer, names
 from hvd_estimators.persistence import FileReadable, FileWritable
+from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["HorovodModel", "Predictor"]
 
-Predictor = Callable[[list[Array]], list[Array]]
-"""Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
 
-
-class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
+class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritable, FileReadable):
     """Base of the fitted models."""
 
     model = declare("The trained model.")
@@ -93,8 +82,10 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
         outputs = self.getOutputCols()
-        for index, name in enumerate(outputs):
-            taken = clashing(dataset, name, [*dataset.columns, *outputs[:index]])
+        class_columns = self._class_columns()
+        added = [*outputs, *class_columns.values()]
+        for index, name in enumerate(added):
+            taken = clashing(dataset, name, [*dataset.columns, *added[:index]])
             if taken:
                 raise ColumnError(
                     f"outputCols: the column {name!r} cannot be added, there is {taken[0]!r} "
@@ -106,121 +97,53 @@ class HorovodModel(Model, DeclaredParams, FileWritable, FileReadable):
                 f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "
                 f"{outputs}."
             )
-        arrays = [self._feature_column(dataset, name) for name in features]
+        inference = self._inference(dataset, features, shapes)
+        arrays = [self._feature_column(dataset, name) for name in inference.columns]
         document, load = self._make_predictor()
-        udf = _make_udf(document, load, features, shapes, self.getOrDefault("inference_batch_size"))
-        predicted = udf(*arrays)
+        predicted = make_udf(document, load, inference)(*arrays)
         types = self.getOrDefault("output_types") or [None] * len(outputs)
-        if len(shapes) == 1:
+        fields = inference.fields
+        if len(fields) == 1:
             return dataset.withColumn(outputs[0], _as_type(predicted, shapes[0], types[0]))
-        struct = unused_name("__predicted", [*dataset.columns, *outputs])
+        struct = unused_name("__predicted", [*dataset.columns, *added])
         with_struct = dataset.withColumn(struct, predicted)
+        wanted = [*zip(outputs, types, strict=True), *((n, None) for n in class_columns.values())]
         columns = {
-            name: _as_type(F.col(struct)[f"o{index}"], shape, data_type)
-            for index, (name, shape, data_type) in enumerate(
-                zip(outputs, shapes, types, strict=True)
-            )
+            name: _as_type(F.col(struct)[field], shape, data_type)
+            for (field, shape), (name, data_type) in zip(fields.items(), wanted, strict=True)
         }
         return with_struct.withColumns(columns).drop(struct)
 
+    def _inference(
+        self, dataset: DataFrame, features: list[str], shapes: list[tuple[int, ...]]
+    ) -> Inference:
+        """Return what is to be done with a batch of rows."""
+        scores = self._class_scores(shapes)
+        batch_rows = self.getOrDefault("inference_batch_size")
+        transformation = None
+        if self.getOrDefault("apply_transformation"):
+            transformation = self._make_transformation(features)
+        columns, dtypes = list(features), {}
+        if transformation is not None:
+            known = self._get_metadata() or {}
+            columns += [n for n in known if n not in features and n in dataset.columns]
+            dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
+        return Inference(
+            columns=tuple(columns),
+            features=tuple(features),
+            shapes=tuple(map(tuple, shapes)),
+            batch_rows=batch_rows,
+            scores=scores,
+            transformation=transformation,
+            dtypes=dtypes,
+        )
+
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
-        """Return a feature as the predictor takes it: numbers, or arrays of them."""
-        return feature_array(dataset, name)
+        """Return a column as the UDF takes it: numbers, arrays of them, or text to transform."""
+        return feature_array(dataset, name, allow_text=self.getOrDefault("apply_transformation"))
 
 
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:
     if data_type is not None:
         return column.cast(data_type)
-    return column if _is_scalar(shape) or len(shape) > 1 else array_to_vector(column)
-
-
-def _is_scalar(shape: tuple[int, ...]) -> bool:
-    return shape in ((), (1,))
-
-
-def _spark_type(shape: tuple[int, ...]) -> T.DataType:
-    data_type: T.DataType = T.DoubleType()
-    for _ in () if _is_scalar(shape) else shape:
-        data_type = T.ArrayType(data_type, containsNull=False)
-    return data_type
-
-
-def _make_udf(
-    document: bytes,
-    load: Callable[[bytes], Predictor],
-    features: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    batch_rows: int | None,
-) -> Callable[..., Column]:
-    """Return a UDF from feature arrays to the output, or to a struct of several outputs."""
-    key = hashlib.sha256(document).hexdigest()
-    single = len(shapes) == 1
-    if single:
-        return_type = _spark_type(shapes[0])
-    else:
-        return_type = T.StructType(
-            [T.StructField(f"o{i}", _spark_type(shape)) for i, shape in enumerate(shapes)]
-        )
-
-    def predict(batches: Any) -> Any:
-        predictor = _cached_predictor(key, document, load)
-        for batch in batches:
-            # PySpark gives one column as it is, and several as a tuple.
-            series = batch if isinstance(batch, tuple) else (batch,)
-            inputs = [
-                _to_array(column, name) for column, name in zip(series, features, strict=True)
-            ]
-            rows = len(series[0])
-            step = batch_rows or max(rows, 1)
-            parts = [
-                predictor([array[start : start + step] for array in inputs])
-                for start in range(0, rows, step)
-            ]
-            outputs = [
-                _to_series([part[index] for part in parts], shape)
-                for index, shape in enumerate(shapes)
-            ]
-            if single:
-                yield outputs[0]
-            else:
-                yield pd.DataFrame({f"o{i}": output for i, output in enumerate(outputs)})
-
-    result: Any = pd.Series if single else pd.DataFrame
-    # PySpark reads the kind of UDF from the hints.
-    taken: Any = pd.Series if len(features) == 1 else tuple[pd.Series, ...]
-    predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
-    return pandas_udf(predict, return_type)  # type: ignore[call-overload]
-
-
-# Python workers serve many tasks: a model is unpickled once in each of them.
-_predictors: dict[str, Predictor] = {}
-
-
-def _cached_predictor(key: str, document: bytes, load: Callable[[bytes], Predictor]) -> Predictor:
-    if key not in _predictors:
-        _predictors.clear()
-        _predictors[key] = load(document)
-    return _predictors[key]
-
-
-def _to_array(series: pd.Series, name: str) -> Array:
-    if series.isna().any():
-        raise DataError(f"Column {name!r} holds nulls; fill or drop them before transform().")
-    if series.dtype != object or not len(series) or isinstance(series.iloc[0], (str, bytes)):
-        return series.to_numpy()
-    try:
-        return np.stack([_nested(value) for value in series])
-    except ValueError as error:
-        raise DataError(f"Column {name!r} is ragged: its arrays differ in length.") from error
-
-
-def _nested(value: Any) -> Array:
-    array = np.asarray(value)
-    return np.stack([_nested(entry) for entry in array]) if array.dtype == object else array
-
-
-def _to_series(parts: list[Array], shape: tuple[int, ...]) -> pd.Series:
-    array = np.concatenate(parts).astype(np.float64, copy=False)
-    if _is_scalar(shape):
-        return pd.Series(array.reshape(-1))
-    return pd.Series(list(array) if len(shape) == 1 else array.tolist())
+    return column if is_scalar(shape) or len(shape) > 1 else array_to_vector(column)

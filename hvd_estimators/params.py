@@ -51,6 +51,8 @@ class declare:
         Further accessors, which other packages are known to call.
     saved : bool
         Whether its value is saved with the object.
+    stands_for : str, optional
+        The param of which this is another name: what is set in one is found in both.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class declare:
         accessor: str | None = None,
         aliases: Iterable[str] = (),
         saved: bool = True,
+        stands_for: str | None = None,
     ) -> None:
         self.doc = doc
         self.default = default
@@ -68,6 +71,7 @@ class declare:
         self.accessor = accessor
         self.aliases = tuple(aliases)
         self.saved = saved
+        self.stands_for = stands_for
 
 
 _CLASS_LEVEL = Params._dummy().uid
@@ -117,6 +121,45 @@ class DeclaredParams(Params):
                 value = declaration.convert(name, value)
             self._paramMap[self.getParam(name)] = value
         return self
+
+    def getOrDefault(self, param: Any) -> Any:
+        """Return a param's value, by whichever of its names it was set, or its default."""
+        name = param if isinstance(param, str) else param.name
+        if name in self._declarations and not self.isSet(name):
+            for other, target in self._other_names():
+                if name == target and self.isSet(other):
+                    return self._converted(target, super().getOrDefault(other))
+                if name == other and self.isSet(target):
+                    value = super().getOrDefault(target)
+                    if not isinstance(value, list):
+                        return value
+                    return value[0] if len(value) == 1 else None
+        return super().getOrDefault(param)
+
+    def _check_other_names(self) -> None:
+        """Make sure that params that stand for each other say the same.
+
+        Raises
+        ------
+        ParamError
+            If they do not.
+        """
+        for other, target in self._other_names():
+            if not (self.isSet(other) and self.isSet(target)):
+                continue
+            given, meant = super().getOrDefault(other), super().getOrDefault(target)
+            if self._converted(target, given) != meant:
+                raise ParamError(
+                    f"{other}={given!r} and {target}={meant!r} are two names of one parameter. "
+                    "Set one of them."
+                )
+
+    def _other_names(self) -> list[tuple[str, str]]:
+        return [(n, d.stands_for) for n, d in self._declarations.items() if d.stands_for]
+
+    def _converted(self, name: str, value: Any) -> Any:
+        convert = self._declarations[name].convert
+        return value if convert is None else convert(name, value)
 
     def copy(self, extra: Any = None) -> Self:
         """Return a copy with some values replaced.

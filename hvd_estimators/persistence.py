@@ -29,7 +29,7 @@ from pyspark.sql import SparkSession
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.params import DeclaredParams
 
-__all__ = ["FileReadable", "FileWritable"]
+__all__ = ["FileReadable", "FileWritable", "is_json"]
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class _Writer(MLWriter):
             p.name for p in instance._paramMap if p.name in declared and not declared[p.name].saved
         )
         set_params = {p.name: v for p, v in instance._paramMap.items() if p.name not in left_out}
-        plain = {name: value for name, value in set_params.items() if _is_json(value)}
+        plain = {name: value for name, value in set_params.items() if is_json(value)}
         pickled = sorted(set_params.keys() - plain.keys())
         documents = {
             f"params/{name}.pkl": instance._dump_param(name, set_params[name]) for name in pickled
@@ -88,7 +88,7 @@ class _Writer(MLWriter):
             raise StoreError(f"{path!r} exists. To replace it call write().overwrite().save(path).")
         bare = instance.copy()
         bare._paramMap = {p: v for p, v in instance._paramMap.items() if p.name in plain}
-        bare._defaultParamMap = {p: v for p, v in instance._defaultParamMap.items() if _is_json(v)}
+        bare._defaultParamMap = {p: v for p, v in instance._defaultParamMap.items() if is_json(v)}
         for name, document in documents.items():
             target = f"{root}/{name}"
             filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
@@ -135,7 +135,7 @@ class _Reader(MLReader[Any]):
         return instance
 
 
-def _is_json(value: Any) -> bool:
+def is_json(value: Any) -> bool:
     """Return whether JSON gives a value back as it is."""
     try:
         return bool(json.loads(json.dumps(value)) == value)

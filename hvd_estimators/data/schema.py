@@ -145,7 +145,7 @@ def known_columns(df: DataFrame, names: list[str]) -> list[ColumnSpec] | None:
     return specs
 
 
-def feature_array(df: DataFrame, name: str) -> Column:
+def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
     """Return a column in the form in which a model's UDF takes it: vectors as float arrays.
 
     Raises
@@ -153,7 +153,7 @@ def feature_array(df: DataFrame, name: str) -> Column:
     ColumnError
         If the type cannot be predicted on.
     """
-    return stored_column(df, name).expressions[0]
+    return stored_column(df, name, allow_text=allow_text).expressions[0]
 
 
 def _dense(name: str, column: Column) -> StoredColumn:

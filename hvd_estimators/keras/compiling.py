@@ -30,12 +30,15 @@ class CompileSettings:
         in the order of labels or by their names.
     label_cols : sequence of str
         The labels.
+    learning_rate : float or None
+        In the place of the optimizer's.
     """
 
     optimizer: OptimizerDocument
     compiled: Mapping[str, Any]
     given: Mapping[str, Any]
     label_cols: Sequence[str]
+    learning_rate: float | None = None
 
     @property
     def loss(self) -> Any:
@@ -64,6 +67,8 @@ class CompileSettings:
         model.compile(**settings, optimizer=self.optimizer.make())
         if model.built:
             self.optimizer.restore(model.optimizer, model.trainable_variables)
+        if self.learning_rate is not None:
+            model.optimizer.learning_rate = self.learning_rate
 
     def _by_output(self, outputs: Outputs) -> dict[str, Any]:
         settings: dict[str, Any] = {}

@@ -204,6 +204,8 @@ class KerasEstimator(HorovodEstimator):
             "label_columns": self.getOrDefault("label_cols"),
             "custom_objects": self.getOrDefault("custom_objects"),
             "floatx": keras.config.floatx(),
+            **self._classification(),
+            **self._transformation_params(),
             **fitted,
         }
 
@@ -245,14 +247,23 @@ class KerasEstimator(HorovodEstimator):
             params["metrics"] = get("metrics")
         optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
         try:
-            optimizer.make()
+            made = optimizer.make()
         except (TypeError, ValueError) as error:
             raise ParamError(
                 f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
                 f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
                 "custom_objects to classes and functions that the config names."
             ) from error
-        settings = CompileSettings(optimizer, compiled, params, get("label_cols"))
+        rate = get("learning_rate")
+        if rate is not None:
+            try:
+                made.learning_rate = rate
+            except (TypeError, AttributeError) as error:
+                raise ParamError(
+                    f"learning_rate: that of {type(made).__name__} cannot be set ({error}). Leave "
+                    "learning_rate out, or give an optimizer with a number as its rate."
+                ) from error
+        settings = CompileSettings(optimizer, compiled, params, get("label_cols"), rate)
         self._weighs_by_samples(settings)
         return settings
 
@@ -320,8 +331,9 @@ class KerasEstimator(HorovodEstimator):
         document = values.get("optimizer")
         if isinstance(document, OptimizerDocument):
             optimizer = values["optimizer"] = document.make()
-            if "model" in values and values["model"].built:
-                document.restore(optimizer, values["model"].trainable_variables)
+            model = values.get("model", self.getOrDefault("model"))
+            if model is not None and model.built:
+                document.restore(optimizer, model.trainable_variables)
         return values
 
 

@@ -29,7 +29,6 @@ from hvd_estimators.spec import TrainResult
 from hvd_estimators.torch import estimator as torch_estimator
 from hvd_estimators.torch.serialization import (
     dump_module,
-    dump_optimizer,
     load_module,
     load_state,
 )
@@ -293,12 +292,12 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         get = self.getOrDefault
         module = get("model")
         if self._is_lightning:
-            adapted: LightningModule = module
+            adapted: LightningModule = _with_learning_rate(module, get("learning_rate"))
             return adapted
         labels = len(get("label_cols"))
         return of_flavor(ModuleAdapter, flavor)(
             module=module,
-            optimizer=dump_optimizer(get("optimizer"), module),
+            optimizer=self._dump_optimizer(),
             tensors=self._tensor_spec(),
             losses=None if get("loss") is None else self._per_label("loss"),
             loss_constructors=None
@@ -327,6 +326,27 @@ class LightningEstimator(torch_estimator.TorchEstimator):
 
 
 TorchEstimator = LightningEstimator
+
+
+def _with_learning_rate(module: Any, rate: float | None) -> Any:
+    """Return a module, or a copy that has a learning rate where Lightning's tuner puts it."""
+    if rate is None:
+        return module
+    module = load_module(dump_module(module))
+    found = False
+    for name in ("learning_rate", "lr"):
+        if hasattr(module, name):
+            setattr(module, name, rate)
+            found = True
+        if name in module.hparams:
+            module.hparams[name] = rate
+            found = True
+    if found:
+        return module
+    raise ParamError(
+        "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
+        "hparams. Give it one, which configure_optimizers() uses."
+    )
 
 
 def _as_list(value: Any) -> list[Any]:

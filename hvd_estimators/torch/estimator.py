@@ -124,7 +124,7 @@ class TorchEstimator(HorovodEstimator):
 
     def _train(self, manifest: DatasetManifest, backend: Backend, trial: Any = None) -> TorchModel:
         get = self.getOrDefault
-        module, optimizer = get("model"), get("optimizer")
+        module = get("model")
         data = self._data_spec(manifest, backend.num_processes())
         output_shapes = self._tried(manifest, trial)
         self._check_steps(data)
@@ -133,7 +133,7 @@ class TorchEstimator(HorovodEstimator):
         spec = TorchTrainSpec(
             **self._common_spec(data, "torch"),
             module=dump_module(module),
-            optimizer=dump_optimizer(optimizer, module),
+            optimizer=self._dump_optimizer(),
             tensors=self._tensor_spec(),
             losses=None if loss is None else tuple(self._per_label("loss")),
             loss_constructors=None
@@ -180,6 +180,8 @@ class TorchEstimator(HorovodEstimator):
             "column_dtypes": get("column_dtypes"),
             "loss": get("loss"),
             "loss_constructors": get("loss_constructors"),
+            **self._classification(),
+            **self._transformation_params(),
             **fitted,
         }
 
@@ -234,6 +236,17 @@ class TorchEstimator(HorovodEstimator):
             dtypes=get("column_dtypes"),
         )
 
+    def _dump_optimizer(self) -> bytes:
+        """Return the optimizer, with the learning rate that is set, as the ranks get it."""
+        module, rate = self.getOrDefault("model"), self.getOrDefault("learning_rate")
+        document = dump_optimizer(self.getOrDefault("optimizer"), module)
+        if rate is None:
+            return document
+        copied = load_optimizer(document, module)
+        for group in copied.param_groups:
+            group["lr"] = rate
+        return dump_optimizer(copied, module)
+
     def _per_label(self, name: str) -> list[Any]:
         """Return a param that is one callable for all labels, or one per label, as the latter."""
         given = functions(name, self.getOrDefault(name))
@@ -260,4 +273,4 @@ class TorchEstimator(HorovodEstimator):
         return dump_torch_param(self.getOrDefault("model"), name, value)
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        return load_torch_params(super()._load_params, documents)
+        return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))

@@ -77,7 +77,7 @@ class TorchModel(HorovodModel):
         return dump_torch_param(self.getOrDefault("model"), name, value)
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
-        return load_torch_params(super()._load_params, documents)
+        return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
 
     def _extra_files(self) -> dict[str, bytes]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""
@@ -93,15 +93,17 @@ def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
     return cloudpickle.dumps(value)
 
 
-def load_torch_params(load_others: Any, documents: dict[str, bytes]) -> dict[str, Any]:
-    """Return what `dump_torch_param` wrote, the optimizer bound to the module."""
+def load_torch_params(
+    load_others: Any, documents: dict[str, bytes], module: torch.nn.Module | None
+) -> dict[str, Any]:
+    """Return what `dump_torch_param` wrote, the optimizer bound to its module or a given one."""
     documents = dict(documents)
     model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
     values: dict[str, Any] = load_others(documents)
     if model is not None:
-        values["model"] = load_module(model)
-        if optimizer is not None:
-            values["optimizer"] = load_optimizer(optimizer, values["model"])
+        module = values["model"] = load_module(model)
+    if optimizer is not None and module is not None:
+        values["optimizer"] = load_optimizer(optimizer, module)
     return values
 
 

@@ -1,0 +1,107 @@
+"""Grids of values that JSON cannot hold, such as optimizers, which Spark saves with a validator.
+
+Spark writes the values of a grid as JSON, and those that are estimators, transformers or evaluators
+as files of their own. So a value that JSON cannot hold is put into a `GridValue`, an evaluator by
+name alone, when a grid is built, and taken out when an estimator is given it. Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+from pyspark.ml.evaluation import Evaluator
+from pyspark.ml.param import Param
+from pyspark.ml.util import MLWriter
+from pyspark.sql import DataFrame
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.params import DeclaredParams, declare
+from hvd_estimators.persistence import FileReadable, FileWritable, is_json
+
+__all__ = ["GridParams", "GridValue"]
+
+# An optimizer is saved by the names of its model's parameters: whose value it is has to be known.
+_owners: weakref.WeakValueDictionary[str, GridParams] = weakref.WeakValueDictionary()
+
+
+class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
+    """A value of a param in a grid. It evaluates nothing.
+
+    `value` is what was given to the grid; a loaded one is known only to the estimator that it is
+    set in: ``estimator.copy(param_map).getOptimizer()``.
+    """
+
+    param_name = declare("Name of the param whose value it is.")
+    document = declare("The value, as the estimator saves it.")
+
+    def __init__(self, owner: str = "", name: str | None = None, value: Any = None) -> None:
+        super().__init__()
+        self._set(param_name=name)
+        self._owner = owner
+        self.value = value
+
+    def value_for(self, estimator: GridParams) -> Any:
+        """Return the value, bound to an estimator's model if it was loaded."""
+        document = self.getOrDefault("document")
+        if document is None:
+            return self.value
+        name = self.getOrDefault("param_name")
+        return estimator._load_params({name: document})[name]
+
+    def write(self) -> MLWriter:
+        """Return a writer."""
+        if self.isSet("document"):
+            return super().write()
+        owner, name = _owners.get(self._owner), self.getOrDefault("param_name")
+        if owner is None:
+            raise ParamError(
+                f"{name}: the estimator for which the grid was built is gone, so that its values "
+                "cannot be saved. Keep it, or build the grid anew."
+            )
+        return self.copy({"document": owner._dump_param(name, self.value)}).write()
+
+    def _evaluate(self, dataset: DataFrame) -> float:
+        raise NotImplementedError("A value of a grid evaluates nothing.")
+
+    def __repr__(self) -> str:
+        shown = "loaded" if self.isSet("document") else repr(self.value)
+        return f"GridValue({self.getOrDefault('param_name')}={shown})"
+
+
+class GridParams(DeclaredParams, FileWritable, FileReadable):
+    """Params whose values in a ``ParamGridBuilder`` can be saved with Spark's validators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own_grids()
+
+    def _resetUid(self, newUid: Any) -> Self:
+        super()._resetUid(newUid)
+        self._own_grids()
+        return self
+
+    def _own_grids(self) -> None:
+        _owners[self.uid] = self
+        for name in self._declarations:
+            # ParamGridBuilder calls it for each value.
+            self.getParam(name).typeConverter = functools.partial(_in_grid, self.uid, name)
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        """Set a param; as all that Spark sets, by way of `setParams`."""
+        self._set(**{param.name: value})
+
+    def _set(self, **kwargs: Any) -> Self:
+        # The model first: an optimizer is bound to it.
+        for name in sorted(kwargs, key=lambda name: name != "model"):
+            value = kwargs[name]
+            super()._set(**{name: value.value_for(self) if isinstance(value, GridValue) else value})
+        return self
+
+
+def _in_grid(owner: str, name: str, value: Any) -> Any:
+    if isinstance(value, GridValue) or is_json(value):
+        return value
+    return GridValue(owner, name, value)

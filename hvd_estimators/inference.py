@@ -1,0 +1,193 @@
+"""The UDF that predicts: one forward pass per batch of rows. Runs on the executors.
+
+What makes it and the columns that it takes and gives are in `hvd_estimators.model`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from pyspark.sql import Column
+from pyspark.sql import types as T
+from pyspark.sql.pandas.functions import pandas_udf
+
+from hvd_estimators.classification import ClassScores
+from hvd_estimators.data.columns import Array
+from hvd_estimators.data.transformation import Transformation
+from hvd_estimators.exceptions import DataError
+
+__all__ = ["Inference", "Predictor", "is_scalar", "make_udf"]
+
+Predictor = Callable[[list[Array]], list[Array]]
+"""Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What the UDF does with a batch of rows.
+
+    Attributes
+    ----------
+    columns : tuple of str
+        The columns that it is given.
+    features : tuple of str
+        Those, after the transformation, that the predictor is given.
+    shapes : tuple of tuple of int
+        Shape of a row of each output.
+    batch_rows : int or None
+        Rows of one forward pass; None for a whole Arrow batch.
+    scores : ClassScores or None
+        Makes a classifier's columns of the only output.
+    transformation : Transformation or None
+        Applied before the forward pass.
+    dtypes : mapping
+        Column to the NumPy type in which the transformation saw it in training.
+    """
+
+    columns: tuple[str, ...]
+    features: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    batch_rows: int | None = None
+    scores: ClassScores | None = None
+    transformation: Transformation | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a row of all that the UDF gives."""
+        outputs = {f"o{index}": shape for index, shape in enumerate(self.shapes)}
+        return {**outputs, **(self.scores.fields(self.shapes[0]) if self.scores else {})}
+
+    def __call__(self, predictor: Predictor, columns: dict[str, Array]) -> list[pd.Series]:
+        """Return what `fields` says, for some rows."""
+        rows = len(next(iter(columns.values())))
+        step = self.batch_rows or max(rows, 1)
+        parts = [
+            self._predict(predictor, {name: a[start : start + step] for name, a in columns.items()})
+            for start in range(0, rows, step)
+        ]
+        outputs = [np.concatenate(output) for output in zip(*parts, strict=True)]
+        series = [_to_series(o, shape) for o, shape in zip(outputs, self.shapes, strict=True)]
+        if self.scores is not None:
+            made = self.scores(outputs[0])
+            wanted = self.scores.fields(self.shapes[0])
+            series += [_to_series(made[name], shape) for name, shape in wanted.items()]
+        return series
+
+    def _predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
+        if self.transformation is None:
+            return predictor([columns[name] for name in self.features])
+        typed = {
+            name: array.astype(self.dtypes.get(name, array.dtype), copy=False)
+            for name, array in columns.items()
+        }
+        try:
+            transformed = self.transformation(typed)
+        except KeyError as error:
+            raise DataError(
+                f"The transformation asks for a column {error}, which the DataFrame does not have; "
+                f"it was given {', '.join(typed)}. Add it, or set apply_transformation=False."
+            ) from error
+        return predictor([transformed[name] for name in self.features])
+
+
+def make_udf(
+    document: bytes, load: Callable[[bytes], Predictor], inference: Inference
+) -> Callable[..., Column]:
+    """Return a UDF from columns to the output, or to a struct where there are several fields.
+
+    Parameters
+    ----------
+    document : bytes
+        What the predictor is made of.
+    load : callable
+        Makes it.
+    inference : Inference
+        What to do with a batch.
+    """
+    key = hashlib.sha256(document).hexdigest()
+    fields = inference.fields
+    single = len(fields) == 1
+    if single:
+        return_type = _spark_type(inference.shapes[0])
+    else:
+        return_type = T.StructType(
+            [T.StructField(name, _spark_type(shape)) for name, shape in fields.items()]
+        )
+
+    def predict(batches: Any) -> Any:
+        predictor = _cached_predictor(key, document, load)
+        for batch in batches:
+            # PySpark gives one column as it is, and several as a tuple.
+            series = batch if isinstance(batch, tuple) else (batch,)
+            columns = {
+                name: _to_array(column, name)
+                for column, name in zip(series, inference.columns, strict=True)
+            }
+            found = inference(predictor, columns) if len(series[0]) else _empty(inference)
+            if single:
+                yield found[0]
+            else:
+                yield pd.DataFrame(dict(zip(fields, found, strict=True)))
+
+    result: Any = pd.Series if single else pd.DataFrame
+    # PySpark reads the kind of UDF from the hints.
+    taken: Any = pd.Series if len(inference.columns) == 1 else tuple[pd.Series, ...]
+    predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
+    return pandas_udf(predict, return_type)  # type: ignore[call-overload]
+
+
+def is_scalar(shape: tuple[int, ...]) -> bool:
+    """Return whether a row of this shape becomes a plain number."""
+    return shape in ((), (1,))
+
+
+def _empty(inference: Inference) -> list[pd.Series]:
+    kinds = [np.float64 if is_scalar(shape) else object for shape in inference.fields.values()]
+    return [pd.Series([], dtype=kind) for kind in kinds]
+
+
+def _spark_type(shape: tuple[int, ...]) -> T.DataType:
+    data_type: T.DataType = T.DoubleType()
+    for _ in () if is_scalar(shape) else shape:
+        data_type = T.ArrayType(data_type, containsNull=False)
+    return data_type
+
+
+# Python workers serve many tasks: a model is unpickled once in each of them.
+_predictors: dict[str, Predictor] = {}
+
+
+def _cached_predictor(key: str, document: bytes, load: Callable[[bytes], Predictor]) -> Predictor:
+    if key not in _predictors:
+        _predictors.clear()
+        _predictors[key] = load(document)
+    return _predictors[key]
+
+
+def _to_array(series: pd.Series, name: str) -> Array:
+    if series.isna().any():
+        raise DataError(f"Column {name!r} holds nulls; fill or drop them before transform().")
+    if series.dtype != object or not len(series) or isinstance(series.iloc[0], (str, bytes)):
+        return series.to_numpy()
+    try:
+        return np.stack([_nested(value) for value in series])
+    except ValueError as error:
+        raise DataError(f"Column {name!r} is ragged: its arrays differ in length.") from error
+
+
+def _nested(value: Any) -> Array:
+    array = np.asarray(value)
+    return np.stack([_nested(entry) for entry in array]) if array.dtype == object else array
+
+
+def _to_series(array: Array, shape: tuple[int, ...]) -> pd.Series:
+    array = array.astype(np.float64, copy=False)
+    if is_scalar(shape):
+        return pd.Series(array.reshape(-1))
+    return pd.Series(list(array) if len(shape) == 1 else array.tolist())

@@ -1,0 +1,78 @@
+"""The params of a transformation of rows, in an estimator and in its model. Runs on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hvd_estimators.data.transformation import Transformation, edited_fields
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.params import DeclaredParams, boolean, declare, names
+
+__all__ = ["TransformationParams"]
+
+
+class TransformationParams(DeclaredParams):
+    """What is made of rows between reading and the model."""
+
+    transformation_fn = declare(
+        "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
+        "is given has to be numbers."
+    )
+    transformation_batch_fn = declare(
+        "Columns (a dict of NumPy arrays, rows first) to columns of as many rows, applied by the "
+        "readers instead of transformation_fn to many rows at a time."
+    )
+    transformation_edit_fields = declare(
+        "Fields that the transformation makes or changes, as (name, dtype, shape): they are cast "
+        "and checked."
+    )
+    transformation_removed_fields = declare(
+        "Fields that are dropped after the transformation.", convert=names
+    )
+    apply_transformation = declare(
+        "Whether the model's transform() applies the transformation, too, to its input columns and "
+        "to those others that were trained on, as far as the DataFrame has them. By default it "
+        "does not, and takes columns as the transformation leaves them.",
+        default=False,
+        convert=boolean,
+    )
+
+    def _make_transformation(self, needed: Sequence[str]) -> Transformation | None:
+        """Return what is made of rows; None if nothing.
+
+        Parameters
+        ----------
+        needed : sequence of str
+            Fields that must be there, and numbers, in the end.
+        """
+        get = self.getOrDefault
+        by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
+        for name, function in (
+            ("transformation_fn", by_row),
+            ("transformation_batch_fn", by_batch),
+        ):
+            if function is not None and not callable(function):
+                raise ParamError(f"{name}: expected a callable, found {function!r}.")
+        if by_row is not None and by_batch is not None:
+            raise ParamError(
+                "transformation_fn and transformation_batch_fn are both set. Set one of them."
+            )
+        edited = edited_fields(get("transformation_edit_fields"))
+        removed = tuple(get("transformation_removed_fields") or ())
+        if by_row is None and by_batch is None:
+            if edited or removed:
+                raise ParamError(
+                    "transformation_edit_fields and transformation_removed_fields tell of a "
+                    "transformation, and there is none. Set transformation_fn."
+                )
+            return None
+        return Transformation(by_row, by_batch, edited, removed, tuple(needed))
+
+    def _transformation_params(self) -> dict[str, Any]:
+        """Return these params, those that are set, as an estimator gives them to its model."""
+        return {
+            name: self.getOrDefault(name)
+            for name in TransformationParams._declarations
+            if self.isSet(name)
+        }

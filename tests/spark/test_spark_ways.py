@@ -1,0 +1,209 @@
+"""What Spark's own tools expect: evaluators, validators, transformations."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
+from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.keras import KerasEstimator, KerasModel
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+pytestmark = pytest.mark.spark
+
+
+class HereBackend:
+    """Calls the function in this process, as horovod.spark's tests do."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+        return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self) -> int:
+        return 1
+
+
+class Counting(torch.nn.Linear):
+    """Notes its forward passes in a file."""
+
+    path: Path | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(f"{len(x)}\n")
+        return super().forward(x)
+
+
+def test_a_classifier_serves_sparks_evaluators_with_one_forward_pass(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    frame = spark.range(60).select(
+        F.array((F.col("id") % 3 - 1.0), F.lit(0.5)).alias("x"), (F.col("id") % 3).alias("y")
+    )
+    net = Counting(2, 3)
+    estimator = TorchEstimator(
+        backend=HereBackend(),
+        store=store,
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters(), lr=1.0),
+        learning_rate=0.05,
+        loss=torch.nn.functional.cross_entropy,
+        featuresCol="x",
+        labelCol="y",
+        column_dtypes={"y": "int64"},
+        predictionCol="prediction",
+        probabilityCol="probability",
+        rawPredictionCol="rawPrediction",
+        outputs_are="logits",
+        epochs=20,
+        batch_size=20,
+        verbose=0,
+    )
+    model = estimator.fit(frame)
+    assert model.getOptimizer().param_groups[0]["lr"] == 0.05
+    assert model.getFeatureColumns() == ["x"]
+    assert model._get_metadata()["x"]["shape"] == [2]
+    model.getModel().path = tmp_path / "calls"
+    model.save(str(tmp_path / "model"))
+    predicted = TorchModel.load(str(tmp_path / "model")).transform(frame.coalesce(1))
+    assert predicted.columns == [
+        *("x", "y", "y__output", "prediction", "probability", "rawPrediction")
+    ]
+    rows = predicted.collect()
+    assert model.getModel().path.read_text().split() == ["60"]
+
+    logits = np.array([row["y__output"].toArray() for row in rows])
+    powers = np.exp(logits)
+    expected = powers / powers.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose([r["rawPrediction"].toArray() for r in rows], logits)
+    np.testing.assert_allclose([r["probability"].toArray() for r in rows], expected, atol=1e-6)
+    labels = np.array([row["y"] for row in rows])
+    assert [r["prediction"] for r in rows] == expected.argmax(axis=1).tolist()
+    evaluator = MulticlassClassificationEvaluator(labelCol="y", metricName="accuracy")
+    accuracy = (expected.argmax(axis=1) == labels).mean()
+    assert accuracy > 0.6
+    assert evaluator.evaluate(predicted) == pytest.approx(accuracy)
+    evaluator.setMetricName("logLoss")
+    loss = -np.log(expected[np.arange(60), labels]).mean()
+    assert evaluator.evaluate(predicted) == pytest.approx(loss, abs=1e-6)
+    with pytest.raises(ColumnError, match="the column 'prediction' cannot be added"):
+        model.transform(predicted.drop("y__output"))
+
+
+def test_a_single_logit_serves_the_binary_evaluator(spark: Any) -> None:
+    net = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    net.set_weights([np.array([[2.0]]), np.array([0.0])])
+    model = KerasModel(
+        model=net,
+        feature_columns=["x"],
+        label_columns=["y"],
+        probabilityCol="probability",
+        rawPredictionCol="rawPrediction",
+        predictionCol="prediction",
+        outputs_are="logits",
+    )
+    frame = spark.createDataFrame([(-1.0, 0.0), (0.5, 0.0), (1.0, 1.0), (0.2, 1.0)], ["x", "y"])
+    predicted = model.transform(frame)
+    rows = predicted.collect()
+    assert [row["prediction"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    sigmoid = 1 / (1 + math.exp(2))
+    np.testing.assert_allclose(rows[0]["probability"].toArray(), [1 - sigmoid, sigmoid], atol=1e-6)
+    np.testing.assert_allclose(rows[0]["rawPrediction"].toArray(), [2, -2], atol=1e-6)
+    # Of the four pairs of a 1 and a 0, three are in order.
+    evaluator = BinaryClassificationEvaluator(labelCol="y")
+    assert evaluator.evaluate(predicted) == pytest.approx(0.75)
+
+
+def test_the_trainings_transformation_is_applied_where_asked(spark: Any, tmp_path: Path) -> None:
+    net = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(net.weight, 1.0)
+
+    def by_row(row: dict[str, Any]) -> dict[str, Any]:
+        factor = 10.0 if row["unit"] == "cm" else 1000.0
+        return {"x": np.float32(row["x"] * factor), "dtype": row["x"].dtype.itemsize}
+
+    model = TorchModel(
+        model=net,
+        feature_columns=["x"],
+        label_columns=["y"],
+        input_shapes=[[1]],
+        transformation_fn=by_row,
+        _metadata={"x": {"dtype": "float32"}, "unit": {"dtype": "object"}, "y": {"dtype": "int64"}},
+    )
+    frame = spark.createDataFrame([(1.5, "cm", "other"), (2.5, "m", "other")], ["x", "unit", "id"])
+    model.save(str(tmp_path / "model"))
+    loaded = TorchModel.load(str(tmp_path / "model"))
+
+    def predict(given: Any) -> list[float]:
+        return [row["y__output"] for row in given.transform(frame).collect()]
+
+    assert predict(loaded) == [1.5, 2.5]
+    assert predict(loaded.setApplyTransformation(True)) == [15.0, 2500.0]
+    without = frame.drop("unit")
+    with pytest.raises(Exception, match="asks for a column 'unit', which the DataFrame does not"):
+        loaded.transform(without).collect()
+
+
+@pytest.mark.parametrize("framework", ["torch", "keras"])
+def test_a_validator_with_a_grid_of_optimizers_is_saved_and_loaded(
+    spark: Any, store: Any, tmp_path: Path, framework: str
+) -> None:
+    estimator: Any
+    best: Any
+    if framework == "torch":
+        net = torch.nn.Linear(1, 1)
+        estimator = TorchEstimator(model=net, store=store)
+        optimizers: Any = [torch.optim.SGD(net.parameters(), lr=0.1)]
+        optimizers.append(torch.optim.Adam([net.weight], lr=0.2))
+        best = TorchModel(model=net, feature_columns=["x"], label_columns=["y"])
+    else:
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        estimator = KerasEstimator(model=model, store=store)
+        optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.2)]
+        best = KerasModel(model=model, feature_columns=["x"], label_columns=["y"])
+    grid = (
+        ParamGridBuilder()
+        .addGrid(estimator.optimizer, optimizers)
+        .addGrid(estimator.epochs, [3])
+        .build()
+    )
+    evaluator = MulticlassClassificationEvaluator(labelCol="y")
+    validator = CrossValidator(
+        estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2
+    )
+    fitted = CrossValidatorModel(best, avgMetrics=[0.1, 0.2])
+    for param in ("estimator", "estimatorParamMaps", "evaluator"):
+        fitted._set(**{param: validator.getOrDefault(param)})
+    validator.save(str(tmp_path / "validator"))
+    fitted.save(str(tmp_path / "model"))
+
+    for loaded in (
+        CrossValidator.load(str(tmp_path / "validator")),
+        CrossValidatorModel.load(str(tmp_path / "model")),
+    ):
+        inner = loaded.getEstimator()
+        first, second = (inner.copy(values) for values in loaded.getEstimatorParamMaps())
+        assert [first.getEpochs(), second.getEpochs()] == [3, 3]
+        assert type(first.getOptimizer()) is type(optimizers[0])
+        made = second.getOptimizer()
+        assert type(made) is type(optimizers[1])
+        if framework == "torch":
+            assert made.param_groups[0]["lr"] == 0.2
+            (weight,) = made.param_groups[0]["params"]
+            assert weight is inner.getModel().weight
+        else:
+            assert float(made.learning_rate) == pytest.approx(0.2)
+    assert loaded.avgMetrics == [0.1, 0.2]
+    # And once more: what was loaded is saved as it is.
+    loaded.save(str(tmp_path / "again"))
+    assert len(CrossValidatorModel.load(str(tmp_path / "again")).getEstimatorParamMaps()) == 2

@@ -1,0 +1,96 @@
+"""A classifier's columns, against SciPy-free closed forms."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_estimators.classification import ClassScores
+from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+ALL = ("prediction", "probability", "raw")
+
+
+def scores(kind: str, output: Any) -> Any:
+    return ClassScores(kind, ALL)(np.array(output, np.float32))
+
+
+def test_the_softmax_of_logits_are_probabilities_and_the_highest_is_the_class() -> None:
+    made = scores("logits", [[0.0, math.log(3), 0.0], [1000.0, 0.0, 0.0]])
+
+    np.testing.assert_allclose(made["probability"], [[0.2, 0.6, 0.2], [1, 0, 0]], atol=1e-6)
+    assert made["prediction"].tolist() == [1.0, 0.0]
+    assert made["raw"][1].tolist() == [1000.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "raw"),
+    [
+        ("logits", math.log(3), [-math.log(3), math.log(3)]),
+        ("probabilities", 0.75, [0.25, 0.75]),
+        ("log_probabilities", math.log(0.75), [math.log(0.25), math.log(0.75)]),
+    ],
+)
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_single_score_is_that_of_class_1(kind: str, output: float, raw: Any, shape: Any) -> None:
+    made = scores(kind, np.full(shape, output))
+
+    np.testing.assert_allclose(made["probability"], [[0.25, 0.75]], atol=1e-6)
+    np.testing.assert_allclose(made["raw"], [raw], atol=1e-6)
+    assert made["prediction"].tolist() == [1.0]
+
+
+def test_log_probabilities_are_exponentiated() -> None:
+    made = scores("log_probabilities", np.log([[0.1, 0.2, 0.7]]))
+
+    np.testing.assert_allclose(made["probability"], [[0.1, 0.2, 0.7]], atol=1e-6)
+    assert made["prediction"].tolist() == [2.0]
+
+
+def test_values_are_predictions_as_they_are() -> None:
+    made = ClassScores("values", ("prediction",))(np.array([[1.5], [-2.0]]))
+
+    assert made["prediction"].tolist() == [1.5, -2.0]
+
+
+@pytest.mark.parametrize("kind", ["probabilities", "log_probabilities"])
+def test_what_is_no_probability_is_refused(kind: str) -> None:
+    with pytest.raises(DataError, match=rf"outputs_are='{kind}'.*found \[1.5, -0.5\] for a row"):
+        scores(kind, [[1.5, -0.5]])
+
+
+def test_a_row_of_nan_has_no_class() -> None:
+    made = scores("logits", [[np.nan, 1.0], [0.0, 1.0]])
+
+    assert np.isnan(made["prediction"][0])
+    assert made["prediction"][1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("params", "shapes", "message"),
+    [
+        ({"predictionCol": "p"}, [()], r"predictionCol: outputs_are is not set"),
+        ({"probabilityCol": "p"}, [(3,)], r"probabilityCol: outputs_are is not set"),
+        ({"rawPredictionCol": "p"}, [(3,), (3,)], r"rawPredictionCol: expected a model with one"),
+        ({"predictionCol": "p"}, [(3, 3)], r"predictionCol: expected a model with one output"),
+        ({"predictionCol": "p", "outputs_are": "values"}, [(3,)], r"takes a number per row"),
+        ({"probabilityCol": "p", "outputs_are": "values"}, [()], r"no scores of classes"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(params: Any, shapes: Any, message: str) -> None:
+    with pytest.raises(ParamError, match=message):
+        TorchModel(**params)._class_scores(shapes)
+
+
+def test_estimators_hand_the_columns_to_their_models() -> None:
+    columns = {"predictionCol": "p", "probabilityCol": "q", "outputs_are": "logits"}
+
+    assert TorchEstimator(**columns)._classification() == columns
+    assert TorchModel()._class_scores([(3,)]) is None
+    assert TorchModel(predictionCol="p")._class_scores([(3,)]) == ClassScores(
+        "logits", ("prediction",)
+    )

@@ -1,0 +1,140 @@
+"""Values of a grid that JSON cannot hold, and params that have two names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import keras
+import pytest
+import pytorch_lightning
+import torch
+from pyspark.ml.tuning import ParamGridBuilder
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.grids import GridValue
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.serialization import load_optimizer
+
+
+def test_what_json_holds_is_as_it_is_and_all_else_can_be_saved() -> None:
+    net = torch.nn.Linear(1, 1)
+    slow, fast = (torch.optim.SGD(net.parameters(), lr=rate) for rate in (0.1, 0.2))
+    estimator = TorchEstimator(model=net)
+
+    grid = (
+        ParamGridBuilder()
+        .addGrid(estimator.optimizer, [slow, fast])
+        .addGrid(estimator.learning_rate, [0.5])
+        .build()
+    )
+
+    assert [values[estimator.learning_rate] for values in grid] == [0.5, 0.5]
+    assert [values[estimator.optimizer].value for values in grid] == [slow, fast]
+    assert all(isinstance(values[estimator.optimizer], GridValue) for values in grid)
+    json.dumps([0.5 for _ in grid])
+    copied = estimator.copy(grid[1])
+    assert copied.getOptimizer() is fast
+    assert copied.getLearningRate() == 0.5
+    estimator.set(estimator.optimizer, slow)
+    assert estimator.getOptimizer() is slow
+
+
+def test_a_saved_value_is_bound_to_the_model_of_the_estimator_that_it_is_set_in() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    estimator = TorchEstimator(model=net)
+    second = torch.optim.Adam(net[1].parameters(), lr=0.2)
+    value = estimator.optimizer.typeConverter(second)
+    document = estimator._dump_param("optimizer", value.value)
+    loaded = GridValue(name="optimizer")._set(document=document)
+
+    other = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    # In whichever order they come.
+    optimizer = TorchEstimator(optimizer=loaded, model=other).getOptimizer()
+
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [
+        id(p) for p in other[1].parameters()
+    ]
+    assert optimizer.param_groups[0]["lr"] == 0.2
+
+
+def test_values_of_a_grid_whose_estimator_is_gone_are_refused() -> None:
+    value = TorchEstimator().optimizer.typeConverter(object())
+
+    with pytest.raises(ParamError, match="optimizer: the estimator for which the grid was built"):
+        value.write()
+
+
+def test_the_learning_rate_replaces_that_of_the_optimizer_and_leaves_it_alone() -> None:
+    net = torch.nn.Linear(1, 1)
+    groups = [{"params": [net.weight], "lr": 0.1}, {"params": [net.bias]}]
+    given = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+
+    document = TorchEstimator(model=net, optimizer=given, learning_rate=0.5)._dump_optimizer()
+
+    made = load_optimizer(document, net)
+    assert [group["lr"] for group in made.param_groups] == [0.5, 0.5]
+    assert [group["momentum"] for group in made.param_groups] == [0.9, 0.9]
+    assert [group["lr"] for group in given.param_groups] == [0.1, 0.2]
+
+
+def test_keras_optimizers_get_the_learning_rate_unless_they_have_a_schedule() -> None:
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    given = keras.optimizers.Adam(0.1)
+    params: dict[str, Any] = {
+        "model": model,
+        "loss": "mse",
+        "label_cols": ["y"],
+        "feature_cols": ["x"],
+    }
+
+    settings = KerasEstimator(**params, optimizer=given, learning_rate=0.5)._compile_settings()
+    model.compile("sgd", "mse")
+    settings.apply(model, None)
+
+    assert type(model.optimizer) is keras.optimizers.Adam
+    assert float(model.optimizer.learning_rate) == 0.5
+    assert float(given.learning_rate) == pytest.approx(0.1)
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+    scheduled = keras.optimizers.Adam(schedule)
+    with pytest.raises(ParamError, match="learning_rate: that of Adam cannot be set"):
+        KerasEstimator(**params, optimizer=scheduled, learning_rate=0.5)._compile_settings()
+
+
+class WithRate(pytorch_lightning.LightningModule):
+    def __init__(self, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_lightning_modules_get_the_learning_rate_where_the_tuner_puts_it() -> None:
+    module = WithRate()
+
+    made = LightningEstimator(model=module, learning_rate=0.5)._lightning_module(None)
+
+    assert made.hparams["lr"] == 0.5
+    assert module.hparams["lr"] == 0.1
+    with pytest.raises(ParamError, match="learning_rate: the LightningModule has neither"):
+        LightningEstimator(
+            model=pytorch_lightning.LightningModule(), learning_rate=0.5
+        )._lightning_module(None)
+
+
+@pytest.mark.parametrize("cls", [TorchEstimator, KerasEstimator, LightningEstimator])
+def test_sparks_names_stand_for_ours(cls: Any) -> None:
+    named = cls(featuresCol="f", labelCol="l", weightCol="w")
+
+    assert (named.getFeatureCols(), named.getLabelCols()) == (["f"], ["l"])
+    assert named.getSampleWeightCol() == "w"
+    ours = cls(feature_cols=["f"], label_cols=["l", "m"], sample_weight_col="w")
+    assert (ours.getFeaturesCol(), ours.getLabelCol(), ours.getWeightCol()) == ("f", None, "w")
+    assert ours.copy({ours.featuresCol: "g"}).getFeaturesCol() == "g"
+    assert (cls().getFeaturesCol(), cls().getFeatureCols()) == (None, None)
+
+
+def test_two_names_that_say_different_things_are_refused() -> None:
+    TorchEstimator(featuresCol="f", feature_cols=["f"])._check_other_names()
+    with pytest.raises(ParamError, match=r"featuresCol='f' and feature_cols=\['g'\] are two names"):
+        TorchEstimator(featuresCol="f", feature_cols=["g"])._check_other_names()
