@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import pandas as pd
 import pytest
 import torch
+from pyspark.ml import PipelineModel
 from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
+from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuilder
 from pyspark.sql import functions as F
 
@@ -122,6 +126,34 @@ def test_a_single_logit_serves_the_binary_evaluator(spark: Any) -> None:
     # Of the four pairs of a 1 and a 0, three are in order.
     evaluator = BinaryClassificationEvaluator(labelCol="y")
     assert evaluator.evaluate(predicted) == pytest.approx(0.75)
+
+
+def test_mlflow_saves_a_model_and_its_pyfunc_gives_the_prediction(
+    spark: Any, tmp_path: Path
+) -> None:
+    mlflow_spark = pytest.importorskip("mlflow.spark")
+    net = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.eye_(net.weight)
+    model = TorchModel(
+        model=net,
+        feature_columns=["features"],
+        label_columns=["y"],
+        input_shapes=[[2]],
+        predictionCol="prediction",
+    )
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
+    path = str(tmp_path / "model")
+    mlflow_spark.save_model(
+        PipelineModel([assembler, model]),
+        path,
+        dfs_tmpdir=str(tmp_path / "files"),
+        pip_requirements=["torch"],
+    )
+
+    loaded = importlib.import_module("mlflow.pyfunc").load_model(path)
+
+    frame = pd.DataFrame({"a": [1.0, 3.0, 0.0], "b": [2.0, 0.0, -1.0]})
+    assert list(loaded.predict(frame)) == [1.0, 0.0, 0.0]
 
 
 def test_the_trainings_transformation_is_applied_where_asked(spark: Any, tmp_path: Path) -> None:
