@@ -197,8 +197,8 @@ def test_scalars_vectors_arrays_and_sparse_columns_train_a_two_output_model(
     target = torch.tensor(np.array([row[5].toArray() for row in rows]), dtype=torch.float32)
     squared = (first.reshape(-1) - torch.tensor([row[4] for row in rows])) ** 2
     absolute = (second - target).abs().mean(dim=1)
-    loss = 0.25 * (squared * weight).sum() / weight.sum()
-    loss = loss + 2.0 * (absolute * weight).sum() / weight.sum()
+    loss = 0.25 * (squared * weight).sum() / len(rows)
+    loss = loss + 2.0 * (absolute * weight).sum() / len(rows)
     loss.backward()
     with torch.no_grad():
         for parameter in reference.parameters():
