@@ -51,7 +51,7 @@ class Inference:
 
     columns: tuple[str, ...]
     features: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[tuple[int, ...], ...] = ()
     batch_rows: int | None = None
     scores: ClassScores | None = None
     transformation: Transformation | None = None
@@ -68,7 +68,7 @@ class Inference:
         rows = len(next(iter(columns.values())))
         step = self.batch_rows or max(rows, 1)
         parts = [
-            self._predict(predictor, {name: a[start : start + step] for name, a in columns.items()})
+            self.predict(predictor, {name: a[start : start + step] for name, a in columns.items()})
             for start in range(0, rows, step)
         ]
         outputs = [np.concatenate(output) for output in zip(*parts, strict=True)]
@@ -79,7 +79,8 @@ class Inference:
             series += [_to_series(made[name], shape) for name, shape in wanted.items()]
         return series
 
-    def _predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
+    def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
+        """Return the outputs for some rows, after the transformation if there is one."""
         if self.transformation is None:
             return predictor([columns[name] for name in self.features])
         typed = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pyspark.ml import Model
@@ -118,24 +119,26 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         self, dataset: DataFrame, features: list[str], shapes: list[tuple[int, ...]]
     ) -> Inference:
         """Return what is to be done with a batch of rows."""
-        scores = self._class_scores(shapes)
-        batch_rows = self.getOrDefault("inference_batch_size")
+        inference = self._applied(dataset, features)
+        return replace(
+            inference,
+            shapes=tuple(map(tuple, shapes)),
+            batch_rows=self.getOrDefault("inference_batch_size"),
+            scores=self._class_scores(shapes),
+        )
+
+    def _applied(self, dataset: DataFrame, features: list[str]) -> Inference:
+        """Return what comes before the forward pass: the columns, and what is made of them."""
         transformation = None
         if self.getOrDefault("apply_transformation"):
             transformation = self._make_transformation(features)
-        columns, dtypes = list(features), {}
-        if transformation is not None:
-            known = self._get_metadata() or {}
-            columns += [n for n in known if n not in features and n in dataset.columns]
-            dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
+        if transformation is None:
+            return Inference(tuple(features), tuple(features))
+        known = self._get_metadata() or {}
+        others = [n for n in known if n not in features and n in dataset.columns]
+        dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
         return Inference(
-            columns=tuple(columns),
-            features=tuple(features),
-            shapes=tuple(map(tuple, shapes)),
-            batch_rows=batch_rows,
-            scores=scores,
-            transformation=transformation,
-            dtypes=dtypes,
+            (*features, *others), tuple(features), transformation=transformation, dtypes=dtypes
         )
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:

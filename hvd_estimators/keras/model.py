@@ -27,6 +27,9 @@ class KerasModel(HorovodModel):
     one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
     is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
 
+    Columns are taken as the training's ``transformation_fn`` leaves them; with
+    ``apply_transformation`` they are transformed first, as in training.
+
     ``getModel()`` is a plain Keras model, compiled with the plain optimizer and the learning rate
     of one rank. A saved `KerasModel` holds it as ``model.keras`` too, for use without this package.
     """

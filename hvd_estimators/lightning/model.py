@@ -32,6 +32,9 @@ class LightningModel(torch_model.TorchModel):
     in the dtype of the module's parameters, others as they are stored, or as ``column_dtypes``
     says. A subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the
     driver and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+
+    Columns are taken as the training's ``transformation_fn`` leaves them; with
+    ``apply_transformation`` they are transformed first, as in training.
     """
 
     def get_prediction_fn(self) -> RowFunction:
@@ -79,7 +82,8 @@ class LightningModel(torch_model.TorchModel):
     def _probe(self, dataset: DataFrame) -> list[list[int]]:
         """Return the outputs' shapes as the first row shows them; it is computed for that."""
         features = list(self.getOrDefault("feature_columns") or [])
-        columns = [self._feature_column(dataset, name).alias(name) for name in features]
+        applied = self._applied(dataset, features)
+        columns = [self._feature_column(dataset, name).alias(name) for name in applied.columns]
         first = dataset.select(*columns).limit(1).collect()
         if not first:
             raise DataError(
@@ -88,8 +92,8 @@ class LightningModel(torch_model.TorchModel):
             )
         document, load = self._make_predictor()
         values = pd.Series(list(first[0]), dtype=object)
-        arrays = [_single(value) for value in values]
-        return [list(output.shape[1:]) for output in load(document)(arrays)]
+        arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}
+        return [list(output.shape[1:]) for output in applied.predict(load(document), arrays)]
 
 
 TorchModel = LightningModel

@@ -30,6 +30,9 @@ class TorchModel(HorovodModel):
     `transform` adds one column per output: a double for a number per row, an ML vector for a
     one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
     is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+
+    Columns are taken as the training's ``transformation_fn`` leaves them; with
+    ``apply_transformation`` they are transformed first, as in training.
     """
 
     optimizer = declare("The optimizer after training, with the learning rate of one rank.")

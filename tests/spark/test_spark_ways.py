@@ -64,6 +64,8 @@ def test_a_classifier_serves_sparks_evaluators_with_one_forward_pass(
         loss=torch.nn.functional.cross_entropy,
         featuresCol="x",
         labelCol="y",
+        input_shapes=[[2]],
+        label_shapes=[[]],
         column_dtypes={"y": "int64"},
         predictionCol="prediction",
         probabilityCol="probability",
