@@ -143,6 +143,12 @@ class HorovodEstimator(
         aliases=["ShuffleBufferSize"],
     )
     shuffle = declare("Whether training rows come in random order.", default=True, convert=boolean)
+    shuffle_on_write = declare(
+        "Write a DataFrame's rows in random order; without effect if shuffle is False. If this is "
+        "False they are written faster, and mixed as they are read, as far as memory allows.",
+        default=True,
+        convert=boolean,
+    )
     partitions_per_process = declare(
         "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
     )
@@ -286,6 +292,8 @@ class HorovodEstimator(
             random_seed=self.getOrDefault("random_seed"),
             check_finite=self.getOrDefault("check_finite"),
             allow_text=self._transformation() is not None,
+            # Who does not shuffle counts on the order of the rows.
+            shuffle_on_write=self.getOrDefault("shuffle") and self.getOrDefault("shuffle_on_write"),
         ) as dataset_idx:
             manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
             return self._train(manifest, backend, trial)

@@ -96,11 +96,22 @@ class Split:
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """Columns and row groups of a dataset, training part and (optional) validation part."""
+    """What a dataset holds.
+
+    Attributes
+    ----------
+    columns : tuple of ColumnSpec
+        Its columns.
+    train, validation : Split
+        The parts to train and to validate on; ``validation`` is None without one.
+    shuffled : bool
+        Whether the stored order is a random one.
+    """
 
     columns: tuple[ColumnSpec, ...]
     train: Split
     validation: Split | None = None
+    shuffled: bool = False
 
     def column(self, name: str) -> ColumnSpec:
         """Return the column of that name.
@@ -129,7 +140,10 @@ class DatasetManifest:
         )
         validation = document["validation"]
         return DatasetManifest(
-            columns, _split(document["train"]), _split(validation) if validation else None
+            columns,
+            _split(document["train"]),
+            _split(validation) if validation else None,
+            bool(document.get("shuffled", False)),
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
 
-__all__ = ["SourcePlan", "keeps_order", "source_plan"]
+__all__ = ["SourcePlan", "estimated_rows", "keeps_order", "source_plan"]
 
 _ORDERED_LEAVES = {"LocalRelation", "LogicalRelation", "Range"}
 _ORDERED_NODES = {
@@ -183,6 +183,23 @@ def keeps_order(df: DataFrame) -> bool:
         )
     except Py4JError:
         return False
+
+
+def estimated_rows(df: DataFrame) -> float | None:
+    """Return about how many rows a DataFrame has at most, if its plan tells; runs nothing.
+
+    What is cached is left out of account: the answer is the same before and after.
+    """
+    plan = _analyzed(df)
+    if plan is None:
+        return None
+    try:
+        size = float(plan.stats().sizeInBytes().toString())
+        unknown = float(df.sparkSession._jsparkSession.sessionState().conf().defaultSizeInBytes())  # type: ignore[attr-defined]
+        # Spark counts 8 bytes for a row beside its columns.
+        return None if size >= unknown else size / (8 + plan.schema().defaultSize())
+    except (Py4JError, TypeError):
+        return None
 
 
 def _analyzed(df: DataFrame) -> Any:

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Hashable, Iterator, Sequence
 
+import numpy as np
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.data.catalog import load_manifest
 from hvd_estimators.data.names import quoted, require_columns
-from hvd_estimators.data.plans import keeps_order, source_plan
+from hvd_estimators.data.plans import estimated_rows, keeps_order, source_plan
 from hvd_estimators.data.prepared import lend
 from hvd_estimators.data.schema import StoredColumn, stored_column
-from hvd_estimators.data.writing import Validation, write_dataset
+from hvd_estimators.data.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.store import Store
 
 __all__ = ["load_manifest", "prepare_data"]
 
 logger = logging.getLogger(__name__)
+
+_USUAL_WIDTH = 64
+"""Elements of an array or a text, where nothing is known."""
 
 
 @contextlib.contextmanager
@@ -42,6 +47,7 @@ def prepare_data(
     random_seed: int | None = None,
     check_finite: bool = False,
     allow_text: bool = False,
+    shuffle_on_write: bool = True,
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
 
@@ -71,17 +77,22 @@ def prepare_data(
     compress_sparse : bool
         Write vectors as indices and values of what is not zero.
     partitions_per_process : int
-        At most as many files per rank are written.
+        At most as many files per rank are written (on each side of a split).
     verbose : int
         Above zero, logs paths and row counts.
     random_seed : int, optional
-        Seed of the split. Default: 0. The same rows in the same partitions are split in the same
-        way.
+        Seed of the split and of the order. Default: 0. The same rows in the same partitions are
+        split and put in order in the same way.
     check_finite : bool
         Refuse NaN and infinity, also such as arise where a vector's number is too large for a
         32-bit float.
     allow_text : bool
         Write columns of strings and bytes, too, which a ``transformation_fn`` makes numbers of.
+    shuffle_on_write : bool
+        Write the rows in random order, so that training on them in the order of their files,
+        through a small buffer, is training in random order, however they were sorted. False
+        writes them as they come, which is faster; ranks then mix them as they read them, as far
+        as memory allows.
 
     Yields
     ------
@@ -128,11 +139,21 @@ def prepare_data(
     seed = random_seed or 0
     split = _validation(df, validation, seed)
     max_files = num_processes * partitions_per_process
+    shuffle: Shuffle | None = None
+    if shuffle_on_write:
+        shuffle = Shuffle(seed, _num_files(df, columns, num_processes, max_files))
     store.check()
 
     def write(index: str) -> None:
         manifest = write_dataset(
-            store, index, df.coalesce(max_files), columns, split, check_finite=check_finite
+            store,
+            index,
+            df if shuffle else df.coalesce(max_files),
+            columns,
+            split,
+            shuffle,
+            in_order=keeps_order(df),
+            check_finite=check_finite,
         )
         logger.log(
             logging.INFO if verbose else logging.DEBUG,
@@ -148,6 +169,7 @@ def prepare_data(
         repr(sorted(store.storage_options.items())),
         *(tuple(names), compress_sparse, max_files, check_finite),
         validation or None,
+        shuffle,
         seed if isinstance(validation, float) else None,
     )
     with lend(store, source_plan(df), options, write) as index:
@@ -180,7 +202,7 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
     if not validation:
         return None
     if not isinstance(validation, str):
-        return Validation(F.rand(seed) < float(validation), by_position=not keeps_order(df))
+        return Validation(F.rand(seed) < float(validation), by_position=True)
     data_type = df.schema[validation].dataType
     column = df[quoted(validation)]
     if isinstance(data_type, T.BooleanType):
@@ -194,3 +216,21 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
         f"validation: column {validation!r} has type {data_type.simpleString()}; expected a "
         "boolean, or a number that is above zero for rows to validate on."
     )
+
+
+def _num_files(
+    df: DataFrame, columns: Sequence[StoredColumn], num_processes: int, max_files: int
+) -> int:
+    """Return how many files shuffled rows are written to: a row group each, if rows are few.
+
+    What is not known must not be guessed from where the rows lie, or how many cores there are: the
+    same rows are to give the same files.
+    """
+    rows = estimated_rows(df)
+    if rows is None:
+        return max_files
+    row_bytes = sum(
+        np.dtype(column.spec.dtype).itemsize * (1 if column.spec.kind == "scalar" else _USUAL_WIDTH)
+        for column in columns
+    )
+    return min(max(math.ceil(rows * row_bytes / ROW_GROUP_BYTES), num_processes), max_files)

@@ -19,10 +19,13 @@ from hvd_estimators.data.schema import StoredColumn
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.store import Store
 
-__all__ = ["ROW_GROUP_BYTES", "Validation", "write_dataset"]
+__all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "write_dataset"]
 
 ROW_GROUP_BYTES = 16 * 2**20
 """Target size of a row group: the unit that readers fetch and shuffle."""
+
+_KEY_SEEDS = 2**32
+"""Parts the seeds of keys from those of a split, to which Spark adds the number of a partition."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +37,27 @@ class Validation:
     condition : Column
         True for these rows.
     by_position : bool
-        Whether the condition depends on where a row lies, and rows come in no certain order: they
-        are put in one first, so that the same rows give the same split.
+        Whether the condition depends on where a row lies.
     """
 
     condition: Column
     by_position: bool = False
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How rows are put in random order.
+
+    Attributes
+    ----------
+    seed : int
+        Decides the order, together with the rows of each partition.
+    files : int
+        Files that are written (for each side of a split), a few less if rows are few.
+    """
+
+    seed: int
+    files: int
 
 
 def write_dataset(
@@ -48,7 +66,9 @@ def write_dataset(
     df: DataFrame,
     columns: Sequence[StoredColumn],
     validation: Validation | None,
+    shuffle: Shuffle | None = None,
     *,
+    in_order: bool = False,
     check_finite: bool,
 ) -> DatasetManifest:
     """Write a DataFrame's columns, and the manifest last.
@@ -60,11 +80,18 @@ def write_dataset(
     index : str
         Index of the dataset.
     df : DataFrame
-        The rows; one file is written for each of its partitions, and for each side of the split.
+        The rows; unless they are shuffled, one file is written for each of its partitions, and for
+        each side of the split.
     columns : sequence of StoredColumn
         What to write.
     validation : Validation, optional
         How to split.
+    shuffle : Shuffle, optional
+        Puts the rows in random order, those of each side of the split.
+    in_order : bool
+        Whether rows come in the same order each time. Where they do not, and something depends on
+        the order, they are put in a certain one first, so that the same rows give the same files,
+        and a task that runs a second time the same rows.
     check_finite : bool
         Refuse NaN and infinity.
 
@@ -75,68 +102,73 @@ def write_dataset(
         that are not finite and not wanted.
     """
     train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
-    observed: dict[str, int] = {}
-    if validation is None:
-        observed = _write(store, df, columns, None, train_path, check_finite)
-    else:
-        staging, split = staging_path(store, index), _own_name("__split", columns)
-        observed = _write(store, df, columns, validation, staging, check_finite)
+    split = _own_name("__split", columns)
+    path = train_path if validation is None else staging_path(store, index)
+    frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
+    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+    if validation is not None:
+        writer = writer.partitionBy(split)
+    writer.parquet(store.spark_url(path))
+    observed = observation.get if observation is not None else {}
+    if validation is not None:
         if observed["split_nulls"]:
             raise DataError(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
                 "true or false, or a number, in every row."
             )
-        _move(store, f"{staging}/{split}=false", train_path, "to train on")
-        _move(store, f"{staging}/{split}=true", val_path, "to validate on")
-        store.delete(staging)
+        _move(store, f"{path}/{split}=false", train_path, "to train on")
+        _move(store, f"{path}/{split}=true", val_path, "to validate on")
+        store.delete(path)
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
     train = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError("The DataFrame is empty: there are no rows to train on.")
     val = read_split(store, val_path, specs) if validation is not None else None
-    manifest = DatasetManifest(complete_shapes(store, train, specs), train, val)
+    shapes = complete_shapes(store, train, specs)
+    manifest = DatasetManifest(shapes, train, val, shuffled=shuffle is not None)
     store.write_text(manifest_path(store, index), manifest.to_json())
     return manifest
 
 
-def _write(
-    store: Store,
+def _frame(
     df: DataFrame,
     columns: Sequence[StoredColumn],
     validation: Validation | None,
-    path: str,
+    shuffle: Shuffle | None,
+    in_order: bool,
     check_finite: bool,
-) -> dict[str, int]:
-    """Write to one path, and return what was measured on the way."""
-    expressions = [expression for column in columns for expression in column.expressions]
-    lengths = [
-        (_own_name(f"__length_{i}", columns), column.length)
+) -> tuple[DataFrame, Observation | None]:
+    """Return what is to be written, and what will tell what was measured on the way."""
+    split, key = _own_name("__split", columns), _own_name("__key", columns)
+    given = [expression for column in columns for expression in column.expressions]
+    lengths = {
+        _own_name(f"__length_{i}", columns): column.length
         for i, column in enumerate(columns)
         if column.length is not None
-    ]
-    expressions += [length.alias(name) for name, length in lengths]
+    }
+    given += [length.alias(name) for name, length in lengths.items()]
+    drawn: list[Column] = []
     measures = _measures(columns, check_finite)
-    if validation is None:
-        frame = df.select(*expressions)
-    else:
-        split_name = _own_name("__split", columns)
-        split = validation.condition.alias(split_name)
-        measures.append(F.count_if(F.col(split_name).isNull()).alias("split_nulls"))
-        if validation.by_position:
-            frame = df.select(*expressions)
-            in_order = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
-            frame = in_order.select("*", split)
-        else:
-            frame = df.select(*expressions, split)
-    observation = Observation()
-    if measures:
-        frame = frame.observe(observation, *measures)
-    frame = frame.drop(*(name for name, _ in lengths))
-    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
     if validation is not None:
-        writer = writer.partitionBy(split_name)
-    writer.parquet(store.spark_url(path))
-    return observation.get if measures else {}
+        (drawn if validation.by_position else given).append(validation.condition.alias(split))
+        measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
+    if shuffle is not None:
+        drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias(key))
+    frame = df.select(*given)
+    if drawn:
+        if not in_order:
+            frame = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
+        frame = frame.select("*", *drawn)
+    observation = Observation() if measures else None
+    if observation is not None:
+        frame = frame.observe(observation, *measures)
+    frame = frame.drop(*lengths)
+    if shuffle is not None:
+        # A file holds the rows whose keys' hashes fall to it, in the order of their keys. The writer
+        # wants the sides of a split one after the other.
+        order = [key] if validation is None else [split, key]
+        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(*order).drop(key)
+    return frame, observation
 
 
 def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:

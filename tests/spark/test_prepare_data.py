@@ -20,6 +20,7 @@ from hvd_estimators import (
     clear_training_cache,
     prepare_data,
 )
+from hvd_estimators.data import prepare
 from hvd_estimators.exceptions import ColumnError, DataError
 
 pytestmark = pytest.mark.spark
@@ -258,3 +259,88 @@ def test_one_job_writes_all(spark: Any, store: Any, validation: Any, check_finit
     labels = ["id", "x"]
     assert jobs_of(spark, lambda: index_of(store, frame, labels, **options)) == 1
     assert jobs_of(spark, lambda: index_of(store, frame, labels, **options)) == 0
+
+
+# In which order rows are written.
+
+
+def stored_order(frame: Any, store: Any, **options: Any) -> list[list[int]]:
+    """Return the column ``id`` of each file, in stored order, of the part to train on."""
+    options = {"partitions_per_process": 3, **options}
+    with prepare_data(1, store, frame, ["id"], **options) as index:
+        manifest = prepare.load_manifest(store, index)
+        assert manifest.shuffled == options.get("shuffle_on_write", True)
+        files = dict.fromkeys(group.file for group in manifest.train.row_groups)
+        return [parquet.read_table(file)["id"].to_pylist() for file in files]
+
+
+def assert_random(order: list[int]) -> None:
+    """Hold an order of numbered rows against chance: rank correlation, and runs that go up."""
+    rows = len(order)
+    ranks = np.argsort(np.argsort(order))
+    assert abs(np.corrcoef(ranks, np.arange(rows))[0, 1]) < 5 / np.sqrt(rows - 1)
+    # Half of all neighbours go up, with a standard deviation of sqrt((rows + 1) / 12).
+    assert abs((np.diff(ranks) > 0).sum() - (rows - 1) / 2) < 5 * np.sqrt((rows + 1) / 12)
+
+
+@pytest.mark.parametrize("keeps_order", [True, False])
+def test_rows_are_written_in_a_random_order_that_the_seed_decides(
+    spark: Any, store: Any, keeps_order: bool
+) -> None:
+    rows = 3000
+    # The same number a thousand times must not stay together, either.
+    frame = spark.range(0, rows, 1, 4).select("id", F.floor(F.col("id") / 1000).alias("same"))
+    if not keeps_order:
+        frame = frame.repartition(4, "id")
+
+    first = stored_order(frame, store, random_seed=1)
+    if not keeps_order:
+        clear_training_cache()
+    again = stored_order(frame.filter(F.lit(True)), store, random_seed=1)
+    other = stored_order(frame, store, random_seed=2)
+
+    assert first == again
+    assert first != other
+    order = [row for file in first for row in file]
+    assert sorted(order) == list(range(rows))
+    assert_random(order)
+    # Each file is a sample of all rows: a third of each thousand, and of the values as well.
+    assert len(first) == 3 if not keeps_order else len(first) >= 1
+    for file in first:
+        assert_random(file)
+        thousands = np.bincount(np.array(file) // 1000, minlength=3)
+        assert (np.abs(thousands - len(file) / 3) < 5 * np.sqrt(len(file) * 2 / 9)).all()
+
+
+def test_both_sides_of_a_split_are_in_random_order_in_one_job(spark: Any, store: Any) -> None:
+    frame = spark.range(0, 4000, 1, 3).withColumn("held_out", F.col("id") % 4 == 0)
+    sides: list[Any] = []
+
+    jobs = jobs_of(spark, lambda: sides.extend(read(store, frame, validation="held_out")))
+
+    assert jobs == 1
+    train, held_out = (side["id"].tolist() for side in sides)
+    assert sorted(held_out) == list(range(0, 4000, 4))
+    assert len(train) == 3000
+    assert_random(train)
+    assert_random(held_out)
+
+
+def test_equal_rows_do_not_stay_together(spark: Any, store: Any) -> None:
+    """Not even where all columns are equal: a row's place is drawn, not made of its content."""
+    frame = spark.range(0, 2000, 1, 2).select(F.floor(F.col("id") / 200).alias("id"))
+
+    (file,) = stored_order(frame.repartition(2), store, partitions_per_process=1)
+
+    changes = int((np.diff(file) != 0).sum())
+    # Of 1999 neighbours, 9 of 10 differ in random order, and 9 in all in sorted order.
+    assert abs(changes - 0.9 * 1999) < 5 * np.sqrt(1999 * 0.09)
+
+
+def test_rows_are_written_as_they_come_where_that_is_asked_for(spark: Any, store: Any) -> None:
+    frame = spark.range(0, 300, 1, 2)
+
+    order = stored_order(frame, store, shuffle_on_write=False)
+    assert [row for file in order for row in file] == list(range(300))
+    # What is shuffled is another dataset.
+    assert stored_order(frame, store) != order
