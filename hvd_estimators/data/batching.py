@@ -13,10 +13,10 @@ from hvd_estimators.data.columns import Array, Columns, num_rows, take
 from hvd_estimators.data.rows import Layout, Memory, Rows
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_runs"]
+__all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_runs", "drawn_runs", "hold"]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
-"""Bytes of rows that are held for shuffling."""
+"""Bytes of rows that are held for shuffling, unless something else is said."""
 
 RUN_BYTES = 4 * 2**20
 """Bytes, about, of the rows that leave at a time."""
@@ -51,15 +51,16 @@ def cut_runs(
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator | None] = (None,),
     memory: Memory | None = None,
+    buffer_bytes: int | None = None,
 ) -> Iterator[Run]:
     """Cut rows, pass after pass, into batches of given sizes.
 
-    Shuffled rows come by way of windows. The rows of a window are put in random order; one half
-    of them leaves with the second half of the window before, in turns, and the other half with
-    the next window, so that neighbours are parted by up to two windows. Three windows are held,
-    the third of which is filled, also with the rows of the next pass, while the rows of the other
-    two leave. A pass of one window (up to half of `SHUFFLE_BUFFER_BYTES`) leaves in any order
-    with the same probability. The order in a pass depends on its generator alone.
+    Shuffled rows come by way of a buffer. Once it is full, the rows of each run are drawn from all
+    over it, and the rows that are read next take their places; a row so stays for as long as it
+    takes to read one buffer in the mean, and one in three longer, some several times as long. At
+    the end of a pass what is left leaves in random order, and rows of the next pass take its
+    place. A pass that fits into the buffer leaves in any order with the same probability. The
+    order in a pass depends on its generator alone.
 
     Parameters
     ----------
@@ -72,6 +73,9 @@ def cut_runs(
         the others are.
     memory : Memory, optional
         Where the batches' memory comes from; one that several callers share is used again.
+    buffer_bytes : int, optional
+        Bytes of rows that are held for shuffling, rows of one run at least. Default:
+        `SHUFFLE_BUFFER_BYTES`.
 
     Yields
     ------
@@ -85,15 +89,56 @@ def cut_runs(
     """
     stream = _Stream(parts, sum(sizes), memory or Memory())
     runs = list(_run_sizes(sizes, stream.rows_in(RUN_BYTES, most=_RUN_ROWS)))
-    windows: _Windows | None = None
+    buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
         if rng is None:
             for run in runs:
                 yield Run(stream.take(sum(run)), run)
         else:
-            windows = windows or _Windows(stream, max(map(sum, runs)))
-            yield from _shuffled_pass(windows, runs, rng, is_last)
+            if buffer is None:
+                held = stream.rows_in(buffer_bytes or SHUFFLE_BUFFER_BYTES, most=stream.total)
+                buffer = _Buffer(stream, min(max(held, *map(sum, runs)), stream.total))
+            yield from _shuffled_pass(buffer, runs, rng, is_last)
     stream.end()
+
+
+def hold(parts: Iterable[Columns], total: int, memory: Memory | None = None) -> Rows:
+    """Return all rows of a pass, as one piece.
+
+    Raises
+    ------
+    DataError
+        If the parts hold other than ``total`` rows.
+    """
+    stream = _Stream(parts, total, memory or Memory())
+    rows = stream.take(total)
+    stream.end()
+    return rows
+
+
+def drawn_runs(
+    rows: Rows,
+    sizes: Sequence[int],
+    rngs: Iterable[np.random.Generator],
+    memory: Memory,
+) -> Iterator[Run]:
+    """Cut rows that are held, pass after pass, into batches: in any order, equally often.
+
+    Parameters
+    ----------
+    rows : Rows
+        All rows of a pass.
+    sizes, rngs, memory
+        See `cut_runs`.
+    """
+    row_bytes = sum(block.nbytes for block in rows.blocks) // max(len(rows), 1)
+    runs = list(_run_sizes(sizes, min(RUN_BYTES // max(row_bytes, 1), _RUN_ROWS)))
+    for rng in rngs:
+        order = rng.permutation(len(rows))
+        start = 0
+        for run in runs:
+            yield Run(rows.take(order[start : start + sum(run)], memory), run)
+            start += sum(run)
 
 
 def _run_sizes(sizes: Sequence[int], run_rows: int) -> Iterator[tuple[int, ...]]:
@@ -146,23 +191,36 @@ class _Stream:
     def take(self, count: int) -> Rows:
         """Return the next rows."""
         rows = self.empty(count)
-        self.copy_to(rows, 0, count)
+        start = 0
+        for columns in self._next(count):
+            stop = start + num_rows(columns)
+            rows.slice(start, stop).fill(columns)
+            start = stop
         return rows
 
-    def copy_to(self, rows: Rows, start: int, stop: int) -> None:
+    def copy_to(self, rows: Rows, positions: Array) -> None:
         """Copy the next rows, which are of one pass, to some positions."""
-        while start < stop:
+        start = 0
+        for columns in self._next(len(positions)):
+            stop = start + num_rows(columns)
+            rows.put(positions[start:stop], columns, self.memory)
+            start = stop
+
+    def _next(self, count: int) -> Iterator[Columns]:
+        """Yield the columns of the next rows, which are of one pass."""
+        while count:
             if not self._left:
                 part = next(self._parts, None)
                 if part is None:
                     raise self._other_rows(self._in_pass)
                 self._part, self._taken = part, 0
                 continue
-            count = min(self._left, stop - start)
-            taken = self._taken + count
-            rows.slice(start, start + count).fill(take(self._part, slice(self._taken, taken)))
-            start, self._taken = start + count, taken
-            self._in_pass += count
+            some = min(self._left, count)
+            taken = self._taken + some
+            yield take(self._part, slice(self._taken, taken))
+            self._taken = taken
+            self._in_pass += some
+            count -= some
         if self._in_pass == self.total:
             if self._left:
                 raise self._other_rows(self.total + self._left)
@@ -186,84 +244,70 @@ class _Stream:
         )
 
 
-class _Windows:
-    """Memory for two or three windows of rows, which are filled in turns."""
+class _Buffer:
+    """Rows that wait to leave, each in a place of its own.
 
-    def __init__(self, stream: _Stream, run_rows: int) -> None:
+    The places of a pass are numbered in the order in which its first rows came to them. Where in
+    memory they lie depends on the pass before, the order of the rows does not.
+    """
+
+    def __init__(self, stream: _Stream, size: int) -> None:
         self._stream = stream
-        total = stream.total
-        if total <= stream.rows_in(SHUFFLE_BUFFER_BYTES // 2, most=total):
-            self._slots, self._slot_rows = 2, total
-        else:
-            rows = stream.rows_in(SHUFFLE_BUFFER_BYTES // 3, most=total)
-            self._slots, self._slot_rows = 3, max(rows, run_rows)
-        self._rows = stream.empty(self._slots * self._slot_rows)
-        starts = range(0, total, self._slot_rows)
-        self.sizes = [min(self._slot_rows, total - start) for start in starts]
-        self._turn = 0
-        self._filled = 0
+        self._rows = stream.empty(size)
+        self.size = size
+        self._filled: list[Array] = []
 
-    def fill(self) -> range:
-        """Fill the next window, and return where its rows are."""
-        size = self._next_size
-        self.fill_ahead(size)
-        start = self._next_start
-        self._turn += 1
-        self._filled = 0
-        return range(start, start + size)
+    def fill(self) -> Array:
+        """Make sure that the first rows of a pass are there; return their places."""
+        if not self._filled:
+            self.refill(np.arange(self.size))
+        places = np.concatenate(self._filled)
+        self._filled = []
+        return places
 
-    def fill_ahead(self, count: int) -> None:
-        """Fill some of the next window, as far as there is room."""
-        count = min(count, self._next_size - self._filled)
-        first = self._next_start + self._filled
-        self._stream.copy_to(self._rows, first, first + count)
-        self._filled += count
+    def take(self, places: Array) -> Rows:
+        """Return a copy of the rows at some places."""
+        return self._rows.take(places, self._stream.memory)
 
-    def take(self, positions: Array) -> Rows:
-        """Return a copy of the rows at some positions."""
-        return self._rows.take(positions, self._stream.memory)
+    def put(self, places: Array) -> None:
+        """Let the next rows of the pass take some places."""
+        self._stream.copy_to(self._rows, places)
 
-    @property
-    def _next_size(self) -> int:
-        return self.sizes[self._turn % len(self.sizes)]
-
-    @property
-    def _next_start(self) -> int:
-        return self._turn % self._slots * self._slot_rows
+    def refill(self, places: Array) -> None:
+        """Let the first rows of the next pass take some places."""
+        if len(places):
+            self._filled.append(np.sort(places))
+            self.put(self._filled[-1])
 
 
 def _shuffled_pass(
-    windows: _Windows, runs: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
+    buffer: _Buffer, runs: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
 ) -> Iterator[Run]:
-    waiting = late = np.empty(0, np.intp)
-    remaining = iter(runs)
-    run = next(remaining, None)
-    last = len(windows.sizes) - 1
-    for number in range(len(windows.sizes)):
-        where = windows.fill()
-        order = where.start + rng.permutation(len(where))
-        leaving = len(order) if number == last else len(order) // 2
-        waiting = np.concatenate([waiting, _interleave(late, order[:leaving])])
-        late = order[leaving:]
-        start = 0
-        while run is not None and start + sum(run) <= len(waiting):
-            positions = waiting[start : start + sum(run)]
-            yield Run(windows.take(positions), run)
-            start += len(positions)
-            if not (is_last and number == last):
-                windows.fill_ahead(len(positions))
-            run = next(remaining, None)
-        waiting = waiting[start:]
+    places = buffer.fill()
+    to_read = sum(map(sum, runs)) - buffer.size
+    if not to_read:
+        places = rng.permutation(places)
+    for run in runs:
+        rows = sum(run)
+        if to_read:
+            drawn = _draw(rng, buffer.size, rows)
+            leaving = places[drawn]
+            read = min(rows, to_read)
+            to_read -= read
+            yield Run(buffer.take(rng.permutation(leaving)), run)
+            buffer.put(leaving[:read])
+            freed = leaving[read:]
+            if not to_read:
+                places = rng.permutation(np.delete(places, drawn[read:]))
+        else:
+            freed, places = places[:rows], places[rows:]
+            yield Run(buffer.take(freed), run)
+        if not is_last:
+            buffer.refill(freed)
 
 
-def _interleave(first: Array, second: Array) -> Array:
-    """Return the entries of both, each in its order, as evenly mixed as their numbers allow."""
-    if not len(first):
-        return second
-    merged = np.empty(len(first) + len(second), first.dtype)
-    places = np.arange(len(first)) * len(merged) // len(first)
-    others = np.ones(len(merged), bool)
-    others[places] = False
-    merged[places] = first
-    merged[others] = second
-    return merged
+def _draw(rng: np.random.Generator, size: int, count: int) -> Array:
+    """Draw places from all over a buffer, none of them twice, each with the same probability."""
+    width = size // max(count, 1)
+    first = np.arange(count) * width + int(rng.integers(size))
+    return (first + rng.integers(width, size=count)) % size

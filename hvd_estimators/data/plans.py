@@ -194,8 +194,8 @@ def estimated_rows(df: DataFrame) -> float | None:
     if plan is None:
         return None
     try:
-        size = float(plan.stats().sizeInBytes().toString())
-        unknown = float(df.sparkSession._jsparkSession.sessionState().conf().defaultSizeInBytes())  # type: ignore[attr-defined]
+        size = float(str(plan.stats().sizeInBytes()))
+        unknown = float(df.sparkSession._jsparkSession.sessionState().conf().defaultSizeInBytes())
         # Spark counts 8 bytes for a row beside its columns.
         return None if size >= unknown else size / (8 + plan.schema().defaultSize())
     except (Py4JError, TypeError):

@@ -150,6 +150,39 @@ class Rows:
         DataError
             If a column has other shapes or types than those that these rows are for.
         """
+        self._check(columns)
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            if len(group) == 1:
+                block[...] = columns[group[0]]
+                continue
+            tile = _tile_rows(block)
+            for start in range(0, len(block), tile):
+                _pack(columns, group, start, block[start : start + tile])
+
+    def put(self, positions: Array, columns: Columns, memory: Memory) -> None:
+        """Copy columns to the rows at some positions, of which there are as many.
+
+        Raises
+        ------
+        DataError
+            See `fill`.
+        """
+        self._check(columns)
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            records = _records(block)
+            if len(group) == 1:
+                found = columns[group[0]]
+                records[positions] = (
+                    found if records is block else _records(np.ascontiguousarray(found))
+                )
+                continue
+            tile = memory.empty((min(_tile_rows(block), len(positions)), len(group)), block.dtype)
+            for start in range(0, len(positions), len(tile)):
+                some = positions[start : start + len(tile)]
+                _pack(columns, group, start, tile[: len(some)])
+                records[some] = _records(tile[: len(some)])
+
+    def _check(self, columns: Columns) -> None:
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             for name in group:
                 row_shape = block.shape[1:] if len(group) == 1 else ()
@@ -159,13 +192,16 @@ class Rows:
                         f"Column {name!r} has rows of shape {found.shape[1:]} and type "
                         f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
                     )
-            if len(group) == 1:
-                block[...] = columns[group[0]]
-                continue
-            tile = max(_TILE_BYTES // (block.itemsize * len(group)), 1)
-            for start in range(0, len(block), tile):
-                for target, name in zip(block[start : start + tile].T, group, strict=True):
-                    target[...] = columns[name][start : start + tile]
+
+
+def _tile_rows(block: Array) -> int:
+    return max(_TILE_BYTES // (block.itemsize * block.shape[1]), 1)
+
+
+def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:
+    """Copy some rows of columns, from one on, to the columns of a block."""
+    for target, name in zip(tile.T, names, strict=True):
+        target[...] = columns[name][start : start + len(tile)]
 
 
 def _new_buffer(size: int) -> memoryview:

@@ -98,10 +98,10 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_windows(
+def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(
     monkeypatch, passes
 ):
-    part, buffer, window, rows = 50, 300, 100, 2000
+    part, buffer, rows = 50, 300, 2000
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(batching, "RUN_BYTES", 20 * ROW_BYTES)
     taken = 0
@@ -117,12 +117,11 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_across_its_windo
     for run in cut_runs(parts(), [10] * 200, rngs):
         for batch in run.batches():
             given_out += 10
-            mixed += len(set(batch["number"] // window)) > 1
-            # Beside the windows: the part that the next rows come from.
+            mixed += len(set(batch["number"] // 100)) > 1
+            # Beside the buffer: the part that the next rows come from.
             assert taken - given_out <= buffer + part
     assert given_out == taken == rows * passes
-    # But for the first half window of a pass, all batches hold rows of two windows.
-    assert mixed == passes * (200 - 5)
+    assert mixed == passes * 200
 
 
 def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
@@ -158,15 +157,42 @@ def test_neighbours_are_parted(monkeypatch):
     np.testing.assert_array_equal(np.sort(delivered_rows), numbers)
 
 
-@given(st.integers(0, 30), st.integers(0, 30))
-def test_two_orders_are_interleaved_evenly(first, second):
-    merged = batching._interleave(np.arange(first), np.arange(100, 100 + second)).tolist()
+def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
+    """The end of a pass is what training remembers: there, too, rows of long ago have to come."""
+    rows, buffer, run = 40_000, 4000, 200
+    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+    monkeypatch.setattr(batching, "RUN_BYTES", run * ROW_BYTES)
 
-    assert [row for row in merged if row < 100] == list(range(first))
-    assert [row for row in merged if row >= 100] == list(range(100, 100 + second))
-    for length in range(len(merged) + 1):
-        share = length * first / max(len(merged), 1)
-        assert abs(sum(row < 100 for row in merged[:length]) - share) <= 1
+    order = delivered(cut_batches(make_parts([400] * 100), [50] * 800, np.random.default_rng(0)))
+
+    # When all rows have been read, a row that came t rows before is still there with the
+    # probability exp(-t / buffer).
+    age = rows - order[-buffer:]
+    for times in (0.5, 1, 2, 3):
+        share = (age > times * buffer).mean()
+        assert share == pytest.approx(np.exp(-times), abs=0.03), times
+    assert abs(np.corrcoef(order[-buffer:], np.arange(buffer))[0, 1]) < 5 / np.sqrt(buffer)
+
+
+@given(st.integers(1, 500), st.data())
+def test_places_are_drawn_once_from_all_over(size, data):
+    count = data.draw(st.integers(0, size))
+
+    drawn = batching._draw(np.random.default_rng(0), size, count)
+
+    assert len(set(drawn.tolist())) == count
+    assert ((drawn >= 0) & (drawn < size)).all()
+
+
+def test_all_places_are_drawn_equally_often():
+    """Also where their number is no multiple of how many are drawn."""
+    rng, size, count, times = np.random.default_rng(0), 23, 7, 20_000
+
+    drawn = [batching._draw(rng, size, count) for _ in range(times)]
+
+    found = np.bincount(np.concatenate(drawn), minlength=size)
+    expected = times * count / size
+    assert np.abs(found - expected).max() < 5 * np.sqrt(expected)
 
 
 def test_all_orders_of_a_small_pass_come_equally_often():
