@@ -15,8 +15,10 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.classification import ClassificationParams
+from hvd_estimators.data.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.data.footers import first_rows, read_manifest
+from hvd_estimators.data.layout import order_warning
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.names import quoted, require_columns
 from hvd_estimators.data.prepare import load_manifest, prepare_data
@@ -50,6 +52,8 @@ from hvd_estimators.transforming import TransformationParams
 __all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
 logger = logging.getLogger(__name__)
+
+_LEAST_BUFFER_BYTES = 2**20
 
 # Not a width that models often have, lest rows and columns be taken for each other.
 DRY_RUN_ROWS = 11
@@ -137,7 +141,9 @@ class HorovodEstimator(
         "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
     )
     shuffle_buffer_size = declare(
-        "Deprecated and without effect: the buffer is bounded by bytes.",
+        "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
+        "are read at the same time.",
+        default=SHUFFLE_BUFFER_BYTES,
         convert=integer(0),
         accessor="ShufflingBufferSize",
         aliases=["ShuffleBufferSize"],
@@ -339,10 +345,12 @@ class HorovodEstimator(
                 f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
             )
         self._check_data_module()
-        if self.getOrDefault("shuffle_buffer_size") is not None:
-            logger.warning(
-                "shuffle_buffer_size has no effect: rows are shuffled in a buffer that is bounded "
-                "by bytes. Leave it out; shuffle=False turns shuffling off."
+        buffer_bytes = self.getOrDefault("shuffle_buffer_size")
+        if buffer_bytes is not None and buffer_bytes < _LEAST_BUFFER_BYTES:
+            raise ParamError(
+                f"shuffle_buffer_size: expected bytes, {_LEAST_BUFFER_BYTES} or more, found "
+                f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
+                f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
             )
         self._transformation()
         run_id = self.getOrDefault("run_id")
@@ -445,15 +453,29 @@ class HorovodEstimator(
         """Plan who reads what, and how."""
         get = self.getOrDefault
         seed = get("random_seed")
-        plan = plan_shards(manifest.train.row_groups, num_ranks)
+        needed = set(self._needed_columns())
+        order_seed = secrets.randbits(31) if seed is None else seed
+        buffer_bytes = get("shuffle_buffer_size") or SHUFFLE_BUFFER_BYTES
+        columns = tuple(column for column in manifest.columns if column.name in needed)
+        groups = manifest.train.row_groups
+        plan = plan_shards(
+            groups,
+            num_ranks,
+            seed=order_seed if get("shuffle") else None,
+            # What was written in random order can be read one row group after another.
+            open_bytes=0 if manifest.shuffled else buffer_bytes,
+        )
+        if get("shuffle") and not (manifest.shuffled or get("inmemory_cache_all")):
+            warning = order_warning(groups, plan, columns, buffer_bytes)
+            if warning:
+                logger.warning(warning)
         val_plan: ShardPlan | None = None
         if manifest.validation is not None:
             val_plan = plan_shards(manifest.validation.row_groups, num_ranks, allow_empty=True)
         batch_size = get("batch_size")
         val_batch_size = get("val_batch_size") or batch_size
-        needed = set(self._needed_columns())
         return DataSpec(
-            columns=tuple(column for column in manifest.columns if column.name in needed),
+            columns=columns,
             train_path=manifest.train.path,
             val_path=manifest.validation.path if manifest.validation else None,
             train_plan=plan,
@@ -466,10 +488,11 @@ class HorovodEstimator(
             train_steps_per_epoch=get("train_steps_per_epoch") or plan.steps(batch_size),
             validation_steps_per_epoch=get("validation_steps_per_epoch")
             or (val_plan.steps(val_batch_size) if val_plan else 0),
-            random_seed=secrets.randbits(31) if seed is None else seed,
+            random_seed=order_seed,
             data_module=get("data_module"),
             options={
                 "shuffle": get("shuffle"),
+                "shuffle_buffer_size": buffer_bytes,
                 "transform_fn": get("transformation_fn"),
                 "transformation": self._transformation(),
                 "inmemory_cache_all": get("inmemory_cache_all"),

@@ -65,7 +65,7 @@ def _convert(table: pa.Table, spec: ColumnSpec) -> Array:
         return _densify(table, spec)
     column = _one_chunk(table, spec.name)
     if spec.kind == "text":
-        return _decoded(column, spec.name).to_numpy(zero_copy_only=False)
+        return _text(column, spec.name)
     values = column
     for size in spec.shape:
         lengths, elements = _lists(values, spec.name)
@@ -95,10 +95,7 @@ def _densify(table: pa.Table, spec: ColumnSpec) -> Array:
 
 def _one_chunk(table: pa.Table, name: str) -> pa.Array:
     column = table.column(name)
-    if column.null_count:
-        raise DataError(
-            f"Column {name!r} holds {column.null_count} nulls; fill or drop them before training."
-        )
+    _refuse_nulls(name, column.null_count)
     if column.num_chunks == 0:
         return pa.array([], type=column.type)
     return column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
@@ -159,12 +156,24 @@ def _scalars(column: pa.Array, name: str) -> Array:
     return column.to_numpy(zero_copy_only=False)
 
 
+def _text(column: pa.Array, name: str) -> Array:
+    """Return text as objects; rows that have a value of a dictionary in common share it."""
+    if not pa.types.is_dictionary(column.type):
+        return column.to_numpy(zero_copy_only=False)
+    values = column.dictionary.to_numpy(zero_copy_only=False)
+    rows = values[column.indices.to_numpy()] if len(column) else values[:0]
+    _refuse_nulls(name, sum(row is None for row in rows) if column.dictionary.null_count else 0)
+    return rows
+
+
 def _decoded(column: pa.Array, name: str) -> pa.Array:
     if not pa.types.is_dictionary(column.type):
         return column
     decoded = column.dictionary_decode()
-    if decoded.null_count:  # a value of the dictionary can be null
-        raise DataError(
-            f"Column {name!r} holds {decoded.null_count} nulls; fill or drop them before training."
-        )
+    _refuse_nulls(name, decoded.null_count)  # a value of the dictionary can be null
     return decoded
+
+
+def _refuse_nulls(name: str, nulls: int) -> None:
+    if nulls:
+        raise DataError(f"Column {name!r} holds {nulls} nulls; fill or drop them before training.")

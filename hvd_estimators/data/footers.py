@@ -10,6 +10,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.columns import Columns, table_to_columns
 from hvd_estimators.data.files import Footer, read_footers, unreadable
+from hvd_estimators.data.layout import open_bytes
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.data.partitions import check_partition, partition_spec
 from hvd_estimators.data.types import column_spec, is_bytes
@@ -127,10 +128,18 @@ def _split(
         for spec in specs:
             _check(footer, spec, first)
         for index in range(footer.metadata.num_row_groups):
-            rows = footer.metadata.row_group(index).num_rows
-            if rows:
-                groups.append(RowGroup(footer.file, index, rows))
+            group = footer.metadata.row_group(index)
+            if group.num_rows:
+                chunks = [group.column(i) for i in _positions(footer, specs)]
+                size = sum(map(open_bytes, chunks))
+                groups.append(RowGroup(footer.file, index, group.num_rows, size))
     return Split(path, tuple(groups))
+
+
+def _positions(footer: Footer, specs: Sequence[ColumnSpec]) -> list[int]:
+    """Return where the Parquet columns are that hold some columns."""
+    names = [name for spec in specs for name in spec.stored_names]
+    return [position for name in names for position in footer.leaves[name]]
 
 
 def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:

@@ -74,11 +74,14 @@ class RowGroup:
         Position of the row group in its file.
     rows : int
         Number of rows that it holds, at least 1.
+    open_bytes : int
+        Memory, about, that it takes while it is read page by page; 0 where nobody needs to know.
     """
 
     file: str
     index: int
     rows: int
+    open_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -148,5 +151,8 @@ class DatasetManifest:
 
 
 def _split(document: dict[str, Any]) -> Split:
-    groups = tuple(RowGroup(g["file"], g["index"], g["rows"]) for g in document["row_groups"])
+    groups = tuple(
+        RowGroup(g["file"], g["index"], g["rows"], g.get("open_bytes", 0))
+        for g in document["row_groups"]
+    )
     return Split(document["path"], groups)

@@ -142,6 +142,7 @@ def prepare_data(
     shuffle: Shuffle | None = None
     if shuffle_on_write:
         shuffle = Shuffle(seed, _num_files(df, columns, num_processes, max_files))
+    by_position = shuffle is not None or (split is not None and split.by_position)
     store.check()
 
     def write(index: str) -> None:
@@ -152,7 +153,7 @@ def prepare_data(
             columns,
             split,
             shuffle,
-            in_order=keeps_order(df),
+            in_order=by_position and keeps_order(df),
             check_finite=check_finite,
         )
         logger.log(

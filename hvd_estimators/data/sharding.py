@@ -9,10 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from hvd_estimators.data.manifest import RowGroup
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["RowRange", "ShardPlan", "batch_sizes", "plan_shards"]
+__all__ = ["MOST_OPEN_GROUPS", "RowRange", "ShardPlan", "batch_sizes", "plan_shards"]
+
+MOST_OPEN_GROUPS = 64
+"""Row groups that a rank reads at a time, at most: each has a file open."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +37,19 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The rows of each rank, in stored order.
+    """The rows of each rank.
 
     Attributes
     ----------
     shards : tuple of tuple of RowRange
-        ``shards[rank]`` is what that rank reads in one pass over the data. Together the shards
-        hold every row exactly once, and two ranks differ by at most one row.
+        ``shards[rank]`` is what that rank reads in one pass over the data, in stored order.
+        Together the shards hold every row exactly once, and two ranks differ by at most one row.
+    open_groups : int
+        Row groups that a rank reads at a time where rows are shuffled, some rows of each in turn.
     """
 
     shards: tuple[tuple[RowRange, ...], ...]
+    open_groups: int = 1
 
     @property
     def num_ranks(self) -> int:
@@ -92,12 +100,18 @@ def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
 
 
 def plan_shards(
-    row_groups: Sequence[RowGroup], num_ranks: int, *, allow_empty: bool = False
+    row_groups: Sequence[RowGroup],
+    num_ranks: int,
+    *,
+    allow_empty: bool = False,
+    seed: int | None = None,
+    open_bytes: int = 0,
 ) -> ShardPlan:
-    """Cut row groups, in stored order, into one contiguous shard per rank.
+    """Cut row groups into one shard per rank.
 
-    Row groups are cut where a rank's share ends inside one: the two ranks that meet there both
-    read it and each keeps its part.
+    Shards are contiguous, or, with a seed, each has one of every few neighbouring row groups, so
+    that it is a sample of all rows, however these are sorted. Row groups are cut where a rank's
+    share ends inside one: the two ranks that meet there both read it and each keeps its part.
 
     Parameters
     ----------
@@ -107,6 +121,11 @@ def plan_shards(
         Number of ranks, at least 1.
     allow_empty : bool
         Accept fewer rows than ranks (validation): some ranks then have none.
+    seed : int, optional
+        Deals row groups to ranks by chance.
+    open_bytes : int
+        Memory of a rank for the row groups that it reads at a time; see `RowGroup.open_bytes`.
+        0: they are read one after another.
 
     Returns
     -------
@@ -127,7 +146,7 @@ def plan_shards(
     bounds = [total * rank // num_ranks for rank in range(num_ranks + 1)]
     shards: list[list[RowRange]] = [[] for _ in range(num_ranks)]
     rank = offset = 0
-    for group in row_groups:
+    for group in row_groups if seed is None else _dealt(row_groups, num_ranks, seed):
         start = 0
         while start < group.rows:
             while offset == bounds[rank + 1]:
@@ -136,4 +155,21 @@ def plan_shards(
             shards[rank].append(RowRange(group.file, group.index, start, stop))
             offset += stop - start
             start = stop
-    return ShardPlan(tuple(tuple(shard) for shard in shards))
+    if seed is not None:
+        order = {(group.file, group.index): i for i, group in enumerate(row_groups)}
+        for shard in shards:
+            shard.sort(key=lambda part: order[part.file, part.row_group])
+    largest = max((group.open_bytes for group in row_groups), default=0)
+    open_groups = min(max(open_bytes // max(largest, 1), 1), MOST_OPEN_GROUPS)
+    return ShardPlan(tuple(tuple(shard) for shard in shards), open_groups)
+
+
+def _dealt(row_groups: Sequence[RowGroup], num_ranks: int, seed: int) -> list[RowGroup]:
+    """Deal row groups, as many as there are ranks at a time; return the ranks' one by one."""
+    rng = np.random.default_rng([seed, num_ranks])
+    hands: list[list[RowGroup]] = [[] for _ in range(num_ranks)]
+    for first in range(0, len(row_groups), num_ranks):
+        ranks = rng.permutation(num_ranks)
+        for rank, group in zip(ranks, row_groups[first : first + num_ranks], strict=False):
+            hands[rank].append(group)
+    return [group for hand in hands for group in hand]

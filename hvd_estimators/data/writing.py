@@ -164,7 +164,7 @@ def _frame(
         frame = frame.observe(observation, *measures)
     frame = frame.drop(*lengths)
     if shuffle is not None:
-        # A file holds the rows whose keys' hashes fall to it, in the order of their keys. The writer
+        # A file holds the rows whose keys' hashes fall to it, in the order of the keys. The writer
         # wants the sides of a split one after the other.
         order = [key] if validation is None else [split, key]
         frame = frame.repartition(shuffle.files, key).sortWithinPartitions(*order).drop(key)

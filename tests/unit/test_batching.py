@@ -98,9 +98,7 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
 
 
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(
-    monkeypatch, passes
-):
+def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monkeypatch, passes):
     part, buffer, rows = 50, 300, 2000
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
     monkeypatch.setattr(batching, "RUN_BYTES", 20 * ROW_BYTES)

@@ -124,10 +124,10 @@ def test_the_accessors_of_horovod_spark_exist():
     """Their spelling is irregular there; code that calls them migrates as it is."""
     estimator = TorchEstimator()
 
-    estimator.setShufflingBufferSize(5).setTrainReaderNumWorker(3).setValReaderNumWorker(4)
+    estimator.setShufflingBufferSize(2**21).setTrainReaderNumWorker(3).setValReaderNumWorker(4)
     estimator.setInMemoryCacheAll(True)
 
-    assert estimator.getShufflingBufferSize() == 5
+    assert estimator.getShufflingBufferSize() == 2**21
     assert estimator.getTrainReaderNumWorker() == 3
     assert estimator.getValReaderNumWorker() == 4
     assert estimator.getInMemoryCacheAll() is True

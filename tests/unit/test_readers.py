@@ -12,6 +12,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.footers import read_manifest
 from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.readers import mixing
 from hvd_estimators.data.readers.arrow import ArrowDataModule
 from hvd_estimators.data.sharding import plan_shards
 from hvd_estimators.data.transformation import Transformation
@@ -88,11 +89,11 @@ def dataset(tmp_path_factory):
 
 def module(dataset, rank=0, size=1, batch_size=4, **options):
     options = {"reader_pool_type": "thread", "random_seed": 7, **options}
+    options = {"train_plan": dataset.plan(size), **options}
     return current_reader()(
         train_dir=str(dataset.folder),
         val_dir=None,
         columns=dataset.manifest.columns,
-        train_plan=dataset.plan(size),
         cur_shard=rank,
         shard_count=size,
         train_batch_size=batch_size,
@@ -172,6 +173,54 @@ def test_the_seed_decides_the_batches_and_passes_differ(dataset):
     assert flat(once[:count]) != list(range(ROWS))
 
 
+def test_many_row_groups_are_read_at_a_time_so_that_sorted_rows_come_mixed(tmp_path, monkeypatch):
+    """By two ranks, through buffers that hold an eighth of their rows."""
+    monkeypatch.setattr(mixing, "_LEAST_SLICE", 64)
+    rows, batch_size = 4000, 50
+    dataset = Dataset(tmp_path / "train", rows, files=4, row_group_size=100)
+    plan = dataset.plan(2, seed=3, open_bytes=2**40)
+    assert min(plan.open_groups, len(plan.shards[0])) == 20
+
+    def take_rank(rank, **options):
+        options = {"train_plan": plan, "shuffle_buffer_size": 250 * 16, **options}
+        return take(dataset, 80, rank=rank, size=2, batch_size=batch_size, **options)
+
+    ranks = [take_rank(rank) for rank in (0, 1)]
+    for first in (0, 40):
+        order = [flat(batches[first : first + 40]) for batches in ranks]
+        assert sorted(flat(order)) == list(range(rows))
+        for own in order:
+            assert abs(np.corrcoef(own, np.arange(len(own)))[0, 1]) < 5 / np.sqrt(len(own))
+    labels = [
+        len(np.unique(np.array(batch) * 10 // rows)) for batches in ranks for batch in batches
+    ]
+    # With 50 rows of ten labels, a label is missing in one of 20 batches in random order.
+    assert np.mean(labels) > 9.5
+    assert min(labels) >= 7
+    assert take_rank(0, reader_pool_type="dummy") == ranks[0]
+    assert take_rank(0, train_reader_worker_count=7) == ranks[0]
+    assert take_rank(0, reader_pool_type="process") == ranks[0]
+    assert take_rank(0, skip_train_steps=53)[:27] == ranks[0][53:]
+    _current.append(ArrowDataModule)
+    assert take_rank(0) == ranks[0]
+    _current.pop()
+
+
+def test_a_pass_over_several_bundles_is_mixed_in_each(tmp_path, monkeypatch):
+    """Five row groups of forty at a time: one of each fifth of the stored order."""
+    monkeypatch.setattr(mixing, "_LEAST_SLICE", 64)
+    dataset = Dataset(tmp_path / "train", 4000, files=4, row_group_size=100)
+    size = max(group.open_bytes for group in dataset.manifest.train.row_groups)
+    plan = dataset.plan(1, seed=3, open_bytes=5 * size + 1)
+    assert plan.open_groups == 5
+
+    batches = take(dataset, 40, batch_size=100, train_plan=plan, shuffle_buffer_size=2000)
+
+    assert sorted(flat(batches)) == list(range(4000))
+    fifths = [len(np.unique(np.array(batch) // 800)) for batch in batches]
+    assert min(fifths) == 5
+
+
 def test_ranks_shuffle_in_orders_of_their_own(tmp_path):
     dataset = Dataset(tmp_path / "twice", 40, files=1, row_group_size=20)
 
@@ -208,18 +257,34 @@ def test_global_sizes_are_the_ranks_batches_added_up(dataset, skip):
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_rows_kept_in_memory_are_the_same_and_outlive_their_files(tmp_path, shuffle):
+def test_rows_kept_in_memory_outlive_their_files(tmp_path, shuffle):
     dataset = Dataset(tmp_path / "train", 20, files=2, row_group_size=4)
-    expected = take(dataset, 3 * steps(dataset), shuffle=shuffle)
+    count = steps(dataset)
 
     with module(dataset, shuffle=shuffle, inmemory_cache_all=True) as data:
         batches = data.train_data()
-        got = [next(batches)["id"].tolist() for _ in range(steps(dataset))]
+        passes = [[next(batches)["id"].tolist() for _ in range(count)]]
         for file in dataset.folder.iterdir():
             file.unlink()
-        got += [next(batches)["id"].tolist() for _ in range(2 * steps(dataset))]
+        passes += [[next(batches)["id"].tolist() for _ in range(count)] for _ in range(2)]
 
-    assert got == expected
+    assert [sorted(flat(batches)) for batches in passes] == [list(range(20))] * 3
+    orders = {str(batches) for batches in passes}
+    assert len(orders) == (3 if shuffle else 1)
+
+
+def test_all_rows_that_are_kept_in_memory_are_shuffled_together(tmp_path):
+    """However small the buffer is, and in an order that does not ask what was read before."""
+    dataset = Dataset(tmp_path / "train", 4000, files=1, row_group_size=4000)
+    options = {"batch_size": 50, "inmemory_cache_all": True, "shuffle_buffer_size": 1000}
+
+    batches = take(dataset, 160, **options)
+
+    for order in (flat(batches[:80]), flat(batches[80:])):
+        assert sorted(order) == list(range(4000))
+        assert abs(np.corrcoef(order, np.arange(4000))[0, 1]) < 5 / np.sqrt(3999)
+    assert take(dataset, 80, skip_train_steps=80, **options) == batches[80:]
+    assert take(dataset, 80, reader_pool_type="dummy", **options) == batches[:80]
 
 
 @pytest.mark.parametrize("cache", [False, True])
@@ -279,7 +344,7 @@ def test_rows_are_transformed_once_in_every_pass(dataset, cache):
         return {"id": row["id"], "sum": row["pair"].sum() + 1, "three": [row["id"]] * 3}
 
     count = steps(dataset)
-    plain = take(dataset, 2 * count)
+    plain = take(dataset, 2 * count, inmemory_cache_all=cache)
 
     with module(dataset, transform_fn=transform, inmemory_cache_all=cache) as data:
         batches = list(itertools.islice(data.train_data(), 2 * count))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import RowGroup
-from hvd_estimators.data.sharding import RowRange, batch_sizes, plan_shards
+from hvd_estimators.data.sharding import MOST_OPEN_GROUPS, RowRange, batch_sizes, plan_shards
 from hvd_estimators.exceptions import DataError
 
 # One list per file, with the rows of each of its row groups.
@@ -143,3 +143,39 @@ def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_
         totals = [sum(sizes[step] for sizes in per_rank) for step in range(steps)]
         assert plan.global_batch_sizes(batch_size) == totals
         assert all(total > 0 for total in totals)
+
+
+@given(LAYOUTS, st.integers(1, 9), st.integers(0, 99))
+def test_dealt_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_ranks, seed):
+    groups = row_groups(layout)
+
+    plan = plan_shards(groups, num_ranks, allow_empty=True, seed=seed)
+
+    rows = [row for shard in plan.shards for row in rows_of(shard)]
+    assert sorted(rows) == sorted(stored_rows(groups))
+    sizes = [plan.rows(rank) for rank in range(num_ranks)]
+    assert max(sizes) - min(sizes) <= 1
+    assert plan == plan_shards(groups, num_ranks, allow_empty=True, seed=seed)
+
+
+def test_neighbouring_row_groups_are_dealt_to_different_ranks_by_chance():
+    groups = [RowGroup("a", index, 10) for index in range(40)]
+
+    plan = plan_shards(groups, 4, seed=0)
+
+    for shard in plan.shards:
+        numbers = [part.row_group for part in shard]
+        # One of each four, in stored order.
+        assert [number // 4 for number in numbers] == list(range(10))
+        assert len({number % 4 for number in numbers}) > 1
+    assert plan != plan_shards(groups, 4, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "memory", "expected"),
+    [([10, 30], 100, 3), ([10, 30], 20, 1), ([10], 10**9, MOST_OPEN_GROUPS), ([10], 0, 1)],
+)
+def test_as_many_row_groups_are_open_as_there_is_memory_for_the_largest(sizes, memory, expected):
+    groups = [RowGroup("a", index, 5, size) for index, size in enumerate(sizes)]
+
+    assert plan_shards(groups, 1, open_bytes=memory).open_groups == expected

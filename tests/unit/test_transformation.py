@@ -6,9 +6,13 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from foreign import describe, write
+from pyarrow import parquet
 
+from hvd_estimators.data.columns import table_to_columns
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers import ranges
 from hvd_estimators.data.readers.arrow import ArrowDataModule
+from hvd_estimators.data.readers.mixing import one_by_one
 from hvd_estimators.data.sharding import plan_shards
 from hvd_estimators.data.transformation import EditedField, Transformation, edited_fields
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
@@ -117,13 +121,13 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
     manifest = describe(path.parent, *columns, allow_text=True)
     assert [spec.kind for spec in manifest.columns] == ["text", "text", "text", "array"]
 
-    # Text counts with its size in the file, so that parts are bounded by bytes.
+    # Text counts, so that parts are bounded by bytes.
     monkeypatch.setattr(ranges, "PART_BYTES", 100)
     plan = plan_shards(manifest.train.row_groups, 1)
     options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
     with (
         module(train_plan=plan, **options) as data,
-        contextlib.closing(data.read(iter([plan.shards[0]]), 1)) as parts,
+        contextlib.closing(data.read(iter([one_by_one(plan.shards[0])]), 1)) as parts,
     ):
         found = list(parts)
     assert len(found) > 1
@@ -136,3 +140,45 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
     assert {name: [row for part in found for row in part[name].tolist()] for name in expected} == (
         expected
     )
+
+
+@pytest.mark.parametrize("module", READERS)
+@pytest.mark.parametrize("encoding", ["dictionary", "plain"])
+def test_parts_of_text_are_bounded_by_what_it_is_when_decoded(
+    tmp_path, monkeypatch, module, encoding
+):
+    """However little one value that many rows have takes in the file."""
+    path, size = tmp_path / "data" / "a.parquet", 1000
+    words = [f"{i:04}" * (size // 4) for i in range(10)]
+    text = pa.array([words[i % 10] for i in range(3000)])
+    path.parent.mkdir()
+    table = pa.table({"text": text, "id": np.arange(3000)})
+    parquet.write_table(table, path, use_dictionary=encoding == "dictionary")
+    manifest = describe(path.parent, "text", "id", allow_text=True)
+    plan = plan_shards(manifest.train.row_groups, 1)
+    most = 100 * size
+    monkeypatch.setattr(ranges, "PART_BYTES", most)
+    options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
+
+    with (
+        module(train_plan=plan, **options) as data,
+        contextlib.closing(data.read(iter([one_by_one(plan.shards[0])]), 1)) as parts,
+    ):
+        found = list(parts)
+
+    assert [row for part in found for row in part["text"]] == text.to_pylist()
+    assert np.concatenate([part["id"] for part in found]).tolist() == list(range(3000))
+    sizes = [sum(map(len, part["text"])) for part in found]
+    assert max(sizes) <= most + size
+    # Nor are they needlessly small.
+    assert len(sizes) <= 40
+
+
+def test_null_text_is_refused_in_a_dictionary_too():
+    values = pa.DictionaryArray.from_arrays(pa.array([0, 1, 0]), pa.array(["a", None]))
+
+    with pytest.raises(DataError, match="'s' holds 1 nulls"):
+        table_to_columns(pa.table({"s": values}), [ColumnSpec("s", "text", "object")])
+    # A null that no row has does not matter.
+    found = table_to_columns(pa.table({"s": values.slice(2)}), [ColumnSpec("s", "text", "object")])
+    assert found["s"].tolist() == ["a"]

@@ -12,19 +12,23 @@ from typing import Any, ClassVar
 import numpy as np
 from typing_extensions import Self
 
-from hvd_estimators.data.batching import Run, cut_runs
+from hvd_estimators.data import batching
+from hvd_estimators.data.batching import Run, cut_runs, drawn_runs, hold
 from hvd_estimators.data.columns import Array, Columns, num_rows
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.prefetch import Prefetch
+from hvd_estimators.data.readers.mixing import Bundle, mixed, one_by_one
 from hvd_estimators.data.readers.ranges import PART_BYTES
 from hvd_estimators.data.rows import Memory, Rows
-from hvd_estimators.data.sharding import RowRange, ShardPlan
+from hvd_estimators.data.sharding import RowRange, ShardPlan, batch_sizes
 from hvd_estimators.data.transformation import RowFunction, Transformation
 
 __all__ = ["DataModule", "PlannedDataModule"]
 
 Batch = dict[str, Array]
 _RUNS_AHEAD = 2
+_DRAWN_ROWS = 2**12
+"""Rows that are held, and are drawn at a time to be transformed."""
 
 
 class DataModule(ABC):
@@ -163,6 +167,8 @@ class PlannedDataModule(DataModule):
         Readers that work in parallel.
     transformation : Transformation, optional
         Applied to all rows that are read. Default: ``transform_fn``, where that is given.
+    shuffle_buffer_size : int, optional
+        Bytes of rows that are held for shuffling. Default: 128 MiB.
     **kwargs
         See `DataModule`.
     """
@@ -179,6 +185,7 @@ class PlannedDataModule(DataModule):
         train_reader_worker_count: int = 2,
         val_reader_worker_count: int = 2,
         transformation: Transformation | None = None,
+        shuffle_buffer_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -193,6 +200,7 @@ class PlannedDataModule(DataModule):
         if transformation is None and self.transform_fn is not None:
             transformation = Transformation(self.transform_fn)
         self.transformation = transformation
+        self.shuffle_buffer_bytes = shuffle_buffer_size or batching.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
         self._memory = Memory()
         self._open: set[Generator[Run, None, None] | Prefetch[Run]] = set()
@@ -209,7 +217,7 @@ class PlannedDataModule(DataModule):
 
     @abstractmethod
     def read(
-        self, passes: Iterator[Sequence[RowRange]], workers: int
+        self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges, pass after pass, in the order that is given.
 
@@ -218,15 +226,16 @@ class PlannedDataModule(DataModule):
 
         Parameters
         ----------
-        passes : iterator of sequence of RowRange
-            What to read in each pass; may have no end, and is drawn from as reading goes on.
+        passes : iterator of sequence of Bundle
+            What to read in each pass, bundle after bundle, and of each a slice of every range in
+            turn (see `in_turns`); may have no end, and is drawn from as reading goes on.
         workers : int
             How many readers may work in parallel.
 
         Yields
         ------
         dict
-            The columns of one or more parts of each range; no part has rows of two ranges.
+            The columns of one or more parts of each slice; no part has rows of two ranges.
         """
 
     def train_data(self) -> Iterator[Batch]:
@@ -246,20 +255,45 @@ class PlannedDataModule(DataModule):
         return self._ahead(self._val_runs(), "validation rows")
 
     def _train_runs(self) -> Generator[Run, None, None]:
-        ranges = self.train_plan.shards[self.cur_shard]
         sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
         first_pass, skip = divmod(self.skip_train_steps, len(sizes))
-        passes = self._train_passes(ranges, first_pass)
-        rngs = (
-            self._rng(pass_number, "rows") if self.shuffle else None
-            for pass_number in itertools.count(first_pass)
-        )
-        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
-            for run in cut_runs(parts, sizes, rngs, self._memory):
+        held = self.shuffle and self.inmemory_cache_all
+        with contextlib.closing(
+            self._held_runs(sizes, first_pass) if held else self._read_runs(sizes, first_pass)
+        ) as runs:
+            for run in runs:
                 skipped = min(skip, len(run.sizes))
                 skip -= skipped
                 if skipped < len(run.sizes):
                     yield run.skip(skipped) if skipped else run
+
+    def _read_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+        """Return the training batches, read anew in each pass."""
+        rngs = (
+            self._rng(pass_number, "rows") if self.shuffle else None
+            for pass_number in itertools.count(first_pass)
+        )
+        passes = self._train_passes(first_pass)
+        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
+            yield from cut_runs(parts, sizes, rngs, self._memory, self.shuffle_buffer_bytes)
+
+    def _held_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+        """Return the training batches, read once, and shuffled as a whole in each pass."""
+        bundles = one_by_one(self.train_plan.shards[self.cur_shard])
+        total = self.train_plan.rows(self.cur_shard)
+        with contextlib.closing(
+            self.read(iter([bundles]), self.train_reader_worker_count)
+        ) as parts:
+            rows = hold(parts, total, self._memory)
+        rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
+        if self.transformation is None:
+            yield from drawn_runs(rows, sizes, rngs, self._memory)
+            return
+        # Each pass is transformed anew: transformations may be random.
+        some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
+        parts_drawn = (run.rows.columns() for run in drawn_runs(rows, some, rngs, self._memory))
+        transformed = self._transformed(parts_drawn)
+        yield from cut_runs(transformed, sizes, itertools.repeat(None), self._memory)
 
     def _val_runs(self) -> Generator[Run, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
@@ -268,7 +302,7 @@ class PlannedDataModule(DataModule):
         sizes = self.val_plan.batch_sizes(self.cur_shard, self.val_batch_size)
         # The last steps of a short shard can be empty.
         sizes = [size for size in sizes if size]
-        passes = iter([ranges])
+        passes = iter([one_by_one(ranges)])
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
             yield from cut_runs(parts, sizes, memory=self._memory)
 
@@ -292,39 +326,46 @@ class PlannedDataModule(DataModule):
             step += 1
 
     def _parts(
-        self, passes: Iterator[Sequence[RowRange]], workers: int
+        self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
         read = self._read_cached if self.inmemory_cache_all else self.read
         with contextlib.closing(read(passes, workers)) as parts:
-            for part in parts:
-                if self.transformation is None:
-                    yield part
-                else:
-                    yield from self.transformation.parts(part, PART_BYTES)
+            yield from self._transformed(parts)
+
+    def _transformed(self, parts: Iterable[Columns]) -> Iterator[Columns]:
+        for part in parts:
+            if self.transformation is None:
+                yield part
+            else:
+                yield from self.transformation.parts(part, PART_BYTES)
 
     def _read_cached(
-        self, passes: Iterator[Sequence[RowRange]], workers: int
+        self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
-        for ranges in passes:
+        """Read what comes in stored order, each range once."""
+        for bundles in passes:
+            ranges = [slices.row_range for bundle in bundles for slices in bundle]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
-            with contextlib.closing(self.read(iter([missing]), workers)) as parts:
+            with contextlib.closing(self.read(iter([one_by_one(missing)]), workers)) as parts:
                 for row_range in ranges:
                     if row_range not in self._cache:
                         self._cache[row_range] = list(_take_rows(parts, row_range.rows))
                         _make_read_only(self._cache[row_range])
                     yield from self._cache[row_range]
 
-    def _train_passes(
-        self, ranges: Sequence[RowRange], first_pass: int
-    ) -> Iterator[Sequence[RowRange]]:
-        pass_number = first_pass
-        while True:
+    def _train_passes(self, first_pass: int) -> Iterator[Sequence[Bundle]]:
+        ranges = self.train_plan.shards[self.cur_shard]
+        row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in self.columns)
+        open_groups = self.train_plan.open_groups
+        total = self.train_plan.rows(self.cur_shard)
+        if self.transformation is None and total * row_bytes <= self.shuffle_buffer_bytes:
+            open_groups = 1  # the buffer mixes all rows
+        for pass_number in itertools.count(first_pass):
             if self.shuffle:
-                order = self._rng(pass_number, "row groups").permutation(len(ranges))
-                yield [ranges[index] for index in order]
+                rng = self._rng(pass_number, "row groups")
+                yield mixed(ranges, open_groups, row_bytes, self.shuffle_buffer_bytes, rng)
             else:
-                yield ranges
-            pass_number += 1
+                yield one_by_one(ranges)
 
     def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
         salt = {"row groups": 0, "rows": 1}[purpose]

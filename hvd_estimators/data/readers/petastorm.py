@@ -27,9 +27,9 @@ with warnings.catch_warnings():
 from hvd_estimators.data.columns import Columns, table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers.base import PlannedDataModule
+from hvd_estimators.data.readers.mixing import Bundle, in_turns
 from hvd_estimators.data.readers.petastorm_pools import make_pool
-from hvd_estimators.data.readers.ranges import RangeFiles, range_tables
-from hvd_estimators.data.sharding import RowRange
+from hvd_estimators.data.readers.ranges import RangeFiles, Slices, range_tables
 
 __all__ = ["PetastormDataModule"]
 
@@ -85,25 +85,31 @@ class PetastormDataModule(PlannedDataModule):
             self._cached_parts.cleanup()
 
     def read(
-        self, passes: Iterator[Sequence[RowRange]], workers: int
+        self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
         first = next(passes)
         if not first:
             return
         # Every pass reads the same row groups, in another order.
-        files = sorted({row_range.file for row_range in first})
-        ranges = (row_range for ranges in _chain(first, passes) for row_range in ranges)
+        files = sorted({slices.row_range.file for bundle in first for slices in bundle})
+        # Row groups that are read in turns are read by one worker, which has threads of its own.
+        together = any(len(bundle) > 1 for bundle in first)
+        work: Iterator[Sequence[Bundle]] = _chain(first, passes)
+        if not together:
+            work = ((bundle,) for bundles in work for bundle in bundles)
+        threads = workers if together and self.reader_pool_type != "dummy" else 0
         items = (
             {
                 "columns": self.columns,
                 "storage_options": self.storage_options or {},
-                "row_range": row_range,
+                "bundles": bundles,
+                "threads": threads,
                 "sequence": sequence,
             }
-            for sequence, row_range in enumerate(ranges)
+            for sequence, bundles in enumerate(work)
         )
-        reader = self._open_reader(files, items, workers)
+        reader = self._open_reader(files, items, workers, together)
         try:
             for table in _in_sequence(reader):
                 file = table.schema.metadata[_FILE].decode()
@@ -117,6 +123,7 @@ class PetastormDataModule(PlannedDataModule):
         files: list[str],
         items: Iterator[dict[str, Any]],
         workers: int,
+        one_at_a_time: bool,
     ) -> _PlannedReader:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
@@ -131,6 +138,7 @@ class PetastormDataModule(PlannedDataModule):
                 filesystem,
                 paths,
                 items=items,
+                one_at_a_time=one_at_a_time,
                 # Workers are told what to read: Petastorm knows fewer types than PyArrow.
                 schema_fields=None,
                 reader_pool=make_pool(self.reader_pool_type, workers),
@@ -140,9 +148,7 @@ class PetastormDataModule(PlannedDataModule):
             )
 
 
-def _chain(
-    first: Sequence[RowRange], rest: Iterator[Sequence[RowRange]]
-) -> Iterator[Sequence[RowRange]]:
+def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterator[Sequence[Bundle]]:
     yield first
     yield from rest
 
@@ -166,8 +172,11 @@ def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
 class _PlannedReader(Reader):
     """Petastorm's reader with the plan's row ranges in the place of its own sharding."""
 
-    def __init__(self, *args: Any, items: Iterator[dict[str, Any]], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any
+    ) -> None:
         self._items = items
+        self._one_at_a_time = one_at_a_time
         super().__init__(*args, **kwargs)
 
     def _filter_row_groups(
@@ -176,7 +185,7 @@ class _PlannedReader(Reader):
         return list(range(len(row_groups))), None
 
     def _create_ventilator(self, *args: Any) -> _RangeVentilator:
-        in_flight = self._workers_pool.workers_count + 2
+        in_flight = 1 if self._one_at_a_time else self._workers_pool.workers_count + 2
         return _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
 
 
@@ -230,7 +239,7 @@ class _RangeVentilator(Ventilator):
 
 
 class _RangeWorker(ArrowReaderWorker):
-    """Reads one row range of one row group as Arrow tables."""
+    """Reads row ranges as Arrow tables."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -244,46 +253,62 @@ class _RangeWorker(ArrowReaderWorker):
         self,
         columns: Sequence[ColumnSpec],
         storage_options: Mapping[str, Any],
-        row_range: RowRange,
+        bundles: Sequence[Bundle],
+        threads: int,
         sequence: int,
     ) -> None:
         self._files = self._files or RangeFiles(storage_options)
-        parts = self._read_parts(row_range, columns)
-        with contextlib.closing(parts):
+        read = functools.partial(self._read, columns=columns)
+        tables = in_turns(iter(bundles), read, threads)
+        with contextlib.closing(tables):
+            table, path = next(tables)
+            for part, following in enumerate(itertools.chain(tables, [None])):
+                after = (sequence + 1, 0) if following is None else (sequence, part + 1)
+                metadata = {
+                    _FILE: path,
+                    _PART: f"{sequence} {part}",
+                    _NEXT: f"{after[0]} {after[1]}",
+                }
+                self.publish_func(table.replace_schema_metadata(metadata))
+                if following is not None:
+                    table, path = following
+
+    def _read(
+        self, slices: Slices, columns: Sequence[ColumnSpec]
+    ) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+        """Yield the tables of a range and its path, and whether each ends a slice."""
+        row_range = slices.row_range
+        tables = self._read_tables(slices, columns)
+        with contextlib.closing(tables):
             position = 0
 
-            def read_up_to(part: int) -> tuple[pa.Table, bool]:
+            def read_up_to(part: int) -> tuple[pa.Table, bool, bool]:
                 nonlocal position
                 skipped, position = part - position, part + 1
-                return next(itertools.islice(parts, skipped, None))
+                return next(itertools.islice(tables, skipped, None))
 
             is_last = False
             for part in itertools.count():
                 if is_last:
                     return
-                key = f"{row_range.file} {row_range.row_group} {row_range.start} {part}"
+                where = (row_range.file, row_range.row_group, row_range.start, slices.rows, part)
                 fill = functools.partial(read_up_to, part)
-                table, is_last = self._local_cache.get(key, fill)
-                after = (sequence + 1, 0) if is_last else (sequence, part + 1)
-                metadata = {
-                    _FILE: row_range.file,
-                    _PART: f"{sequence} {part}",
-                    _NEXT: f"{after[0]} {after[1]}",
-                }
-                self.publish_func(table.replace_schema_metadata(metadata))
+                table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
+                yield (table, row_range.file), ends_slice
 
-    def _read_parts(
-        self, row_range: RowRange, columns: Sequence[ColumnSpec]
-    ) -> Generator[tuple[pa.Table, bool], None, None]:
-        """Yield the tables of a range, and whether each is the last; opens the file when asked."""
+    def _read_tables(
+        self, slices: Slices, columns: Sequence[ColumnSpec]
+    ) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+        """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
         assert self._files is not None
-        with self._files.open(row_range.file) as file:
-            tables = range_tables(file, row_range, columns)
-            table = next(tables)
+        path = slices.row_range.file
+        with self._files.open(path, columns) as file:
+            tables = range_tables(file, slices, columns)
+            table, ends_slice = next(tables)
             for following in tables:
-                yield table, False
-                table = following
-            yield table, True
+                yield table, ends_slice, False
+                table, ends_slice = following
+            yield table, ends_slice, True
 
 
 class _TableQueueReader:

@@ -1,0 +1,69 @@
+"""What footers tell of the memory that reading takes, and of whether rows can be mixed."""
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from foreign import describe
+from pyarrow import parquet
+
+from hvd_estimators.data.layout import FETCHED_BYTES, order_warning
+from hvd_estimators.data.manifest import ColumnSpec, RowGroup
+from hvd_estimators.data.sharding import plan_shards
+
+MIB = 2**20
+SPECS = [ColumnSpec("x", "vector", "float32", (64,))]
+
+
+def open_bytes(folder, **options):
+    """Write two million bytes in one row group, and return what it takes to have it open."""
+    folder.mkdir()
+    values = np.random.default_rng(0).standard_normal(500_000, np.float32)
+    table = pa.table({"x": values, "unused": values})
+    parquet.write_table(table, folder / "a.parquet", **options)
+    (group,) = describe(folder, "x").train.row_groups
+    return group.open_bytes
+
+
+def test_an_open_row_group_takes_a_page_and_a_dictionary_of_each_column(tmp_path):
+    plain = {"use_dictionary": False, "compression": None}
+    assert open_bytes(tmp_path / "plain", **plain) == MIB + FETCHED_BYTES
+    with_dictionary = open_bytes(tmp_path / "dictionary", compression=None)
+    assert MIB + FETCHED_BYTES < with_dictionary <= 2 * MIB + FETCHED_BYTES
+
+
+def layout(groups, rows_each):
+    return [RowGroup("a.parquet", i, rows_each, 2 * MIB) for i in range(groups)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "group_mib", "ranks", "warns"),
+    [
+        (64, 16, 2, False),
+        (8, 128, 2, False),
+        (1, 1024, 2, True),
+        (4, 256, 1, True),
+        (1, 256, 1, False),  # a buffer that holds half of it mixes it well enough
+        (1, 1024, 8, False),  # each rank has an eighth, which its buffer holds
+        (1, 8192, 8, False),  # eight places at a time
+    ],
+)
+def test_files_whose_rows_cannot_be_mixed_are_told_of(groups, group_mib, ranks, warns):
+    row_groups = layout(groups, group_mib * MIB // 256)
+    plan = plan_shards(row_groups, ranks, seed=0, open_bytes=128 * MIB)
+
+    warning = order_warning(row_groups, plan, SPECS, 128 * MIB)
+
+    assert (warning is not None) == warns
+    if warns:
+        rows = group_mib * MIB // 256
+        assert f"{groups} row groups of up to {rows} rows ({group_mib} MiB in memory)" in warning
+        assert "shuffle_buffer_size is 128 MiB" in warning
+        assert "hvd_estimators.prepare_data" in warning
+
+
+def test_a_buffer_that_holds_the_rows_is_all_that_it_takes():
+    row_groups = layout(1, 1024 * MIB // 256)
+    plan = plan_shards(row_groups, 1, seed=0, open_bytes=1024 * MIB)
+
+    assert order_warning(row_groups, plan, SPECS, 128 * MIB) is not None
+    assert order_warning(row_groups, plan, SPECS, 1024 * MIB) is None
