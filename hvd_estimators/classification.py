@@ -67,6 +67,30 @@ class ClassificationParams(DeclaredParams):
         }
         return {content: name for content, name in columns.items() if name}
 
+    def _check_classification(self, outputs: int) -> None:
+        """Check these params as far as that is possible before the outputs' shapes are known.
+
+        Raises
+        ------
+        ParamError
+            If they do not go together, or not with so many outputs.
+        """
+        wanted = self._class_columns()
+        if not wanted:
+            return
+        kind, names = self.getOrDefault("outputs_are"), self._class_column_params()
+        if outputs != 1:
+            raise ParamError(
+                f"{names}: expected a model with one output, found {outputs}. Leave them out."
+            )
+        if kind is None and "probability" in wanted:
+            raise self._kind_is_missing()
+        if kind == "values" and set(wanted) != {"prediction"}:
+            raise ParamError(
+                f"{names}: outputs_are='values' are no scores of classes, which are for "
+                "predictionCol alone. Set 'logits', 'probabilities' or 'log_probabilities'."
+            )
+
     def _class_scores(self, shapes: list[tuple[int, ...]]) -> ClassScores | None:
         """Return what makes the columns; None if none is wanted.
 
@@ -78,26 +102,33 @@ class ClassificationParams(DeclaredParams):
         wanted = self._class_columns()
         if not wanted:
             return None
-        kind = self.getOrDefault("outputs_are")
-        names = ", ".join(f"{name}Col" for name in wanted).replace("raw", "rawPrediction")
-        if len(shapes) != 1 or len(shapes[0]) > 1:
+        self._check_classification(len(shapes))
+        kind, names = self.getOrDefault("outputs_are"), self._class_column_params()
+        shape = tuple(shapes[0])
+        single = shape in ((), (1,))
+        if len(shape) > 1:
             raise ParamError(
-                f"{names}: expected a model with one output, a number or a vector per row, found "
-                f"outputs of shapes {', '.join(map(str, shapes))}. Leave the columns out."
+                f"{names}: expected a model that gives a number or a vector per row, found shape "
+                f"{shape}. Leave the columns out."
             )
-        single = shapes[0] in ((), (1,))
-        if kind is None and (single or "probability" in wanted):
+        if kind is None and single:
+            raise self._kind_is_missing()
+        if kind == "values" and not single:
             raise ParamError(
-                f"{names}: outputs_are is not set. Set outputs_are to what the model gives: "
-                "'logits', 'probabilities' or 'log_probabilities' of classes, or 'values'."
-            )
-        if kind == "values" and (set(wanted) != {"prediction"} or not single):
-            raise ParamError(
-                f"{names}: outputs_are='values' are no scores of classes. It takes a number per "
-                "row, for predictionCol alone. Set 'logits', 'probabilities' or "
-                "'log_probabilities'."
+                f"{names}: outputs_are='values' takes a model that gives a number per row, found "
+                f"shape {shape}. Set 'logits', 'probabilities' or 'log_probabilities'."
             )
         return ClassScores(kind or "logits", tuple(wanted))
+
+    def _class_column_params(self) -> str:
+        names = {"prediction": "predictionCol", "probability": "probabilityCol"}
+        return ", ".join(names.get(name, "rawPredictionCol") for name in self._class_columns())
+
+    def _kind_is_missing(self) -> ParamError:
+        return ParamError(
+            f"{self._class_column_params()}: outputs_are is not set. Set outputs_are to what the "
+            "model gives: 'logits', 'probabilities' or 'log_probabilities' of classes, or 'values'."
+        )
 
 
 @dataclass(frozen=True)

@@ -344,6 +344,7 @@ class HorovodEstimator(
             raise ParamError(
                 f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
             )
+        self._check_classification(len(labels))
         self._check_data_module()
         buffer_bytes = self.getOrDefault("shuffle_buffer_size")
         if buffer_bytes is not None and buffer_bytes < _LEAST_BUFFER_BYTES:

@@ -164,6 +164,8 @@ class KerasEstimator(HorovodEstimator):
         data = self._data_spec(manifest, backend.num_processes())
         dry_run: DryRun = trial or self._dry_run(self._first_rows(manifest))
         self._check_steps(dry_run.model, data)
+        if dry_run.output_shapes:
+            self._class_scores(dry_run.output_shapes)
         spec = KerasTrainSpec(
             **self._common_spec(data, "keras"),
             # After the dry run, which builds a model that was not built.

@@ -219,6 +219,8 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         output_shapes: list[tuple[int, ...]] = []
         if not is_lightning_data(get("data_module")):
             output_shapes = self._tried(manifest, trial)
+        if output_shapes:
+            self._class_scores(output_shapes)
         if not self._is_lightning:
             self._check_steps(data)
         flavor = self._flavor()

@@ -127,6 +127,8 @@ class TorchEstimator(HorovodEstimator):
         module = get("model")
         data = self._data_spec(manifest, backend.num_processes())
         output_shapes = self._tried(manifest, trial)
+        if output_shapes:
+            self._class_scores(output_shapes)
         self._check_steps(data)
         loss, constructors = get("loss"), get("loss_constructors")
         labels = len(get("label_cols"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hvd_estimators.classification import ClassScores
 from hvd_estimators.exceptions import DataError, ParamError
@@ -76,14 +77,36 @@ def test_a_row_of_nan_has_no_class() -> None:
         ({"predictionCol": "p"}, [()], r"predictionCol: outputs_are is not set"),
         ({"probabilityCol": "p"}, [(3,)], r"probabilityCol: outputs_are is not set"),
         ({"rawPredictionCol": "p"}, [(3,), (3,)], r"rawPredictionCol: expected a model with one"),
-        ({"predictionCol": "p"}, [(3, 3)], r"predictionCol: expected a model with one output"),
-        ({"predictionCol": "p", "outputs_are": "values"}, [(3,)], r"takes a number per row"),
+        (
+            {"predictionCol": "p"},
+            [(3, 3)],
+            r"predictionCol: expected .* a number or a vector per row",
+        ),
+        (
+            {"predictionCol": "p", "outputs_are": "values"},
+            [(3,)],
+            r"takes a model that gives a number per row",
+        ),
         ({"probabilityCol": "p", "outputs_are": "values"}, [()], r"no scores of classes"),
     ],
 )
 def test_what_cannot_be_made_is_refused(params: Any, shapes: Any, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         TorchModel(**params)._class_scores(shapes)
+
+
+def test_what_cannot_be_made_is_refused_before_anything_is_written(store: Any) -> None:
+    net = torch.nn.Linear(1, 1)
+    params = {"store": store, "model": net, "feature_cols": ["x"], "label_cols": ["y"]}
+    params["optimizer"] = torch.optim.SGD(net.parameters(), lr=0.1)
+    params["loss"] = torch.nn.functional.mse_loss
+
+    TorchEstimator(**params, predictionCol="p")._check_params()
+    with pytest.raises(ParamError, match="probabilityCol: outputs_are is not set"):
+        TorchEstimator(**params, probabilityCol="p")._check_params()
+    two = {**params, "label_cols": ["y", "z"]}
+    with pytest.raises(ParamError, match="rawPredictionCol: expected a model with one output"):
+        TorchEstimator(**two, rawPredictionCol="p")._check_params()
 
 
 def test_estimators_hand_the_columns_to_their_models() -> None:
