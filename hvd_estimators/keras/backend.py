@@ -6,7 +6,7 @@ import keras
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["inner_optimizers", "require_tensorflow"]
+__all__ = ["has_own_compile", "inner_optimizers", "require_tensorflow"]
 
 
 def require_tensorflow() -> None:
@@ -35,3 +35,8 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
     if multi is not None and isinstance(optimizer, multi):
         return list(optimizer.optimizers)
     return [optimizer]
+
+
+def has_own_compile(model: keras.Model) -> bool:
+    """Return whether a model's class replaces ``compile``."""
+    return type(model).compile is not keras.Model.compile

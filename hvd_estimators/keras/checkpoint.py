@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_estimators.keras.serialization import load_weights, save_model
+from hvd_estimators.keras.serialization import load_weights, save_plainly
 from hvd_estimators.spec import EpochRecord
 
 __all__ = ["RunState", "callback_state", "read_checkpoint", "restore_callback", "write_checkpoint"]
@@ -38,9 +38,15 @@ class RunState:
 
 
 def write_checkpoint(model: keras.Model, state: RunState) -> bytes:
-    """Return a checkpoint; to Keras it is a ``.keras`` file like any other."""
-    buffer = io.BytesIO(save_model(model))
+    """Return a checkpoint; to Keras it is a ``.keras`` file like any other.
+
+    Of a model without a config it is an archive with ``model.weights.h5``.
+    """
+    files = save_plainly(model)
+    buffer = io.BytesIO(files.pop("model.keras", b""))
     with zipfile.ZipFile(buffer, "a") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
         archive.writestr(_MEMBER, pickle.dumps(state))
     return buffer.getvalue()
 

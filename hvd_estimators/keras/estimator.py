@@ -226,11 +226,12 @@ class KerasEstimator(HorovodEstimator):
         with kept_random_state():
             try:
                 return load_model(dump_model(self.getOrDefault("model"), objects))
-            except (TypeError, ValueError) as error:
+            except Exception as error:
                 raise ParamError(
-                    f"model: it cannot be saved and loaded, as its copies for the ranks are "
-                    f"({type(error).__name__}: {error}). Set custom_objects to the classes and "
-                    "functions that it is made of; classes need get_config()."
+                    "model: it can neither be pickled, nor saved and loaded, as its copies for "
+                    f"the ranks have to be ({type(error).__name__}: {error}). Give the classes "
+                    "that it is made of a get_config(), or leave out of their attributes what "
+                    "belongs to this process, such as open files, locks and datasets."
                 ) from error
 
     def _compile_settings(self) -> CompileSettings:

@@ -13,7 +13,7 @@ from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.checks import call_on_zeros, has_own_step, input_structure
 from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_model
+from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_plainly
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
 
@@ -31,7 +31,8 @@ class KerasModel(HorovodModel):
     ``apply_transformation`` they are transformed first, as in training.
 
     ``getModel()`` is a plain Keras model, compiled with the plain optimizer and the learning rate
-    of one rank. A saved `KerasModel` holds it as ``model.keras`` too, for use without this package.
+    of one rank. A saved `KerasModel` holds it as ``model.keras`` too, for use without this package
+    (as ``model.weights.h5`` where its classes have no ``get_config()``).
     """
 
     history = declare("What was measured: name to a list of values by epoch, as Keras's History.")
@@ -74,8 +75,11 @@ class KerasModel(HorovodModel):
         return dump(value, self.getOrDefault("custom_objects"))
 
     def _extra_files(self) -> dict[str, bytes]:
-        """Return the model as a plain ``.keras`` file, for use without this package."""
-        return {"model.keras": save_model(self.getOrDefault("model"))}
+        """Return the model as a plain file, for use without this package.
+
+        It is ``model.keras``, or ``model.weights.h5`` where the model has no config.
+        """
+        return save_plainly(self.getOrDefault("model"))
 
 
 class _KerasPredictor:

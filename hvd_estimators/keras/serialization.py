@@ -8,30 +8,46 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import os
 import pickle
+import random
 import tempfile
-import types
-from collections.abc import Iterator, Mapping, Sequence
+import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 import keras
+import numpy as np
 
 from hvd_estimators.data.columns import Array
-from hvd_estimators.keras.backend import inner_optimizers
+from hvd_estimators.keras.backend import has_own_compile
+from hvd_estimators.keras.custom_objects import find_custom_objects
+from hvd_estimators.keras.states import (
+    StatePickler,
+    dump_state,
+    same_attributes,
+    same_optimizer,
+    without_variables,
+)
 
 __all__ = [
     "OptimizerDocument",
     "dump",
     "dump_model",
-    "find_custom_objects",
     "load",
     "load_model",
     "load_weights",
     "save_model",
+    "save_plainly",
 ]
+
+logger = logging.getLogger(__name__)
+
+_WEIGHTS = "model.weights.h5"
+"""Also the name that Keras gives it within a ``.keras`` file."""
 
 
 def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
@@ -63,6 +79,18 @@ def save_model(model: keras.Model) -> bytes:
             return file.read()
 
 
+def save_plainly(model: keras.Model) -> dict[str, bytes]:
+    """Return ``model.keras``, or ``model.weights.h5`` of a model without a config, by name."""
+    try:
+        return {"model.keras": save_model(model)}
+    except (NotImplementedError, TypeError, ValueError):
+        with tempfile.TemporaryDirectory() as directory:
+            path = os.path.join(directory, _WEIGHTS)
+            model.save_weights(path)
+            with open(path, "rb") as file:
+                return {_WEIGHTS: file.read()}
+
+
 def load_weights(model: keras.Model, document: bytes) -> None:
     """Load weights, and the optimizer's state where it is built, as Keras saved them.
 
@@ -71,8 +99,12 @@ def load_weights(model: keras.Model, document: bytes) -> None:
     model : keras.Model
         Built and compiled.
     document : bytes
-        Content of a ``.keras`` or ``.weights.h5`` file.
+        Content of a ``.keras`` or ``.weights.h5`` file, or of an archive that holds the latter.
     """
+    if document.startswith(b"PK"):
+        with zipfile.ZipFile(io.BytesIO(document)) as archive:
+            if "config.json" not in archive.namelist():
+                document = archive.read(_WEIGHTS)
     suffix = ".keras" if document.startswith(b"PK") else ".weights.h5"
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, f"model{suffix}")
@@ -83,12 +115,14 @@ def load_weights(model: keras.Model, document: bytes) -> None:
 
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """Return a model as bytes without what it was compiled with."""
-    found = find_custom_objects([model], custom_objects)
-    return cloudpickle.dumps((save_model(model), found, None, _paths(model)))
+    by_config = _by_config(model, custom_objects)
+    if by_config is None:
+        return cloudpickle.dumps((dump_state(model),))
+    return cloudpickle.dumps((*by_config, None, _paths(model)))
 
 
 def load_model(document: bytes) -> keras.Model:
-    """Return what `dump_model` wrote."""
+    """Return what `dump_model` wrote; compiled, where its config did not tell all."""
     return _load_model(*pickle.loads(document))
 
 
@@ -106,12 +140,15 @@ class OptimizerDocument:
         Its variables, by their position.
     custom_objects : mapping
         Classes that the config names.
+    document : bytes or None
+        The optimizer as it is, where its config does not tell all.
     """
 
     cls: type[keras.optimizers.Optimizer]
     config: Mapping[str, Any]
     state: Mapping[str, Array]
     custom_objects: Mapping[str, Any]
+    document: bytes | None = None
 
     @staticmethod
     def of(
@@ -120,11 +157,19 @@ class OptimizerDocument:
         """Take an optimizer down."""
         state: dict[str, Array] = {}
         optimizer.save_own_variables(state)
-        found = find_custom_objects([optimizer], custom_objects)
-        return OptimizerDocument(type(optimizer), optimizer.get_config(), state, found)
+        try:
+            found = find_custom_objects([optimizer], custom_objects)
+            document = OptimizerDocument(type(optimizer), optimizer.get_config(), state, found)
+            if same_optimizer(optimizer, document.make()):
+                return document
+        except (NotImplementedError, TypeError, ValueError):
+            pass
+        return OptimizerDocument(type(optimizer), {}, state, {}, dump_state(optimizer))
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return such an optimizer, without its state."""
+        if self.document is not None:
+            return without_variables(pickle.loads(self.document))
         with keras.saving.custom_object_scope(dict(self.custom_objects)):
             # Classes take out of the config what they have used.
             return self.cls.from_config(copy.deepcopy(dict(self.config)))
@@ -138,95 +183,8 @@ class OptimizerDocument:
             optimizer.load_own_variables(dict(self.state))
 
 
-def find_custom_objects(
-    values: Sequence[Any], given: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return classes and functions that are not Keras's own and that a config may name.
-
-    Parameters
-    ----------
-    values : sequence
-        Models, optimizers, losses and metrics.
-    given : mapping, optional
-        Name to object; takes precedence.
-
-    Returns
-    -------
-    dict
-        Name, and name under which it is registered, to class or function: those that the values
-        hold, those registered with ``keras.saving`` that their configs name, and those given.
-    """
-    registered = keras.saving.get_custom_objects()
-    found: dict[str, Any] = {}
-    for value in values:
-        found.update({name: registered[name] for name in _strings(value) if name in registered})
-        for part in _parts(value):
-            candidates = [type(part), *_held(part)]
-            for candidate in candidates:
-                if _is_custom(candidate):
-                    found[candidate.__name__] = candidate
-                    found[keras.saving.get_registered_name(candidate)] = candidate
-    return {name: entry for name, entry in found.items() if not _is_keras(entry)} | dict(
-        given or {}
-    )
-
-
-def _strings(value: Any) -> Iterator[str]:
-    """Yield all texts in the config of a Keras object."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _strings(entry)
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _strings(entry)
-    elif callable(getattr(value, "get_config", None)):
-        yield from _strings(keras.saving.serialize_keras_object(value))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, keras.Model):
-        yield from value._flatten_layers()
-    elif isinstance(value, keras.optimizers.Optimizer):
-        yield value
-        yield value._learning_rate
-        for inner in inner_optimizers(value):
-            if inner is not value:
-                yield from _parts(inner)
-    else:
-        yield value
-
-
-def _held(part: Any) -> list[Any]:
-    """Return what a layer keeps in its attributes: activations, initializers, regularizers."""
-    return [
-        entry if isinstance(entry, types.FunctionType) else type(entry)
-        for name, entry in getattr(part, "__dict__", {}).items()
-        # Keras puts wrappers of a layer's own methods there.
-        if not hasattr(type(part), name)
-    ]
-
-
-def _is_custom(candidate: Any) -> bool:
-    if isinstance(candidate, types.FunctionType):
-        return not _is_keras(candidate) and candidate.__name__ != "<lambda>"
-    return isinstance(candidate, type) and not _is_keras(candidate) and _is_configurable(candidate)
-
-
-def _is_configurable(cls: type) -> bool:
-    # What a config names: layers, losses, schedules, initializers and the like.
-    return callable(getattr(cls, "get_config", None)) and callable(
-        getattr(cls, "from_config", None)
-    )
-
-
-def _is_keras(entry: Any) -> bool:
-    return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
-
-
-class _Pickler(cloudpickle.Pickler):
-    """Pickles Keras objects by class, config and state."""
+class _Pickler(StatePickler):
+    """Pickles models and optimizers by config and weights where these tell all."""
 
     def __init__(self, buffer: io.BytesIO, custom_objects: dict[str, Any]) -> None:
         super().__init__(buffer)
@@ -237,27 +195,51 @@ class _Pickler(cloudpickle.Pickler):
             return self._reduce_model(obj)
         if isinstance(obj, keras.optimizers.Optimizer):
             return _make_optimizer, (OptimizerDocument.of(obj, self._custom_objects),)
-        if isinstance(obj, (keras.losses.Loss, keras.metrics.Metric)):
-            found = find_custom_objects([obj], self._custom_objects)
-            return _from_config, (type(obj), obj.get_config(), found)
         return super().reducer_override(obj)
 
     def _reduce_model(self, model: keras.Model) -> Any:
-        found = find_custom_objects([model], self._custom_objects)
+        document = _by_config(model, self._custom_objects)
+        if document is None:
+            return _load_model, (dump_state(model),)
         compiled = None
         if model.compiled and isinstance(model.optimizer, keras.optimizers.Optimizer):
             compiled = dict(model._compile_config.config)
             # By compile() it may have been wrapped for mixed precision.
             compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
-        return _load_model, (save_model(model), found, compiled, _paths(model))
+        return _load_model, (*document, compiled, _paths(model))
+
+
+def _by_config(
+    model: keras.Model, custom_objects: Mapping[str, Any] | None
+) -> tuple[bytes, dict[str, Any]] | None:
+    """Return a model as a ``.keras`` file and its custom objects; None if these do not tell all."""
+    if model.compiled and has_own_compile(model):
+        # What it was compiled with is known to its own compile() only.
+        return None
+    # Loading draws numbers, which the user's shall not be.
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        found = find_custom_objects([model], custom_objects)
+        document = save_model(model)
+        if same_attributes(model, _load_model(document, found)):
+            return document, found
+    except Exception as error:
+        logger.debug("A model has no config that makes another one", exc_info=error)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    return None
 
 
 def _load_model(
     document: bytes,
-    custom_objects: Mapping[str, Any],
+    custom_objects: Mapping[str, Any] | None = None,
     compiled: Mapping[str, Any] | None = None,
     paths: Sequence[str] = (),
 ) -> keras.Model:
+    if custom_objects is None:
+        as_it_was: keras.Model = pickle.loads(document)
+        return as_it_was
     with tempfile.TemporaryDirectory() as directory:
         path = os.path.join(directory, "model.keras")
         with open(path, "wb") as file:
@@ -283,8 +265,3 @@ def _paths(model: keras.Model) -> list[str]:
 
 def _make_optimizer(document: OptimizerDocument) -> keras.optimizers.Optimizer:
     return document.make()
-
-
-def _from_config(cls: Any, config: Mapping[str, Any], custom_objects: Mapping[str, Any]) -> Any:
-    with keras.saving.custom_object_scope(dict(custom_objects)):
-        return cls.from_config(copy.deepcopy(dict(config)))

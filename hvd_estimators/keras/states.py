@@ -1,0 +1,305 @@
+"""Keras objects as they are: pickled by their attributes, where their configs do not tell all.
+
+Keras makes an object anew from its config, and a class without a ``get_config()`` of its own gets
+its default arguments then. Here its attributes travel, as those of any Python object. Used on both
+sides.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import tensorflow as tf
+
+__all__ = [
+    "StatePickler",
+    "dump_state",
+    "is_keras",
+    "same_attributes",
+    "same_optimizer",
+    "without_variables",
+]
+
+_OWN_TYPES = (keras.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
+# Made anew by ``__new__``, or what TensorFlow has compiled.
+_MADE_ANEW = ("build", "quantize")
+_COMPILED = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
+_STACK_BYTES = 512 * 2**20
+
+
+class StatePickler(cloudpickle.Pickler):
+    """Pickles Keras objects by their attributes."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled; called by pickle."""
+        if isinstance(obj, tf.distribute.Strategy):
+            return tf.distribute.get_strategy, ()
+        if isinstance(obj, tf.Variable):
+            name = obj.name.split(":")[0]
+            return _make_variable, (obj.numpy(), obj.trainable, name)
+        if _has_assets(obj):
+            return _load_layer, (type(obj), obj.get_config(), _assets(obj))
+        if isinstance(obj, _OWN_TYPES):
+            return _new, (type(obj),), _attributes(obj), None, None, _set_attributes
+        if _is_tracking(obj, "Tracker"):
+            return _new, (type(obj),), dict(vars(obj)), None, None, _set_tracker
+        if _is_tracking(obj, "TrackedList", "TrackedSet"):
+            return _new, (type(obj),), (obj.tracker, list(obj)), None, None, _fill
+        if _is_tracking(obj, "TrackedDict", "TrackedOrderedDict"):
+            return _new, (type(obj),), (obj.tracker, dict(obj)), None, None, _fill
+        return super().reducer_override(obj)
+
+
+def dump_state(value: Any) -> bytes:
+    """Return a value as bytes that `pickle.loads` reads."""
+    return _with_deep_stack(lambda: _dump(value))
+
+
+def _dump(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    StatePickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def _with_deep_stack(function: Callable[[], bytes]) -> bytes:
+    """Call a function where recursion may go deep: a model's layers refer to each other."""
+    outcome: dict[str, Any] = {}
+
+    def run() -> None:
+        try:
+            outcome["value"] = function()
+        except BaseException as error:
+            outcome["error"] = error
+
+    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
+    try:
+        sys.setrecursionlimit(max(limit, 200_000))
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(size)
+        sys.setrecursionlimit(limit)
+    if "error" in outcome:
+        raise outcome["error"]
+    value: bytes = outcome["value"]
+    return value
+
+
+def same_attributes(original: Any, copy: Any) -> bool:
+    """Return whether an object that was made of a config has what the original has.
+
+    Parameters
+    ----------
+    original, copy : object
+        A model, or what models and ``compile`` are made of. Weights are not compared.
+    """
+    if isinstance(original, keras.Layer):
+        ours, theirs = list(_layers(original)), list(_layers(copy))
+        return len(ours) == len(theirs) and all(map(_same_layer, ours, theirs))
+    return _same(original, copy)
+
+
+def same_optimizer(original: keras.optimizers.Optimizer, copy: keras.optimizers.Optimizer) -> bool:
+    """Return whether an optimizer that was made of a config has the settings of the original."""
+    if type(original).__qualname__ != type(copy).__qualname__:
+        return False
+    names = {"_learning_rate"}
+    if not is_keras(type(original)):
+        # Slots are made anew, and filled.
+        names |= {name for name, value in vars(original).items() if not _holds_variables(value)}
+        names -= set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
+    ours, theirs = vars(original), vars(copy)
+    return all(name not in ours or _same(ours[name], theirs.get(name)) for name in names)
+
+
+def _holds_variables(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_holds_variables, value))
+    return isinstance(value, keras.Variable)
+
+
+def without_variables(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Take from an optimizer what it keeps for the variables of another model, and return it."""
+    if optimizer.built:
+        kept = (optimizer.iterations, getattr(optimizer, "_learning_rate", None))
+        for variable in list(optimizer._variables):
+            if not any(variable is entry for entry in kept):
+                optimizer._tracker.untrack(variable)
+        optimizer._trainable_variables = []
+        optimizer._trainable_variables_indices = {}
+        optimizer.built = False
+    return optimizer
+
+
+def is_keras(entry: Any) -> bool:
+    """Return whether a class or function is one of Keras's own."""
+    return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
+
+
+def _layers(layer: Any) -> Sequence[Any]:
+    found: Sequence[Any] = layer._flatten_layers()
+    return found
+
+
+def _same_layer(original: Any, copy: Any) -> bool:
+    if type(original).__qualname__ != type(copy).__qualname__:
+        return False
+    known = _base_names()
+    ours, theirs = vars(original), vars(copy)
+    if is_keras(type(original)):
+        # Its config tells all, but perhaps of initializers, regularizers and the like.
+        names = [name for name, value in ours.items() if _is_custom_part(value)]
+    else:
+        names = [name for name in ours if name not in known and not hasattr(type(original), name)]
+    return all(name in theirs and _same(ours[name], theirs[name]) for name in names)
+
+
+def _is_custom_part(value: Any) -> bool:
+    kind = type(value)
+    return not is_keras(kind) and callable(getattr(kind, "get_config", None))
+
+
+def _base_names() -> set[str]:
+    """Return the attributes that Keras itself gives to layers and models."""
+    if not _names:
+        inputs = keras.Input((1,))
+        functional = keras.Model(inputs, inputs)
+        plain = keras.Model()
+        for model in (functional, plain):
+            model.compile("sgd", "mse", metrics=["mae"])
+        for entry in (functional, plain, keras.Sequential(), keras.Layer()):
+            _names.update(vars(entry))
+        _names.update((*_COMPILED, "history", "_build_shapes_dict"))
+    return _names
+
+
+_names: set[str] = set()
+
+
+def _same(ours: Any, theirs: Any, depth: int = 0) -> bool:
+    if ours is theirs or depth > 6:
+        return True
+    if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
+        # Weights follow by themselves, and layers are compared one by one.
+        return theirs is not None
+    if isinstance(ours, (list, tuple)):
+        return (
+            isinstance(theirs, (list, tuple))
+            and len(ours) == len(theirs)
+            and all(_same(a, b, depth + 1) for a, b in zip(ours, theirs, strict=True))
+        )
+    if isinstance(ours, Mapping):
+        return (
+            isinstance(theirs, Mapping)
+            and ours.keys() == theirs.keys()
+            and all(_same(value, theirs[key], depth + 1) for key, value in ours.items())
+        )
+    if isinstance(ours, (np.ndarray, np.generic, float)):
+        return bool(np.array_equal(ours, theirs, equal_nan=np.asarray(ours).dtype.kind == "f"))
+    if ours is None or isinstance(ours, (bool, int, str, bytes, set, frozenset)):
+        return bool(ours == theirs)
+    if isinstance(ours, (types.FunctionType, type)):
+        return getattr(ours, "__qualname__", "") == getattr(theirs, "__qualname__", None)
+    if type(ours).__qualname__ != type(theirs).__qualname__:
+        return False
+    if is_keras(type(ours)) or not hasattr(ours, "__dict__"):
+        return True
+    known = set(vars(keras.metrics.Metric())) if isinstance(ours, keras.metrics.Metric) else set()
+    return all(
+        name in known or (name in vars(theirs) and _same(value, vars(theirs)[name], depth + 1))
+        for name, value in vars(ours).items()
+    )
+
+
+def _attributes(obj: Any) -> dict[str, Any]:
+    state = {name: value for name, value in vars(obj).items() if name not in _MADE_ANEW}
+    for name in _COMPILED:
+        if name in state:
+            state[name] = None
+    nodes = state.get("_nodes")
+    if isinstance(obj, keras.Model) and isinstance(nodes, set):
+        # Keras names the nodes of a graph by where its operations lie in memory.
+        operations = {str(id(operation)): operation for operation in state["_operations"]}
+        parts = [key.split("_", 1) for key in sorted(nodes)]
+        state["_nodes"] = [(operations[place], rest) for place, rest in parts]
+    return state
+
+
+def _set_attributes(obj: Any, state: dict[str, Any]) -> None:
+    nodes = state.get("_nodes")
+    if isinstance(obj, keras.Model) and isinstance(nodes, list):
+        state["_nodes"] = {f"{id(operation)}_{rest}" for operation, rest in nodes}
+    vars(obj).update(state)
+    if isinstance(obj, keras.optimizers.Optimizer) and state.get("_trainable_variables_indices"):
+        indices = {obj._var_key(v): i for i, v in enumerate(obj._trainable_variables)}
+        vars(obj)["_trainable_variables_indices"] = indices
+
+
+def _is_tracking(obj: Any, *names: str) -> bool:
+    kind = type(obj)
+    return kind.__name__ in names and kind.__module__.endswith("utils.tracking") and is_keras(kind)
+
+
+def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
+    vars(tracker).update(state)
+    # Keras notes what it tracks by where that lies in memory.
+    tracker.stored_ids = {
+        name: {id(entry) for entry in entries} for name, (_, entries) in tracker.config.items()
+    }
+
+
+def _fill(tracked: Any, state: tuple[Any, Any]) -> None:
+    # What it holds is noted with the tracker.
+    tracked.tracker = None
+    (tracked.extend if isinstance(tracked, list) else tracked.update)(state[1])
+    tracked.tracker = state[0]
+
+
+def _new(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+def _make_variable(value: Any, trainable: bool, name: str) -> tf.Variable:
+    return tf.Variable(value, trainable=trainable, name=name)
+
+
+def _has_assets(obj: Any) -> bool:
+    """Return whether a layer of Keras keeps tables, which are TensorFlow's, beside its weights."""
+    return (
+        isinstance(obj, keras.Layer)
+        and is_keras(type(obj))
+        and not isinstance(obj, keras.Model)
+        and hasattr(type(obj), "load_assets")
+    )
+
+
+def _assets(layer: Any) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory() as directory:
+        layer.save_assets(directory)
+        found = {}
+        for name in os.listdir(directory):
+            with open(os.path.join(directory, name), "rb") as file:
+                found[name] = file.read()
+        return found
+
+
+def _load_layer(cls: Any, config: dict[str, Any], assets: Mapping[str, bytes]) -> Any:
+    layer = cls.from_config(config)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in assets.items():
+            with open(os.path.join(directory, name), "wb") as file:
+                file.write(content)
+        if assets:
+            layer.load_assets(directory)
+    return layer

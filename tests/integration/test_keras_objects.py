@@ -1,0 +1,129 @@
+"""Models, losses, metrics and optimizers without get_config train as they are given."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_reference import assert_same_weights, make_estimator
+from reference import WIDTH, write_rows
+
+from hvd_estimators.exceptions import ParamError
+
+pytestmark = pytest.mark.integration
+
+
+class Power(keras.losses.Loss):
+    """Keras makes another one with power 2."""
+
+    def __init__(self, power: float = 2.0) -> None:
+        super().__init__()
+        self.power = power
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** self.power, axis=-1)
+
+
+class Above(keras.metrics.Metric):
+    def __init__(self, limit: float = 1000.0) -> None:
+        super().__init__(name="above")
+        self.limit = limit
+        self.count = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(keras.ops.sum(keras.ops.cast(y_pred > self.limit, "float32")))
+
+    def result(self) -> Any:
+        return self.count.value
+
+
+class Slower(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate / (1.0 + keras.ops.cast(step, "float32"))
+
+
+class Stretched(keras.Model):
+    """Takes another model, and has no get_config."""
+
+    def __init__(self, inner: keras.Model) -> None:
+        super().__init__()
+        self.inner = inner
+        self.stretch = 1.0
+
+    def call(self, x: Any) -> Any:
+        return self.stretch * self.inner(x)
+
+
+def make_model() -> keras.Model:
+    keras.utils.set_random_seed(2)
+    model = Stretched(keras.Sequential([keras.layers.Dense(3, "tanh"), keras.layers.Dense(1)]))
+    model.stretch = 3.0
+    model(np.zeros((1, WIDTH), "float32"))
+    return model
+
+
+def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 128)
+
+    def fit(epochs: int, run_id: str) -> Any:
+        return make_estimator(
+            store,
+            2,
+            model=make_model(),
+            optimizer=keras.optimizers.SGD(Slower(0.02), momentum=0.5),
+            loss=Power(1.5),
+            metrics=[Above(0.5)],
+            batch_size=32,
+            epochs=epochs,
+            run_id=run_id,
+        ).fit_on_parquet()
+
+    fit(1, "parts")
+    fitted = fit(2, "parts")
+    alone = make_model()
+    # The ranks read contiguous halves, 32 rows of each for a step.
+    order = np.concatenate([np.r_[i : i + 32, 64 + i : 96 + i] for i in (0, 32)])
+    alone.compile(
+        keras.optimizers.SGD(Slower(0.02), momentum=0.5), Power(1.5), metrics=[Above(0.5)]
+    )
+    expected = alone.fit(
+        columns["features"][order],
+        columns["label"][order, None],
+        batch_size=64,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+    ).history
+    assert_same_weights(fitted.getModel(), alone)
+    for name, values in expected.items():
+        np.testing.assert_allclose(fitted.getHistory()[name], values, rtol=1e-4)
+    assert 0 < expected["above"][-1] < 128
+
+    trained = fitted.getModel()
+    (name, weights), *others = fitted._extra_files().items()
+    assert name == "model.weights.h5"
+    assert not others
+    (tmp_path / name).write_bytes(weights)
+    alone.load_weights(tmp_path / name)
+    again = fitted._load_params({"model": fitted._dump_param("model", trained)})["model"]
+    document, load = fitted._make_predictor()
+    found = load(document)([columns["features"]])[0]
+    for model in (trained, again, alone):
+        np.testing.assert_allclose(
+            found, model.predict(columns["features"], verbose=0), rtol=1e-5, atol=1e-6
+        )
+    assert again.loss.power == 1.5
+
+
+def test_a_model_that_cannot_travel_is_refused_on_the_driver(store: Any) -> None:
+    model = make_model()
+    model.guard = threading.Lock()
+    with pytest.raises(ParamError, match=r"model: it can neither.*lock.*get_config\(\)"):
+        make_estimator(store, 2, model=model)._training_model()

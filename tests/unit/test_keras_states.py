@@ -1,0 +1,192 @@
+"""Keras objects travel as they are, whatever their configs leave out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.keras.serialization import (
+    OptimizerDocument,
+    dump,
+    dump_model,
+    load,
+    load_model,
+)
+
+ROWS = np.linspace(-1.0, 1.0, 12, dtype="float32").reshape(4, 3)
+
+
+class Power(keras.losses.Loss):
+    """Has no get_config: Keras would make another one with power 2."""
+
+    def __init__(self, power: float = 2.0) -> None:
+        super().__init__()
+        self.power = power
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        return keras.ops.mean(keras.ops.abs(y_true - y_pred) ** self.power, axis=-1)
+
+
+class Above(keras.metrics.Metric):
+    def __init__(self, limit: float = 0.0, name: str = "above") -> None:
+        super().__init__(name=name)
+        self.limit = limit
+        self.counts = [self.add_weight(initializer="zeros") for _ in range(2)]
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        hits = keras.ops.cast(y_pred > self.limit, "float32")
+        self.counts[0].assign_add(keras.ops.sum(hits))
+        self.counts[1].assign_add(keras.ops.sum(keras.ops.ones_like(hits)))
+
+    def result(self) -> Any:
+        return self.counts[0] / self.counts[1]
+
+
+class Steps(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def __call__(self, step: Any) -> Any:
+        return self.rate / (1.0 + keras.ops.cast(step, "float32"))
+
+
+class SignedSGD(keras.optimizers.SGD):
+    def __init__(self, learning_rate: Any = 0.01, sign: float = 1.0) -> None:
+        super().__init__(learning_rate, momentum=0.5)
+        self.sign = sign
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        super().update_step(self.sign * gradient, variable, learning_rate)
+
+
+class Filled(keras.initializers.Initializer):
+    def __init__(self, value: float = 0.0) -> None:
+        self.value = value
+
+    def __call__(self, shape: Any, dtype: Any = None) -> Any:
+        return keras.ops.full(shape, self.value, dtype)
+
+
+class Capped(keras.constraints.Constraint):
+    def __init__(self, cap: float = 100.0) -> None:
+        self.cap = cap
+
+    def __call__(self, w: Any) -> Any:
+        return keras.ops.minimum(w, self.cap)
+
+
+class Penalty(keras.regularizers.Regularizer):
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, x: Any) -> Any:
+        return self.factor * keras.ops.sum(x**2)
+
+
+class Wrapping(keras.Model):
+    """Takes a model, has no get_config, and is told something after it was made."""
+
+    def __init__(self, inner: keras.Model, extra: list[Any]) -> None:
+        super().__init__()
+        self.inner = inner
+        self.extra = extra
+        self.temperature = 1.0
+        self.noise = keras.layers.Dropout(0.5, seed=3)
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        x = self.noise(self.inner(x), training=training)
+        for layer in self.extra:
+            x = layer(x)
+        return x / self.temperature
+
+
+def test_losses_metrics_and_schedules_keep_what_they_were_made_with() -> None:
+    loss, metric, schedule = load(dump([Power(3.0), Above(0.5), Steps(0.25)]))
+    assert float(loss(np.array([[2.0]]), np.array([[0.0]]))) == pytest.approx(8.0)
+    metric.update_state(np.zeros(4), np.array([0.2, 0.7, 0.9, 0.4]))
+    assert float(metric.result()) == pytest.approx(0.5)
+    assert len(metric.variables) == 2
+    metric.reset_state()
+    assert float(metric.counts[1]) == 0.0
+    assert float(schedule(1)) == pytest.approx(0.125)
+
+
+@pytest.mark.parametrize("built", [False, True])
+def test_optimizers_keep_what_their_config_leaves_out(built: bool) -> None:
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = SignedSGD(Steps(1.0), sign=-1.0)
+    if built:
+        optimizer.apply([np.ones(2, "float32")], [variable])
+    document = OptimizerDocument.of(optimizer)
+    other, target = document.make(), keras.Variable(variable.numpy())
+    document.restore(other, [target])
+    for made, of in [(other, target), (optimizer, variable)]:
+        made.apply([np.array([1.0, 2.0], "float32")], [of])
+    # Uphill, at a rate that falls, with the momentum of the step before.
+    np.testing.assert_allclose(target.numpy(), variable.numpy())
+    assert target.numpy().tolist() == ([2.0, 2.5] if built else [1.0, 2.0])
+
+
+def test_layers_keep_initializers_constraints_and_regularizers() -> None:
+    model = keras.Sequential(
+        [
+            keras.layers.Dense(
+                2,
+                kernel_initializer=Filled(3.0),
+                kernel_constraint=Capped(0.5),
+                kernel_regularizer=Penalty(0.125),
+            )
+        ]
+    )
+    copy = load_model(dump_model(model))
+    copy.build((None, 3))
+    layer = copy.layers[0]
+    np.testing.assert_array_equal(layer.kernel.numpy(), np.full((3, 2), 3.0))
+    assert float(layer.kernel.constraint(np.array(7.0))) == 0.5
+    assert float(copy.losses[0]) == pytest.approx(0.125 * 9 * 6)
+
+
+def test_models_without_a_config_come_back_with_shared_layers_and_what_was_set(
+    tmp_path: Path,
+) -> None:
+    keras.utils.set_random_seed(0)
+    x = keras.Input((3,))
+    shared = keras.layers.Dense(3, activation="tanh")
+    inner = keras.Model(x, shared(keras.layers.BatchNormalization()(shared(x))))
+    model = Wrapping(inner, [shared, keras.layers.Dense(1)])
+    model.temperature = 4.0
+    model.compile(keras.optimizers.Adam(0.1), Power(3.0), metrics=[Above(0.5)])
+    model.fit(ROWS, ROWS[:, :1], verbose=0)
+    copy = load_model(dump_model(model))
+    assert copy.temperature == 4.0
+    assert copy.extra[0] is copy.inner.layers[1]
+    assert [v.path for v in copy.variables] == [v.path for v in model.variables]
+    np.testing.assert_array_equal(copy.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
+    # Both go on in the same way, dropout included, and each by itself.
+    before = [variable.numpy() for variable in model.variables]
+    copy.fit(ROWS, ROWS[:, :1], verbose=0)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+    model.fit(ROWS, ROWS[:, :1], verbose=0)
+    for a, b in zip(copy.variables, model.variables, strict=True):
+        np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-6, err_msg=a.path)
+    # Its functional part can still tell its config, and weights can be saved.
+    again = keras.Model.from_config(copy.inner.get_config())
+    assert again.count_params() == inner.count_params()
+    copy.save_weights(tmp_path / "copy.weights.h5")
+    model.load_weights(tmp_path / "copy.weights.h5")
+
+
+def test_deep_models_with_a_part_without_config_come_back() -> None:
+    x = y = keras.Input((2,))
+    for _ in range(150):
+        y = keras.layers.Add()([keras.layers.Activation("tanh")(y), x])
+    model = keras.Model(x, keras.layers.Dense(1, kernel_initializer=Filled(3.0))(y))
+    rows = np.array([[0.1, 0.2]], "float32")
+    copy = load_model(dump_model(model))
+    np.testing.assert_array_equal(copy(rows), model(rows))
+    assert copy.layers[-1].kernel_initializer.value == 3.0
