@@ -7,13 +7,19 @@ unknown.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
+
+from hvd_estimators.data.sources import (
+    cached_data,
+    class_name,
+    file_versions,
+    items,
+    same_objects,
+)
 
 __all__ = ["SourcePlan", "estimated_rows", "keeps_order", "source_plan"]
 
@@ -76,7 +82,6 @@ _PLAIN_EXPRESSIONS = {
     "UnaryMinus",
 }
 _OPAQUE_FIELDS = {"dataType", "inputEncoders", "outputEncoder"}
-_FILE = re.compile(r"path=(.*?); isDirectory=\w+; length=(\d+);.*?modification_time=(\d+);")
 
 
 @dataclass
@@ -101,32 +106,42 @@ class SourcePlan:
     settings : str
         The session's settings and parallelism, on which rows may depend.
     files : tuple
-        Path, size and time of the last change of every file that is read.
-    session : pyspark.sql.SparkSession
-        Lists the files.
+        The version of every file that is read, see `file_versions`.
+    cached : tuple of py4j.java_gateway.JavaObject
+        The cached data that is read in the place of parts of the plan, see `cached_data`: it
+        holds files as they were when it was cached.
+    frame : pyspark.sql.DataFrame
+        The DataFrame itself.
     """
 
     plan: Any
     schema: str
     settings: str
     files: tuple[tuple[str, ...], ...]
-    session: Any
+    cached: tuple[Any, ...]
+    frame: Any
 
     def same_as(self, other: SourcePlan) -> bool:
         """Return whether two DataFrames hold the same rows, by Spark's own comparison of plans."""
         if (self.schema, self.settings, self.files) != (other.schema, other.settings, other.files):
             return False
         try:
-            return bool(self.plan.sameResult(other.plan))
+            session = self.frame.sparkSession
+            return same_objects(session, self.cached, other.cached) and bool(
+                self.plan.sameResult(other.plan)
+            )
         except Py4JError:
             # One of them lived in a JVM that has ended.
             return False
 
     def is_current(self) -> bool:
-        """Return whether the files still are what they were."""
+        """Return whether files and cached data still are what they were."""
+        session = self.frame.sparkSession
         try:
-            return _files(self.plan, self.session) == self.files
-        except (Py4JError, TypeError):
+            return file_versions(self.plan, session) == self.files and same_objects(
+                session, self.cached, cached_data(self.frame)
+            )
+        except (Py4JError, TypeError, OSError):
             return False
 
 
@@ -139,7 +154,7 @@ def source_plan(df: DataFrame) -> SourcePlan | None:
         None if that cannot be told: for RDDs, JDBC, tables that are not plain files, Python
         functions, clocks, random numbers (those of ``rand`` and ``randn`` count as known where
         their seed and the order of rows are), files that have changed since the DataFrame was
-        made, and Spark Connect.
+        made or whose changes cannot be told (see `file_versions`), and Spark Connect.
     """
     plan = _analyzed(df)
     if plan is None:
@@ -157,13 +172,14 @@ def source_plan(df: DataFrame) -> SourcePlan | None:
         ):
             return None
         session: Any = df.sparkSession
-        files = _files(plan, session)
+        cached = cached_data(df)
+        files = file_versions(plan, session)
         if files is None:
             return None
         settings = session._jsparkSession.sessionState().conf().getAllConfs().toString()
         cores = session.sparkContext.defaultParallelism
-        return SourcePlan(plan, df.schema.json(), f"{cores} {settings}", files, session)
-    except (Py4JError, TypeError):
+        return SourcePlan(plan, df.schema.json(), f"{cores} {settings}", files, cached, df)
+    except (Py4JError, TypeError, OSError):
         # A Spark whose internals are others: it is not known, so nothing is taken for the same.
         return None
 
@@ -175,7 +191,9 @@ def keeps_order(df: DataFrame) -> bool:
         return False
     try:
         nodes = _classes(plan).nodes
-        rdds = [leaf.rdd() for leaf in _items(plan.collectLeaves()) if _name(leaf) == "LogicalRDD"]
+        rdds = [
+            leaf.rdd() for leaf in items(plan.collectLeaves()) if class_name(leaf) == "LogicalRDD"
+        ]
         return (
             nodes <= _ORDERED_LEAVES | _ORDERED_NODES | {"LogicalRDD"}
             and bool(plan.subqueriesAll().isEmpty())
@@ -233,69 +251,21 @@ def _is_repeatable(plan: Any, random: set[str]) -> bool:
     """Return whether all expressions give the same values each time."""
     if plan.deterministic():
         return True
-    return all(_is_repeatable(child, random) for child in _items(plan.children())) and all(
-        _has_fixed_values(expression, random) for expression in _items(plan.expressions())
+    return all(_is_repeatable(child, random) for child in items(plan.children())) and all(
+        _has_fixed_values(expression, random) for expression in items(plan.expressions())
     )
 
 
 def _has_fixed_values(expression: Any, random: set[str]) -> bool:
     if expression.deterministic():
         return True
-    name = _name(expression)
+    name = class_name(expression)
     if name in random:
-        return all(_name(child) == "Literal" for child in _items(expression.children()))
+        return all(class_name(child) == "Literal" for child in items(expression.children()))
     # Spark ML marks its own functions, such as VectorAssembler's, as not deterministic only so
     # that the optimizer does not move them (they raise on bad rows).
     known = name in _PLAIN_EXPRESSIONS or (
         name == "ScalaUDF"
         and expression.function().getClass().getName().startswith("org.apache.spark.ml.")
     )
-    return known and all(
-        _has_fixed_values(child, random) for child in _items(expression.children())
-    )
-
-
-def _files(plan: Any, session: Any) -> tuple[tuple[str, ...], ...] | None:
-    """Return path, size and time of all files of a plan; None if that is not what Spark reads."""
-    files: list[tuple[str, ...]] = []
-    for leaf in _items(plan.collectLeaves()):
-        if _name(leaf) != "LogicalRelation":
-            continue
-        relation = leaf.relation()
-        if _name(relation) != "HadoopFsRelation" or _name(relation.location()) != (
-            "InMemoryFileIndex"
-        ):
-            return None
-        index = relation.location()
-        listed, now = _listed(index), _listed(_listed_again(index, relation.options(), session))
-        # Spark reads what it listed when the DataFrame was made.
-        if listed is None or listed != now:
-            return None
-        files += listed
-    return tuple(files)
-
-
-def _listed(index: Any) -> list[tuple[str, ...]] | None:
-    statuses = index.allFiles()
-    found = [_FILE.search(line) for line in statuses.mkString("\n").splitlines()]
-    if not all(found) or len(found) != statuses.size():
-        return None
-    return sorted(match.groups() for match in found if match)
-
-
-def _listed_again(index: Any, options: Any, session: Any) -> Any:
-    """Return a new index of the same paths, made past Spark's caches."""
-    package = session._jvm.org.apache.spark.sql.execution.datasources
-    no_cache = getattr(getattr(package, "NoopCache$"), "MODULE$")
-    none = session._jvm.scala.Option.empty()
-    return package.InMemoryFileIndex(
-        session._jsparkSession, index.rootPaths(), options, none, no_cache, none, none
-    )
-
-
-def _name(value: Any) -> str:
-    return str(value.getClass().getSimpleName())
-
-
-def _items(sequence: Any) -> Iterator[Any]:
-    return (sequence.apply(i) for i in range(sequence.size()))
+    return known and all(_has_fixed_values(child, random) for child in items(expression.children()))
