@@ -5,7 +5,7 @@ Used on both sides: by the readers, and by the driver's dry run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from hvd_estimators.data.columns import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError, ParamError
 
-__all__ = ["EditedField", "RowFunction", "Transformation", "edited_fields"]
+__all__ = ["EditedField", "RowFunction", "Transformation", "Transformed", "edited_fields"]
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
@@ -22,6 +22,9 @@ BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 _FIRST_ROWS = 32
 """Rows that are transformed first, to see how large they become."""
+
+_MOST_SHOWN = 200
+"""Characters of a row that messages show."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +118,6 @@ class Transformation:
                 )
         return {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
 
-    def parts(self, columns: Columns, num_bytes: int) -> Iterator[dict[str, Array]]:
-        """Transform some rows at a time, as many as make about so many bytes."""
-        rows, start, step = num_rows(columns), 0, _FIRST_ROWS
-        while start < rows:
-            part = self(take(columns, slice(start, start + step)))
-            yield part
-            start += step
-            size = sum(array.nbytes for array in part.values()) / num_rows(part)
-            step = max(int(num_bytes / max(size, 1)), 1)
-
     def _by_row(self, columns: Columns, rows: int) -> dict[str, Array]:
         function = self.row_function
         assert function is not None
@@ -133,11 +126,65 @@ class Transformation:
             for i in range(rows)
         ]
         names = list(transformed[0]) if transformed else []
-        if any(len(row) != len(names) for row in transformed):
-            raise DataError(
-                "transformation_fn returned other fields for some rows than for others."
-            )
+        for i, row in enumerate(transformed):
+            if row.keys() != transformed[0].keys():
+                raise _other_fields("transformation_fn", names, row, _described(columns, i))
         return {name: _stack([row[name] for row in transformed], name) for name in names}
+
+
+class Transformed:
+    """Transforms part after part, and sees to it that all have the same fields of the same types.
+
+    Parameters
+    ----------
+    transformation : Transformation
+        What is applied to every part.
+    """
+
+    def __init__(self, transformation: Transformation) -> None:
+        self._transformation = transformation
+        self._name = (
+            "transformation_fn"
+            if transformation.batch_function is None
+            else "transformation_batch_fn"
+        )
+        self._rows = 0
+        self._first: dict[str, Array] | None = None
+
+    def parts(self, columns: Columns, num_bytes: int) -> Iterator[dict[str, Array]]:
+        """Transform some rows at a time, as many as make about so many bytes.
+
+        Raises
+        ------
+        DataError
+            If the rows have other fields, or fields of another type or shape, than the first.
+        """
+        rows, start, step = num_rows(columns), 0, _FIRST_ROWS
+        while start < rows:
+            part = self._transformation(take(columns, slice(start, start + step)))
+            self._check(part, columns, start)
+            yield part
+            start += step
+            size = sum(array.nbytes for array in part.values()) / num_rows(part)
+            step = max(int(num_bytes / max(size, 1)), 1)
+
+    def _check(self, part: Columns, columns: Columns, start: int) -> None:
+        first = self._rows
+        self._rows += num_rows(part)
+        if self._first is None:
+            self._first = take(part, slice(0, 0))
+            return
+        where = f"rows {first} to {self._rows - 1} that were read, {_described(columns, start)}"
+        if part.keys() != self._first.keys():
+            raise _other_fields(self._name, self._first, part, where)
+        for name, like in self._first.items():
+            found = part[name]
+            if (found.dtype, found.shape[1:]) != (like.dtype, like.shape[1:]):
+                raise DataError(
+                    f"{self._name} returned {_form(like)} for {name!r} in the first rows, and "
+                    f"{_form(found)} in {where}. Return one type and shape for all rows, or name "
+                    "the field's type in transformation_edit_fields, which casts to it."
+                )
 
 
 def edited_fields(given: Sequence[Any] | None) -> tuple[EditedField, ...]:
@@ -192,6 +239,32 @@ def _as_declared(array: Array, field: EditedField) -> Array:
             f"transformation_edit_fields says {field.shape}."
         )
     return array.astype(field.dtype, copy=False)
+
+
+def _other_fields(
+    function: str, wanted: Iterable[str], found: Iterable[str], where: str
+) -> DataError:
+    names, others = list(wanted), list(found)
+    lacking = [repr(name) for name in names if name not in others]
+    added = [repr(name) for name in others if name not in names]
+    differences = [
+        *([f"lack {', '.join(lacking)}"] if lacking else []),
+        *([f"have {', '.join(added)} besides"] if added else []),
+    ]
+    return DataError(
+        f"{function} returned other fields for some rows than for the first: {where}, "
+        f"{' and '.join(differences)} (text does not count). Return the same fields for all rows."
+    )
+
+
+def _form(array: Array) -> str:
+    return f"{array.dtype.name} of shape {array.shape[1:]}"
+
+
+def _described(columns: Columns, row: int) -> str:
+    """Tell a row from others by what it holds."""
+    values = repr({name: array[row] for name, array in columns.items()})
+    return f"beginning with {values[:_MOST_SHOWN]}{'...' if len(values) > _MOST_SHOWN else ''}"
 
 
 def _missing(name: str, arrays: Mapping[str, Array]) -> DataError:

@@ -1,6 +1,8 @@
 """What a user's function makes of rows, and what is refused."""
 
 import contextlib
+import dataclasses
+import itertools
 
 import numpy as np
 import pyarrow as pa
@@ -8,13 +10,19 @@ import pytest
 from foreign import describe, write
 from pyarrow import parquet
 
+from hvd_estimators.data import transformation as transformation_module
 from hvd_estimators.data.columns import table_to_columns
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.readers import ranges
 from hvd_estimators.data.readers.arrow import ArrowDataModule
 from hvd_estimators.data.readers.mixing import one_by_one
 from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.data.transformation import EditedField, Transformation, edited_fields
+from hvd_estimators.data.transformation import (
+    EditedField,
+    Transformation,
+    Transformed,
+    edited_fields,
+)
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 
 READERS: list[type] = [ArrowDataModule]
@@ -99,7 +107,7 @@ def test_rows_that_grow_are_transformed_a_few_at_a_time():
 
     transformation = Transformation(batch_function=grow)
 
-    parts = list(transformation.parts(columns, 100 * grown))
+    parts = list(Transformed(transformation).parts(columns, 100 * grown))
 
     assert [len(part["x"]) for part in parts] == [32, *[100] * 9, 68]
     np.testing.assert_array_equal(np.concatenate([p["x"][:, 0] for p in parts]), columns["x"])
@@ -182,3 +190,79 @@ def test_null_text_is_refused_in_a_dictionary_too():
     # A null that no row has does not matter.
     found = table_to_columns(pa.table({"s": values.slice(2)}), [ColumnSpec("s", "text", "object")])
     assert found["s"].tolist() == ["a"]
+
+
+def read_with(folder, transformation):
+    """Read numbers 0 to 99 for one rank, in stored order, a few rows at a time."""
+    write(folder / "a.parquet", x=np.arange(100))
+    manifest = describe(folder, "x")
+    with ArrowDataModule(
+        train_dir=manifest.train.path,
+        val_dir=None,
+        columns=manifest.columns,
+        train_plan=plan_shards(manifest.train.row_groups, 1),
+        train_batch_size=10,
+        shuffle=False,
+        transformation=transformation,
+    ) as module:
+        return [batch["x"] for batch in itertools.islice(module.train_data(), 10)]
+
+
+def at_70(value, other):
+    """Return another value from row 70 on, by row and by batch."""
+    return [
+        Transformation(lambda row: {"x": other if row["x"] >= 70 else value}),
+        Transformation(
+            batch_function=lambda columns: {
+                "x": np.array([other if columns["x"].max() >= 70 else value] * len(columns["x"]))
+            }
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("transformation", "message"),
+    [
+        *((t, r"int64 of shape \(\) for 'x' .* and float64 of shape") for t in at_70(1, 2.5)),
+        *((t, r"\(2,\) for 'x' .* and int64 of shape \(3,\)") for t in at_70([1, 2], [1, 2, 3])),
+    ],
+)
+def test_fields_that_change_from_part_to_part_are_an_error_with_the_place(
+    tmp_path, monkeypatch, transformation, message
+):
+    # Rows 32 to 69 come together with others.
+    monkeypatch.setattr(ranges, "PART_BYTES", 35 * 8)
+    monkeypatch.setattr(transformation_module, "_FIRST_ROWS", 35)
+    with pytest.raises(DataError, match=message + r".* in rows 70 to \d+ .*'x': .*70.*edit_fields"):
+        read_with(tmp_path, transformation)
+
+
+def test_a_declared_type_makes_fields_alike(tmp_path):
+    (by_row, _) = at_70(1, 2.5)
+    edited = dataclasses.replace(by_row, edited=(EditedField("x", "float32", ()),))
+    found = read_with(tmp_path, edited)
+    assert {array.dtype.name for array in found} == {"float32"}
+    assert np.concatenate(found).tolist() == [1.0] * 70 + [2.5] * 30
+
+
+@pytest.mark.parametrize("new", [{"y": 1, "x": 2}, {"y": 1}, {}])
+def test_fields_that_differ_from_row_to_row_are_named(tmp_path, new):
+    def function(row):
+        return new if row["x"] == 40 else {"x": row["x"]}
+
+    lack = "lack 'x'" if "x" not in new else ""
+    besides = "have 'y' besides" if "y" in new else ""
+    wanted = " and ".join(filter(None, [lack, besides]))
+    with pytest.raises(
+        DataError, match=rf"other fields.*'x': .*40.*\}}, {wanted} \(text .*Return the same"
+    ):
+        read_with(tmp_path, Transformation(function))
+
+
+def test_fields_that_are_numbers_in_some_parts_only_are_named(tmp_path):
+    def function(columns):
+        late = columns["x"].max() > 40
+        return {"x": columns["x"], "y": columns["x"].astype(str if late else int)}
+
+    with pytest.raises(DataError, match=r"transformation_batch_fn .* rows 32 to 99 .* lack 'y'"):
+        read_with(tmp_path, Transformation(batch_function=function))

@@ -21,7 +21,7 @@ from hvd_estimators.data.readers.mixing import Bundle, mixed, one_by_one
 from hvd_estimators.data.readers.ranges import PART_BYTES
 from hvd_estimators.data.rows import Memory, Rows
 from hvd_estimators.data.sharding import RowRange, ShardPlan, batch_sizes
-from hvd_estimators.data.transformation import RowFunction, Transformation
+from hvd_estimators.data.transformation import RowFunction, Transformation, Transformed
 
 __all__ = ["DataModule", "PlannedDataModule"]
 
@@ -333,11 +333,12 @@ class PlannedDataModule(DataModule):
             yield from self._transformed(parts)
 
     def _transformed(self, parts: Iterable[Columns]) -> Iterator[Columns]:
+        transformed = None if self.transformation is None else Transformed(self.transformation)
         for part in parts:
-            if self.transformation is None:
+            if transformed is None:
                 yield part
             else:
-                yield from self.transformation.parts(part, PART_BYTES)
+                yield from transformed.parts(part, PART_BYTES)
 
     def _read_cached(
         self, passes: Iterator[Sequence[Bundle]], workers: int
