@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_estimators.data.manifest import MANIFEST_FILE, DatasetManifest
+from hvd_estimators.data.owners import SUFFIX, owner_path
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import Store
 
@@ -25,6 +26,7 @@ __all__ = [
     "manifest_path",
     "staging_path",
     "stored_datasets",
+    "stored_indices",
 ]
 
 _STAGING = ".partial"
@@ -77,14 +79,16 @@ def list_prepared_data(store: Store) -> list[PreparedDataset]:
 
 def stored_datasets(store: Store) -> list[PreparedDataset]:
     """Return all datasets in a store, the oldest first, and what killed writers left (0 rows)."""
-    store.fs.invalidate_cache()
-    found: dict[str, list[str]] = {}
-    for path in (store.get_train_data_path(), store.get_val_data_path()):
-        for index, folder in _numbered(store, path):
-            found.setdefault(index, []).append(folder)
-    datasets = [_describe(store, index, folders) for index, folders in found.items()]
+    datasets = [_describe(store, index) for index in stored_indices(store)]
     earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
     return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
+
+
+def stored_indices(store: Store) -> list[str]:
+    """Return the indices of all that `stored_datasets` describes."""
+    store.fs.invalidate_cache()
+    paths = (store.get_train_data_path(), store.get_val_data_path())
+    return list(dict.fromkeys(index for path in paths for index in _numbered(store, path)))
 
 
 def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
@@ -93,7 +97,7 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
     Raises
     ------
     StoreError
-        If there is no such dataset.
+        If there is no such dataset, or its manifest is damaged.
     """
     path = manifest_path(store, dataset_idx)
     if not store.exists(path):
@@ -101,7 +105,14 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
             f"dataset_idx: the store holds no prepared dataset {dataset_idx!r} (looked for "
             f"{path!r}). Call fit_on_parquet inside the 'with prepare_data(...)' block."
         )
-    return DatasetManifest.from_json(store.read(path).decode())
+    try:
+        return DatasetManifest.from_json(store.read(path).decode())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"dataset_idx: the manifest of the prepared dataset {dataset_idx!r} is damaged "
+            f"({path!r}: {error!r}). Prepare the data again; clear_prepared_data(store, "
+            f"{dataset_idx!r}) deletes what is left."
+        ) from error
 
 
 def is_whole(store: Store, index: str) -> bool:
@@ -127,31 +138,33 @@ def staging_path(store: Store, index: str) -> str:
 
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
-    """Return all folders that a dataset may have, the one with the manifest first."""
+    """Return all that a dataset may have: the manifest's folder first, who owns it last."""
     return (
         store.get_train_data_path(index),
         store.get_val_data_path(index),
         staging_path(store, index),
+        owner_path(store, index),
     )
 
 
-def _numbered(store: Store, path: str) -> Iterator[tuple[str, str]]:
-    """Yield the index and the path of the folders that are named as datasets are."""
+def _numbered(store: Store, path: str) -> Iterator[str]:
+    """Yield the indices that stand in names below a path's folder as in those of datasets."""
     parent, name = posixpath.split(path)
     # An index is 12 hexadecimal digits: nothing else that lies here is taken for one.
-    pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{re.escape(_STAGING)})?")
+    endings = "|".join(map(re.escape, (_STAGING, SUFFIX)))
+    pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     if not store.exists(parent):
         return
     for entry in store.fs.ls(parent, detail=False):
         match = pattern.fullmatch(posixpath.basename(entry.rstrip("/")))
         if match:
-            yield match[1], f"{parent}/{match[0]}"
+            yield match[1]
 
 
-def _describe(store: Store, index: str, folders: list[str]) -> PreparedDataset:
+def _describe(store: Store, index: str) -> PreparedDataset:
     num_bytes = sum(
         file["size"] or 0
-        for folder in folders
+        for folder in dataset_paths(store, index)[:-1]
         for file in store.fs.find(folder, detail=True).values()
     )
     try:

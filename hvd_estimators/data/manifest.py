@@ -152,7 +152,7 @@ class DatasetManifest:
 
 def _split(document: dict[str, Any]) -> Split:
     groups = tuple(
-        RowGroup(g["file"], g["index"], g["rows"], g.get("open_bytes", 0))
+        RowGroup(str(g["file"]), int(g["index"]), int(g["rows"]), int(g.get("open_bytes", 0)))
         for g in document["row_groups"]
     )
-    return Split(document["path"], groups)
+    return Split(str(document["path"]), groups)

@@ -1,0 +1,101 @@
+"""Who keeps a prepared dataset: a process, so that others can see whether it is gone.
+
+Runs on the driver. Beside each dataset lies a file that names the process that wrote it. Whoever
+finds, on the same machine, that this process is dead, may delete the dataset. Of a process on
+another machine nothing is known: clocks and heartbeats only make it likely that it is dead.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store import Store
+
+__all__ = ["SUFFIX", "Owner", "is_dead", "mark", "owner_of", "owner_path", "this_process"]
+
+SUFFIX = ".owner"
+"""Follows the path of the training part."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process.
+
+    Attributes
+    ----------
+    machine : str
+        The machine since it was started, and what its process numbers count in; empty where that
+        cannot be told. Hosts' names can be shared, and so can the identities of images.
+    pid : int
+        Its number.
+    started : str
+        When it started, in the machine's own count: numbers are used again.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+
+def owner_path(store: Store, index: str) -> str:
+    """Return where a dataset's owner is named."""
+    return store.get_train_data_path(index) + SUFFIX
+
+
+def this_process() -> Owner:
+    """Return what this process is called."""
+    return Owner(_machine(), os.getpid(), _started(os.getpid()))
+
+
+def mark(store: Store, index: str) -> None:
+    """Name this process as a dataset's owner."""
+    store.write_text(owner_path(store, index), json.dumps(asdict(this_process())))
+
+
+def owner_of(store: Store, index: str) -> Owner | None:
+    """Return who wrote a dataset; None if that is not told, or not readably."""
+    try:
+        document = json.loads(store.read(owner_path(store, index)))
+        return Owner(str(document["machine"]), int(document["pid"]), str(document["started"]))
+    except (StoreError, ValueError, KeyError, TypeError):
+        return None
+
+
+def is_dead(owner: Owner | None) -> bool:
+    """Return whether a process is certainly gone."""
+    if owner is None or not owner.machine or owner.machine != _machine():
+        return False
+    try:
+        return not psutil.pid_exists(owner.pid) or _started(owner.pid) not in ("", owner.started)
+    except psutil.NoSuchProcess:
+        return True
+
+
+@functools.lru_cache(maxsize=1)
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _started(pid: int) -> str:
+    """Return when a process started; empty if that cannot be read, "ended" for a zombie."""
+    try:
+        # After the name, which can hold anything: the state first, and the start as the 20th.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except FileNotFoundError as error:
+        if Path("/proc/self/stat").exists() and not psutil.pid_exists(pid):
+            raise psutil.NoSuchProcess(pid) from error
+        return ""
+    except OSError:
+        return ""
+    return "ended" if fields[0] in "ZX" else fields[19]
