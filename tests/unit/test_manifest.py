@@ -36,7 +36,12 @@ def test_the_document_is_plain_json():
         "shape": [28, 28, 3],
         "stored": [],
     }
-    assert document["train"]["row_groups"][1] == {"file": "/b", "index": 3, "rows": 5}
+    assert document["train"]["row_groups"][1] == {
+        "file": "/b",
+        "index": 3,
+        "rows": 5,
+        "open_bytes": 0,
+    }
     assert document["validation"] is None
 
 
