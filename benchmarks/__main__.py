@@ -6,7 +6,16 @@ import argparse
 import subprocess
 import sys
 
-BENCHMARKS = ("prepare", "transform", "loader", "memory", "fit", "keras", "lightning")
+BENCHMARKS = (
+    "prepare",
+    "transform",
+    "loader",
+    "shuffle",
+    "memory",
+    "fit",
+    "keras",
+    "lightning",
+)
 
 
 def main() -> int:
