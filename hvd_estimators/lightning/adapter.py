@@ -12,7 +12,7 @@ from hvd_estimators.lightning.bases import LightningModule
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.checks import check_weightable
 from hvd_estimators.torch.serialization import load_optimizer
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec
 
 __all__ = ["ModuleAdapter"]
 
@@ -70,9 +70,9 @@ class ModuleAdapter(LightningModule):
         self._train_minibatch_fn = train_minibatch_fn
         self._loss: Loss | None = None
 
-    def forward(self, *inputs: torch.Tensor) -> Any:
+    def forward(self, *inputs: Any, **named: torch.Tensor) -> Any:
         """Return the module's outputs."""
-        return self.module(*inputs)
+        return self.module(*inputs, **named)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the user's optimizer, bound to the module's parameters."""
@@ -102,16 +102,16 @@ class ModuleAdapter(LightningModule):
         """Return the loss of a batch."""
         batch = self._tensors.batch(columns, self.device)
         if self._train_minibatch_fn is None:
-            return self._measured("train", batch, self(*batch.inputs))
+            return self._measured("train", batch, self._tensors.call(self, batch.inputs))
         return self._run_minibatch(batch, batch_idx)
 
     def validation_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a validation batch."""
         batch = self._tensors.batch(columns, self.device)
-        return self._measured("val", batch, self(*batch.inputs))
+        return self._measured("val", batch, self._tensors.call(self, batch.inputs))
 
     def _measured(self, stage: str, batch: Batch, raw: Any) -> torch.Tensor:
-        outputs, labels = align(raw, batch.labels, self._tensors.label_shapes)
+        outputs, labels = self._tensors.align(raw, batch.labels)
         assert self._loss is not None
         loss = self._loss(outputs, labels, batch.weights)
         self._log_all(stage, loss, batch, outputs, labels)
@@ -131,9 +131,9 @@ class ModuleAdapter(LightningModule):
             self._train_minibatch_fn,
             self.module,
             self.optimizers(),
-            lambda outputs, labels: align(outputs, labels, self._tensors.label_shapes),
+            self._tensors.align,
             scaled_loss,
-            batch.inputs,
+            self._tensors.arguments(batch.inputs),
             batch.labels,
             batch.weights,
             self.passes_per_step,
@@ -141,7 +141,7 @@ class ModuleAdapter(LightningModule):
         )
         # What the function returns may be divided or scaled already.
         loss: torch.Tensor = (computed[-1] if computed else returned).detach()
-        outputs, labels = align(raw, batch.labels, self._tensors.label_shapes)
+        outputs, labels = self._tensors.align(raw, batch.labels)
         self._log_all("train", loss, batch, outputs, labels)
         return loss
 

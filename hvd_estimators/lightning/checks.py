@@ -15,6 +15,8 @@ from hvd_estimators.dryrun import leave_to_ranks
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of
 from hvd_estimators.torch.checks import torch_traceless
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -139,20 +141,22 @@ def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:
 
 
 def row_shapes(
-    module: torch.nn.Module, inputs: Sequence[torch.Tensor]
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor], spec: TensorSpec | None = None
 ) -> list[tuple[int, ...]] | None:
     """Return the shape of one row of each output; None where the module does not take the inputs.
+
+    ``spec`` tells how the module takes inputs and what its outputs are, where these have names.
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
     trial = copy.deepcopy(module).eval()
     try:
         with torch_traceless():
-            outputs = trial(*inputs)
+            raw = trial(*inputs) if spec is None else spec.call(trial, inputs)
+            outputs: list[Any] = as_list(raw, () if spec is None else spec.label_cols)
     except Exception as error:
         logger.info("forward() does not take the feature columns (%s)", error)
         return None
-    outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
     rows = len(inputs[0])
     for output in outputs:
         if not isinstance(output, torch.Tensor) or output.dim() == 0 or len(output) != rows:

@@ -324,7 +324,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             return []  # a transformation made other fields of them
         arrays = [columns[name] for name in features]
         inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
-        return row_shapes(module, inputs) or []
+        return row_shapes(module, inputs, self._tensor_spec()) or []
 
 
 TorchEstimator = LightningEstimator

@@ -17,8 +17,9 @@ from hvd_estimators.data.names import quoted
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.model import Predictor
 from hvd_estimators.torch import model as torch_model
-from hvd_estimators.torch.serialization import dump_module, load_module
-from hvd_estimators.torch.tensors import as_list
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
+from hvd_estimators.torch.tensors import with_form
 
 __all__ = ["LightningModel", "TorchModel", "forward_inputs"]
 
@@ -46,11 +47,15 @@ class LightningModel(torch_model.TorchModel):
         features = list(self.getOrDefault("feature_columns") or [])
         shapes = self.getOrDefault("input_shapes")
         dtypes = self.getOrDefault("column_dtypes")
+        form = self.getOrDefault("input_form")
+        labels = list(self.getOrDefault("label_columns") or [])
 
         def predict(module: torch.nn.Module, row: Any) -> Any:
             arrays = [np.asarray(row[name])[None] for name in features]
+            inputs = forward_inputs(module, arrays, features, shapes, dtypes)
             with torch.no_grad():
-                return module(*forward_inputs(module, arrays, features, shapes, dtypes))
+                raw = with_form(module, inputs, features, form)
+            return raw if isinstance(raw, torch.Tensor) else as_list(raw, labels)
 
         return predict
 
@@ -72,12 +77,18 @@ class LightningModel(torch_model.TorchModel):
 
     def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:
         features = list(self.getOrDefault("feature_columns") or [])
-        document = dump_module(self.getOrDefault("model"))
+        document = dump_module(plain_module(self.getOrDefault("model")))
         if self._predicts_rows():
             function = self.get_prediction_fn()
             return document, lambda given: _RowPredictor(given, function, features)
         shapes, dtypes = self.getOrDefault("input_shapes"), self.getOrDefault("column_dtypes")
-        return document, lambda given: _BatchPredictor(given, features, shapes, dtypes)
+        form = self.getOrDefault("input_form")
+        labels = list(self.getOrDefault("label_columns") or [])
+
+        def load(given: bytes) -> Predictor:
+            return _BatchPredictor(given, features, labels, form, shapes, dtypes)
+
+        return document, load
 
     def _probe(self, dataset: DataFrame) -> list[list[int]]:
         """Return the outputs' shapes as the first row shows them; it is computed for that."""
@@ -138,13 +149,24 @@ def forward_inputs(
 class _BatchPredictor:
     """Runs a module's forward pass; lives in an executor's Python worker."""
 
-    def __init__(self, document: bytes, features: list[str], shapes: Any, dtypes: Any) -> None:
+    def __init__(
+        self,
+        document: bytes,
+        features: list[str],
+        labels: list[str],
+        form: str,
+        shapes: Any,
+        dtypes: Any,
+    ) -> None:
         self._module = load_module(document).eval()
-        self._arguments = features, shapes, dtypes
+        self._features, self._labels, self._form = features, labels, form
+        self._tensors = shapes, dtypes
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
+        inputs = forward_inputs(self._module, arrays, self._features, *self._tensors)
         with torch.inference_mode():
-            outputs = as_list(self._module(*forward_inputs(self._module, arrays, *self._arguments)))
+            raw = with_form(self._module, inputs, self._features, self._form)
+            outputs = as_list(raw, self._labels)
         return [output.double().numpy() for output in outputs]
 
 

@@ -15,8 +15,9 @@ import torch
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.torch.serialization import dump_module, load_module
-from hvd_estimators.torch.tensors import Loss, TensorSpec, align, as_list
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
+from hvd_estimators.torch.tensors import Loss, TensorSpec
 
 __all__ = ["check_fit", "check_weightable", "output_shapes", "torch_traceless"]
 
@@ -28,11 +29,14 @@ def torch_traceless() -> Iterator[None]:
         yield
 
 
-def output_shapes(module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+def output_shapes(
+    module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
+) -> list[tuple[int, ...]]:
     """Return the shape of one row of each of a module's outputs. Leaves the module as it is."""
-    module = load_module(dump_module(module)).eval()
+    module = _copy(module)
     with torch_traceless():
-        return [tuple(output.shape[1:]) for output in as_list(module(*inputs))]
+        outputs = as_list(tensors.call(module, inputs), tensors.label_cols)
+    return [tuple(output.shape[1:]) for output in outputs]
 
 
 def check_fit(
@@ -76,19 +80,27 @@ def check_fit(
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         for name, tensor in zip(tensors.feature_cols, batch.inputs, strict=True)
     )
-    module = load_module(dump_module(module)).eval()
+    module = _copy(module)
     try:
         with torch_traceless():
-            outputs = as_list(module(*batch.inputs))
+            raw = tensors.call(module, batch.inputs)
     except Exception as error:
         if leave_to_ranks(error):
             return []
         raise ShapeError(
             f"The model cannot take the feature columns. It was called with {inputs} and raised "
             f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's "
-            "inputs, or input_shapes (such as [[-1, 1]]) where it expects other shapes."
+            "inputs, or input_shapes (such as [[-1, 1]]) where it expects other shapes; "
+            "input_form='dict' or 'keyword' gives it the columns by name."
         ) from error
     labels = tensors.label_cols
+    outputs = as_list(raw, labels)
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            raise ShapeError(
+                f"label_cols: the model returns {type(raw).__name__} of {type(output).__name__}. "
+                "Return a tensor per label: alone, in a tuple, or in a dict or dataclass by name."
+            )
     if len(outputs) != len(labels):
         raise ShapeError(
             f"label_cols: the model has {len(outputs)} outputs, and there are {len(labels)} label "
@@ -138,7 +150,7 @@ def _takes_reduction(function: Callable[..., Any]) -> bool:
 def _check_loss(
     loss: Loss, outputs: Sequence[torch.Tensor], batch: Any, tensors: TensorSpec
 ) -> None:
-    aligned, targets = align(list(outputs), batch.labels, tensors.label_shapes)
+    aligned, targets = tensors.align(list(outputs), batch.labels)
     # Modules may keep state, functions may count in variables of their module.
     functions = pickle.loads(cloudpickle.dumps(loss.functions))
     loss = Loss(functions, loss.loss_weights)
@@ -161,6 +173,11 @@ def _check_loss(
         ) from error
     if value.dim() != 0:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy for evaluation, which is not compiled: that takes longer than a few rows."""
+    return load_module(dump_module(plain_module(module))).eval()
 
 
 def _describe(columns: Columns) -> str:

@@ -14,7 +14,7 @@ from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.params import declare, functions, shapes
+from hvd_estimators.params import declare, functions, one_of, shapes
 from hvd_estimators.spec import DataSpec, TrainResult
 from hvd_estimators.torch.checks import check_fit, check_weightable
 from hvd_estimators.torch.model import TorchModel, dump_torch_param, load_torch_params
@@ -24,8 +24,9 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     load_state,
+    plain_module,
 )
-from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.tensors import INPUT_FORMS, Loss, TensorSpec
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 
 __all__ = ["TorchEstimator"]
@@ -50,9 +51,11 @@ class TorchEstimator(HorovodEstimator):
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
     tasks, and returns a `TorchModel`. The model is called with one tensor per feature column,
-    rows first (a number per row gives shape ``(rows,)``), and returns one tensor per label, or a
-    list of them. A label is compared in its output's shape where the elements are as many. The
-    given module and optimizer are left as they are. Runs on the driver.
+    rows first (a number per row gives shape ``(rows,)``; ``input_form`` gives them by name), and
+    returns a tensor, or one per label: in a list or tuple by position, in a dict or dataclass by
+    the labels' names. A label is compared in its output's shape where the elements are as many. The
+    given module and optimizer are left as they are; a module of ``torch.compile`` is compiled anew
+    on the ranks, and `TorchModel.transform` runs it as it is. Runs on the driver.
 
     An epoch trains on every row once. The learning rate is that of one rank: it is multiplied by
     the number of ranks for training and divided again in what is returned. The gradient of a step
@@ -71,6 +74,12 @@ class TorchEstimator(HorovodEstimator):
         "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
         "columns' shapes.",
         convert=shapes,
+    )
+    input_form = declare(
+        "How the model takes its inputs: 'positional' (one tensor per feature column), 'keyword' "
+        "(by the columns' names), or 'dict' (one dict of column name to tensor).",
+        default="positional",
+        convert=one_of(*INPUT_FORMS),
     )
     loss_constructors = declare(
         "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
@@ -158,7 +167,7 @@ class TorchEstimator(HorovodEstimator):
         state = load_state(self._trained_state(results))
         shapes = output_shapes or state["output_shapes"]
         module = load_module(spec.module)
-        module.load_state_dict(state["model"])
+        plain_module(module).load_state_dict(state["model"])
         optimizer = load_optimizer(spec.optimizer, module)
         optimizer.load_state_dict(state["optimizer"])
         return self.get_model_class()(
@@ -180,6 +189,7 @@ class TorchEstimator(HorovodEstimator):
             "label_columns": get("label_cols"),
             "input_shapes": get("input_shapes"),
             "column_dtypes": get("column_dtypes"),
+            "input_form": get("input_form"),
             "loss": get("loss"),
             "loss_constructors": get("loss_constructors"),
             **self._classification(),
@@ -236,6 +246,7 @@ class TorchEstimator(HorovodEstimator):
             input_shapes=tuple(map(tuple, input_shapes)) if input_shapes else None,
             label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
             dtypes=get("column_dtypes"),
+            input_form=get("input_form"),
         )
 
     def _dump_optimizer(self) -> bytes:

@@ -10,16 +10,18 @@ import torch
 from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import declare, shapes
+from hvd_estimators.params import declare, one_of, shapes
 from hvd_estimators.torch.checks import output_shapes
+from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
     load_module,
     load_optimizer,
+    plain_module,
     save_state,
 )
-from hvd_estimators.torch.tensors import TensorSpec, as_list
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchModel"]
 
@@ -42,14 +44,20 @@ class TorchModel(HorovodModel):
         "Shape of each input: of one row, or with -1 for the rows of a batch first.", convert=shapes
     )
     column_dtypes = declare("Column to torch dtype, where it is not float32.", default={})
+    input_form = declare(
+        "How the model takes its inputs: 'positional', 'keyword' or 'dict'.",
+        default="positional",
+        convert=one_of(*INPUT_FORMS),
+    )
 
     def _transform_spec(self) -> TensorSpec:
         given = self.getOrDefault("input_shapes")
         return TensorSpec(
             feature_cols=tuple(self.getOrDefault("feature_columns") or ()),
-            label_cols=(),
+            label_cols=tuple(self.getOrDefault("label_columns") or ()),
             input_shapes=tuple(map(tuple, given)) if given else None,
             dtypes=self.getOrDefault("column_dtypes"),
+            input_form=self.getOrDefault("input_form"),
         )
 
     def _make_predictor(self) -> tuple[bytes, Any]:
@@ -61,7 +69,7 @@ class TorchModel(HorovodModel):
         def load(document: bytes) -> Predictor:
             return _TorchPredictor(document, spec)
 
-        return dump_module(module), load
+        return dump_module(plain_module(module)), load
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         known = self.getOrDefault("output_shapes")
@@ -74,7 +82,7 @@ class TorchModel(HorovodModel):
                 "(the shape of one row of each output), or input_shapes."
             )
         inputs = [torch.zeros(2, *shape[1:]) for shape in given]
-        return output_shapes(self.getOrDefault("model"), inputs)
+        return output_shapes(self.getOrDefault("model"), self._transform_spec(), inputs)
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump_torch_param(self.getOrDefault("model"), name, value)
@@ -84,7 +92,7 @@ class TorchModel(HorovodModel):
 
     def _extra_files(self) -> dict[str, bytes]:
         """Return the weights as a plain ``torch.save`` file, for use without this package."""
-        return {"weights.pt": save_state(self.getOrDefault("model").state_dict())}
+        return {"weights.pt": save_state(plain_module(self.getOrDefault("model")).state_dict())}
 
 
 def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
@@ -120,5 +128,6 @@ class _TorchPredictor:
     def __call__(self, arrays: list[Array]) -> list[Array]:
         columns = dict(zip(self._spec.feature_cols, arrays, strict=True))
         with torch.inference_mode():
-            outputs = as_list(self._module(*self._spec.inputs(columns)))
+            raw = self._spec.call(self._module, self._spec.inputs(columns))
+            outputs = as_list(raw, self._spec.label_cols)
         return [output.double().numpy() for output in outputs]

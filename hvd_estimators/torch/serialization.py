@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import logging
 import pickle
 from typing import Any
 
@@ -17,19 +19,51 @@ __all__ = [
     "load_module",
     "load_optimizer",
     "load_state",
+    "plain_module",
     "save_state",
 ]
+
+logger = logging.getLogger(__name__)
 
 _SCRIPT, _PICKLE = b"S", b"P"
 
 
+def plain_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that ``torch.compile`` was given; any other module as it is.
+
+    Both have the same parameters; the names of a compiled one's carry a prefix.
+    """
+    # Where torch.compile keeps it, and what it prefixes names with.
+    inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, torch.nn.Module) else module
+
+
 def dump_module(module: torch.nn.Module) -> bytes:
-    """Return a module as bytes: TorchScript as TorchScript, all others pickled by value."""
+    """Return a module as bytes: TorchScript as TorchScript, all others pickled by value.
+
+    One that ``torch.compile`` has made is compiled again, with the same options, when it is first
+    called there; where its options cannot be pickled it comes back as the plain module.
+    """
     if isinstance(module, torch.jit.ScriptModule):
         buffer = io.BytesIO()
         torch.jit.save(module, buffer)
         return _SCRIPT + buffer.getvalue()
-    return _PICKLE + cloudpickle.dumps(module)
+    plain = plain_module(module)
+    if plain is not module:
+        try:
+            return _PICKLE + cloudpickle.dumps(module)
+        except Exception as error:
+            logger.warning(
+                "model: what torch.compile was told cannot be sent to other processes (%s: %s). "
+                "They run the module as it is, without compiling it.",
+                type(error).__name__,
+                error,
+            )
+    # Where Lightning is imported, torch.compile notes its arguments on the module it is given.
+    if "_compile_kwargs" in vars(plain):
+        plain = copy.copy(plain)
+        del vars(plain)["_compile_kwargs"]
+    return _PICKLE + cloudpickle.dumps(plain)
 
 
 def load_module(document: bytes) -> torch.nn.Module:
@@ -51,7 +85,8 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
     ParamError
         If the optimizer holds a parameter that is not one of the module's.
     """
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    named = plain_module(module).named_parameters()
+    names = {id(parameter): name for name, parameter in named}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -72,7 +107,7 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
     """Return the optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
-    parameters = dict(module.named_parameters())
+    parameters = dict(plain_module(module).named_parameters())
 
     class Unpickler(pickle.Unpickler):
         def persistent_load(self, pid: Any) -> torch.nn.Parameter:

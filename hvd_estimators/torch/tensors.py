@@ -13,8 +13,20 @@ import torch
 
 from hvd_estimators.data.batching import Run
 from hvd_estimators.data.columns import Array
+from hvd_estimators.torch.outputs import as_list
 
-__all__ = ["Batch", "Loss", "TensorSpec", "align", "as_list", "tensor_batches"]
+__all__ = [
+    "INPUT_FORMS",
+    "Batch",
+    "Loss",
+    "TensorSpec",
+    "align",
+    "tensor_batches",
+    "with_form",
+]
+
+INPUT_FORMS = ("positional", "keyword", "dict")
+"""How a module takes its inputs, see `with_form`."""
 
 LossFunction = Callable[..., torch.Tensor]
 AnyColumns = Mapping[str, Array | torch.Tensor]
@@ -34,6 +46,8 @@ class TensorSpec:
         Shape of each input and target, -1 first; None leaves the columns' own shapes.
     dtypes : mapping
         Column name to the name of a torch dtype; columns that are not named become float32.
+    input_form : str
+        How the module is called, see `with_form`.
     """
 
     feature_cols: tuple[str, ...]
@@ -42,6 +56,23 @@ class TensorSpec:
     input_shapes: tuple[tuple[int, ...], ...] | None = None
     label_shapes: tuple[tuple[int, ...], ...] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    input_form: str = "positional"
+
+    def call(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
+        """Call a module with its inputs."""
+        return with_form(module, inputs, self.feature_cols, self.input_form)
+
+    def arguments(self, inputs: list[torch.Tensor]) -> Any:
+        """Return inputs as a user's function gets them: a list, or a dict where they have names."""
+        if self.input_form == "positional":
+            return inputs
+        return dict(zip(self.feature_cols, inputs, strict=True))
+
+    def align(
+        self, outputs: Any, labels: Sequence[torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return outputs in the order of the labels, and labels in their outputs' shapes."""
+        return align(outputs, labels, self.label_shapes, self.label_cols)
 
     def inputs(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Return the model's inputs, each with the rows of the batch first."""
@@ -124,16 +155,40 @@ def _tensor(
     return tensor.to(device, dtype, non_blocking=True)
 
 
-def as_list(outputs: Any) -> list[torch.Tensor]:
-    """Return a model's outputs as a list."""
-    return list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+def with_form(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor], names: Sequence[str], form: str
+) -> Any:
+    """Call a module.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        What is called.
+    inputs : sequence of torch.Tensor
+        One tensor per feature column.
+    names : sequence of str
+        The columns' names.
+    form : str
+        ``"positional"``: one argument after the other; ``"keyword"``: by the columns' names;
+        ``"dict"``: one argument, a dict of column name to tensor.
+    """
+    if form == "positional":
+        return module(*inputs)
+    named = dict(zip(names, inputs, strict=True))
+    return module(named) if form == "dict" else module(**named)
 
 
 def align(
-    outputs: Any, labels: Sequence[torch.Tensor], label_shapes: Any = None
+    outputs: Any,
+    labels: Sequence[torch.Tensor],
+    label_shapes: Any = None,
+    label_cols: Sequence[str] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return outputs as a list, and labels in their outputs' shapes where elements are as many."""
-    outputs = as_list(outputs)
+    """Return outputs as a list, and labels in their outputs' shapes where elements are as many.
+
+    See `as_list` for how outputs with names are found by ``label_cols``.
+    """
+    outputs = as_list(outputs, label_cols)
     if label_shapes is not None:
         return outputs, list(labels)
     return outputs, [

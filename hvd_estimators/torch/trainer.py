@@ -24,9 +24,10 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     load_state,
+    plain_module,
     save_state,
 )
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, tensor_batches
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import joined, seed_rank
 from hvd_estimators.training.tensorboard import EventWriter, record_scalars
@@ -91,6 +92,8 @@ class _Trainer:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.device = choose_device(spec.use_gpu)
         self.module = load_module(spec.module).to(self.device)
+        # Of a compiled module: what is trained, under the names that the user knows.
+        self.plain = plain_module(self.module)
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves what an optimizer remembers to its parameters' device.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
@@ -98,12 +101,12 @@ class _Trainer:
         self.history: list[EpochRecord] = []
         self.output_shapes: list[list[int]] | None = None
         self._restore()
-        hvd.broadcast_parameters(self.module.state_dict(), root_rank=0)
+        hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
         scale = self.size if spec.scale_learning_rate else 1
         self.learning_rate = LearningRate(self.optimizer, scale)
         self.averager = GradientAverager(
             self.optimizer,
-            self.module,
+            self.plain,
             spec.backward_passes_per_step,
             spec.gradient_compression,
         )
@@ -133,14 +136,14 @@ class _Trainer:
                     self._save_checkpoint()
             self._callbacks("on_train_end")
         state = save_state(self._state()) if self.rank == 0 else None
-        return TrainResult(weights_digest(self.module), state, tuple(self.history))
+        return TrainResult(weights_digest(self.plain), state, tuple(self.history))
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochRecord:
         self.progress.start_epoch(epoch)
         torch.manual_seed(seed_rank(self.spec.data.random_seed, self.rank, epoch))
         self._callbacks("on_epoch_begin", epoch=epoch)
         train = self._train_epoch(batches)
-        average_batch_norm(self.module)
+        average_batch_norm(self.plain)
         means = train.reduced("train")
         record = EpochRecord(epoch, train.as_record(means))
         if self.spec.data.val_plan is not None:
@@ -178,12 +181,12 @@ class _Trainer:
         all rows of the step: 1 where all batches of the step count for the same.
         """
         passes = self.spec.backward_passes_per_step
-        shapes = self.spec.tensors.label_shapes
+        tensors = self.spec.tensors
         if not batch.rows:
             return
         custom = self.spec.train_minibatch_fn
         if custom is None:
-            outputs, labels = align(self.module(*batch.inputs), batch.labels, shapes)
+            outputs, labels = tensors.align(tensors.call(self.module, batch.inputs), batch.labels)
             loss = self.loss(outputs, labels, batch.weights)
             scale = factor / passes
             (loss if scale == 1.0 else loss * scale).backward()
@@ -198,9 +201,9 @@ class _Trainer:
                 custom,
                 self.module,
                 self.optimizer,
-                lambda outputs, labels: align(outputs, labels, shapes),
+                tensors.align,
                 scaled_loss,
-                batch.inputs,
+                tensors.arguments(batch.inputs),
                 batch.labels,
                 batch.weights,
                 passes,
@@ -208,7 +211,7 @@ class _Trainer:
             )
             # What the function returns may be divided or scaled already.
             loss = computed[-1] if computed else returned
-            outputs, labels = align(raw, batch.labels, shapes)
+            outputs, labels = tensors.align(raw, batch.labels)
         measures.add(loss, outputs, labels)
         if self.output_shapes is None:
             self.output_shapes = [list(output.shape[1:]) for output in outputs]
@@ -222,9 +225,8 @@ class _Trainer:
                 batch = self.spec.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
-                outputs, labels = align(
-                    self.module(*batch.inputs), batch.labels, self.spec.tensors.label_shapes
-                )
+                raw = self.spec.tensors.call(self.module, batch.inputs)
+                outputs, labels = self.spec.tensors.align(raw, batch.labels)
                 loss = self.loss(outputs, labels, batch.weights)
                 measures.add(loss, outputs, labels)
         return measures
@@ -259,7 +261,7 @@ class _Trainer:
         if document is None:
             return
         state = load_state(document)
-        self.module.load_state_dict(state["model"])
+        self.plain.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.output_shapes = state.get("output_shapes")
         self.history = [EpochRecord(**record) for record in state["history"]]
@@ -274,7 +276,7 @@ class _Trainer:
 
     def _state(self) -> dict[str, Any]:
         return {
-            "model": self.module.state_dict(),
+            "model": self.plain.state_dict(),
             "optimizer": self.learning_rate.unscaled_state(),
             "output_shapes": self.output_shapes,
             "history": [

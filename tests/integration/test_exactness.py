@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import os
 import random
@@ -175,6 +176,76 @@ def test_every_row_reaches_the_gradient_once_per_epoch(store: Any, rows: int, ra
     assert distances.max() < 1e-5, sorted(set(moved[distances > 1e-5]))
     # What all rows moved by together is one per step: none is missing and none counts twice.
     assert moved.sum() == pytest.approx(epochs * len(sizes), rel=1e-4)
+
+
+@dataclasses.dataclass
+class Answers:
+    label: torch.Tensor | None = None
+    aux: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+
+
+class ByName(torch.nn.Module):
+    """Takes a dict; its outputs have names, which are not in the order of the labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.other = torch.nn.Linear(4, 1)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> Answers:
+        x, shift = batch["features"], batch["id"] / 100
+        return Answers(label=self.net(x), aux=x, weight=self.other(x)[:, 0] + shift)
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process(
+    store: Any, tmp_path: Path, backend: str | None
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    net = ByName()
+    alone = copy.deepcopy(net)
+    given: Any = net if backend is None else torch.compile(net, backend=backend)
+    model, _ = fit(
+        store,
+        2,
+        "sgd",
+        model=given,
+        optimizer=OPTIMIZERS["momentum"](given.parameters()),
+        feature_cols=["id", "features"],
+        label_cols=["weight", "label"],
+        loss_weights=[0.25, 1.0],
+        input_form="dict",
+        batch_size=16,
+        epochs=2,
+    )
+    optimizer = OPTIMIZERS["momentum"](alone.parameters())
+    tensors = {name: torch.from_numpy(array).float() for name, array in columns.items()}
+    for rows in global_batches(65, 2, 16) * 2:
+        batch = {name: tensor[rows] for name, tensor in tensors.items()}
+        found = alone(batch)
+        optimizer.zero_grad()
+        errors = [(getattr(found, n).reshape(-1) - batch[n]) ** 2 for n in ("weight", "label")]
+        (0.25 * errors[0].mean() + errors[1].mean()).backward()
+        optimizer.step()
+    trained = model.getModel()
+    # The user gets back what was given, with the names of the plain module where they are kept.
+    assert type(trained) is type(given)
+    assert_same_weights(trained, alone)
+    assert model.getOptimizer().param_groups[0]["params"][0] is next(trained.parameters())
+    assert model.getOutputShapes() == [[], [1]]
+    model.save(str(tmp_path / "model"))
+    (weights,) = Path(tmp_path, "model").rglob("weights.pt")
+    assert torch.load(weights).keys() == net.state_dict().keys()
+    loaded = type(model).load(str(tmp_path / "model"))
+    assert type(loaded.getModel()) is type(given)
+    assert loaded.getInputForm() == "dict"
+    document, load = loaded._make_predictor()
+    predicted = load(document)([columns["id"], columns["features"]])
+    with torch.no_grad():
+        expected = alone(tensors)
+    np.testing.assert_allclose(predicted[0], expected.weight, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(predicted[1], expected.label, rtol=1e-4, atol=1e-4)
 
 
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(store: Any) -> None:

@@ -38,7 +38,7 @@ def test_the_shape_of_one_row_of_each_output_is_told():
     assert fit(torch.nn.Linear(4, 1)) == [(1,)]
     assert fit(torch.nn.Linear(4, 7), loss=None) == [(7,)]
     assert fit(TwoOutputs(), None, TensorSpec(("x",), ("y", "wide"))) == [(), (2, 2)]
-    assert output_shapes(TwoOutputs(), [torch.zeros(5, 4)]) == [(), (2, 2)]
+    assert output_shapes(TwoOutputs(), SPEC, [torch.zeros(5, 4)]) == [(), (2, 2)]
 
 
 def test_class_numbers_fit_a_classification():
@@ -181,7 +181,7 @@ def test_model_loss_and_random_numbers_are_left_as_they_are(training):
     states = torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
 
     fit(module, loss)
-    output_shapes(module, [torch.zeros(2, 4)])
+    output_shapes(module, SPEC, [torch.zeros(2, 4)])
 
     for name, value in module.state_dict().items():
         torch.testing.assert_close(value, before[name], rtol=0, atol=0)

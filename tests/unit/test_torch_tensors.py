@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align, as_list
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
 
 F = torch.nn.functional
 ROWS = 5

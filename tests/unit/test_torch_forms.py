@@ -1,0 +1,174 @@
+"""Modules that take their inputs by name, return outputs by name, or are compiled."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.checks import check_fit
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_optimizer,
+    load_module,
+    load_optimizer,
+    plain_module,
+)
+from hvd_estimators.torch.tensors import Loss, TensorSpec
+
+ONE, TWO = torch.zeros(3), torch.ones(3, 2)
+
+
+@dataclass
+class Found:
+    price: Any = None
+    demand: Any = None
+    states: Any = None
+
+
+@dataclass
+class ModelOutput(OrderedDict):  # type: ignore[type-arg]
+    """As Hugging Face's: a dataclass that is a dict of what is not None."""
+
+    loss: Any = None
+    logits: Any = None
+    hidden: tuple[Any, ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        self.update({"logits": self.logits, "hidden": self.hidden})
+
+
+Pair = namedtuple("Pair", ["price", "demand"])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "labels"),
+    [
+        ({"demand": TWO, "price": ONE}, ["price", "demand"]),
+        (OrderedDict(demand=TWO, aux=ONE, price=ONE), ["price", "demand"]),
+        (Found(demand=TWO, price=ONE), ["price", "demand"]),
+        (Pair(demand=TWO, price=ONE), ["price", "demand"]),
+        (Pair(ONE, TWO), ["a", "b"]),
+        ((ONE, TWO), ["demand", "price"]),
+        ([ONE, TWO], ["demand", "price"]),
+        ({"first": ONE, "second": TWO}, []),
+    ],
+)
+def test_outputs_come_by_name_where_they_have_names(outputs: Any, labels: list[str]) -> None:
+    found = as_list(outputs, labels)
+    assert len(found) == 2
+    assert found[0] is ONE
+    assert found[1] is TWO
+
+
+def test_a_single_label_takes_the_only_output_or_the_logits() -> None:
+    assert as_list(TWO, ["y"]) == [TWO]
+    assert as_list({"scores": TWO, "name": "net"}, ["y"])[0] is TWO
+    assert as_list(Found(demand=TWO), ["y"])[0] is TWO
+    assert as_list(ModelOutput(logits=TWO, hidden=(ONE,)), ["y"])[0] is TWO
+
+
+def test_a_label_without_an_output_is_an_error_that_names_both() -> None:
+    with pytest.raises(ShapeError, match=r"dict with the outputs price, cost, .* named demand\."):
+        as_list({"price": ONE, "cost": TWO}, ["price", "demand"])
+    with pytest.raises(ShapeError, match="Found with the outputs none"):
+        as_list(Found(), ["y"])
+
+
+class ByDict(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        x = self.linear(torch.cat([batch["x"], batch["a"][:, None]], dim=1))
+        return {"v": x[:, 0], "y": x[:, :1]}
+
+
+class ByKeyword(ByDict):
+    def forward(self, *, a: torch.Tensor, x: torch.Tensor) -> Any:  # type: ignore[override]
+        return super().forward({"a": a, "x": x})
+
+
+COLUMNS = {
+    "x": np.ones((5, 2), np.float32),
+    "a": np.ones(5),
+    "y": np.ones(5),
+    "v": np.ones(5),
+    "other": np.ones(5),
+}
+
+
+def spec(form: str, labels: tuple[str, ...] = ("y", "v")) -> TensorSpec:
+    return TensorSpec(("x", "a"), labels, input_form=form)
+
+
+def test_modules_are_called_in_the_form_that_is_set() -> None:
+    loss = Loss([torch.nn.functional.mse_loss] * 2, [1.0, 1.0])
+    for module, form in ((ByDict(), "dict"), (ByKeyword(), "keyword")):
+        assert check_fit(module, loss, spec(form), COLUMNS) == [(1,), ()]
+    with pytest.raises(ShapeError, match="input_form='dict' or 'keyword'"):
+        check_fit(ByDict(), loss, spec("positional"), COLUMNS)
+    with pytest.raises(ShapeError, match=r"the outputs v, y, .* named other\."):
+        check_fit(ByDict(), loss, spec("dict", ("y", "other")), COLUMNS)
+    with pytest.raises(ParamError, match="input_form: expected one of 'positional', 'keyword'"):
+        TorchEstimator(input_form="tuple")
+
+
+def test_outputs_that_are_no_tensors_are_an_error() -> None:
+    class Nested(ByDict):
+        def forward(self, batch: Any) -> Any:
+            return [super().forward(batch)]
+
+    with pytest.raises(ShapeError, match="returns list of dict"):
+        check_fit(Nested(), None, spec("dict", ("y",)), COLUMNS)
+
+
+def test_a_compiled_module_travels_with_its_options_and_its_parameters_keep_their_names() -> None:
+    calls: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        calls.append(len(inputs))
+        return graph
+
+    net = torch.nn.Linear(2, 1)
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    assert plain_module(compiled) is net
+    assert plain_module(net) is net
+    loaded = load_module(dump_module(compiled))
+    assert type(loaded) is type(compiled)
+    assert not calls
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1, momentum=0.5)
+    bound = load_optimizer(dump_optimizer(optimizer, compiled), loaded)
+    assert bound.param_groups[0]["params"][0] is plain_module(loaded).weight
+    x = torch.ones(3, 2)
+    torch.testing.assert_close(loaded(x), net(x))
+    # The driver's trial does not compile, which takes longer than a few rows.
+    spec = TensorSpec(("x",), ("y",))
+    assert check_fit(compiled, None, spec, COLUMNS) == [(1,)]
+    assert not calls
+
+
+def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any) -> None:
+    import pytorch_lightning  # noqa: F401 (it changes torch.compile)
+
+    lock = threading.Lock()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        with lock:
+            return graph
+
+    compiled = torch.compile(torch.nn.Linear(2, 1), backend=backend)
+    with caplog.at_level(logging.WARNING):
+        loaded = load_module(dump_module(compiled))
+    assert type(loaded) is torch.nn.Linear
+    assert "without compiling it" in caplog.text
