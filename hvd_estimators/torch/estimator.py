@@ -115,6 +115,11 @@ class TorchEstimator(HorovodEstimator):
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
             )
         dump_optimizer(get("optimizer"), get("model"))
+        if getattr(get("model"), "_compiled_call_impl", None) is not None:
+            logger.warning(
+                "model: what model.compile() did is lost when a module is sent to the ranks, and "
+                "they train it without. Give torch.compile(model) instead."
+            )
         if (get("loss") is None) == (get("loss_constructors") is None):
             raise ParamError("Set either loss or loss_constructors.")
         for name in ("loss", "loss_constructors"):

@@ -158,6 +158,19 @@ def test_a_compiled_module_travels_with_its_options_and_its_parameters_keep_thei
     assert not calls
 
 
+def test_a_module_that_was_compiled_in_place_is_said_to_train_without(caplog: Any) -> None:
+    net = torch.nn.Linear(2, 1)
+    net.compile(backend="eager")
+    TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+    )._check_training()
+    assert "Give torch.compile(model) instead" in caplog.text
+
+
 def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any) -> None:
     import pytorch_lightning  # noqa: F401 (it changes torch.compile)
 
@@ -172,3 +185,22 @@ def test_a_compiled_module_that_cannot_travel_comes_as_the_plain_one(caplog: Any
         loaded = load_module(dump_module(compiled))
     assert type(loaded) is torch.nn.Linear
     assert "without compiling it" in caplog.text
+
+
+def test_plain_modules_under_lightning_are_called_in_their_form() -> None:
+    from hvd_estimators.lightning import LightningModel
+
+    net = ByDict()
+    model = LightningModel(
+        model=torch.compile(net, backend="eager"),
+        feature_columns=["x", "a"],
+        label_columns=["y", "v"],
+        input_form="dict",
+    )
+    document, load = model._make_predictor()
+    predicted = load(document)([COLUMNS["x"], COLUMNS["a"].astype(np.float32)])
+    with torch.no_grad():
+        x = torch.cat([torch.ones(5, 2), torch.ones(5, 1)], dim=1)
+        expected = net.linear(x).numpy()
+    np.testing.assert_allclose(predicted[0], expected[:, :1], rtol=1e-6)
+    np.testing.assert_allclose(predicted[1], expected[:, 0], rtol=1e-6)
