@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.keras.backend import require_tensorflow
@@ -195,6 +196,7 @@ class KerasEstimator(HorovodEstimator):
                 model=model,
                 history=_as_history(results[0].history),
                 run_id=spec.run.run_id,
+                _metadata=column_metadata(spec.data.columns),
                 output_shapes=None if output_shapes is None else list(map(list, output_shapes)),
             )
         )

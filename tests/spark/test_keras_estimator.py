@@ -146,6 +146,8 @@ def test_sparse_vectors_weights_and_a_row_transformation(
     net.fit(dense, labels, sample_weight=np.array([r[2] for r in rows]), batch_size=40, verbose=0)
     for a, b in zip(fitted.getModel().weights, net.weights, strict=True):
         np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-6)
+    metadata = fitted._get_metadata()["sparse"]
+    assert (metadata["shape"], metadata["is_sparse_vector_only"]) == ([3], compress)
     predicted = fitted.setOutputCols(["out"]).transform(frame).select("sparse", "out").collect()
     found = np.array([row["out"] for row in predicted])
     inputs = np.array([row["sparse"].toArray() for row in predicted])
