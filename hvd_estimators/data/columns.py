@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.partitions import partition_column
-from hvd_estimators.data.types import is_bytes, is_list_view
+from hvd_estimators.data.types import is_bytes, is_level, is_list_view
 from hvd_estimators.exceptions import DataError
 
 __all__ = ["Array", "Columns", "num_rows", "table_to_columns", "take"]
@@ -120,6 +120,8 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
         offsets = column.offsets.to_numpy()
         values = column.values.slice(int(offsets[0]), int(offsets[-1] - offsets[0]))
         lengths = np.diff(offsets)
+    while not values.null_count and is_level(values.type):
+        values = values.field(0)
     if values.null_count:
         raise DataError(
             f"Column {name!r} holds arrays with null elements ({values.null_count} of them); "

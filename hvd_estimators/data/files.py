@@ -130,5 +130,6 @@ def unreadable(file: str, error: Exception) -> StoreError:
     return StoreError(
         f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} ({error}). "
         "Write it again if it is damaged; move it away, or begin its name with '_', if it is no "
-        "data."
+        "data. If Spark wrote lists in lists with spark.sql.parquet.writeLegacyFormat=true, write "
+        "them without it."
     )

@@ -13,7 +13,7 @@ from hvd_estimators.data.files import Footer, read_footers, unreadable
 from hvd_estimators.data.layout import open_bytes
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.data.partitions import check_partition, partition_spec
-from hvd_estimators.data.types import column_spec, is_bytes
+from hvd_estimators.data.types import column_spec, is_bytes, is_level
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
@@ -227,4 +227,6 @@ def _shape(spec: ColumnSpec, value: pa.Scalar) -> tuple[int, ...]:
             )
         shape.append(len(inner))
         value = inner[0]
+        while isinstance(value, pa.StructScalar) and value.is_valid and is_level(value.type):
+            value = value[0]
     return tuple(shape)

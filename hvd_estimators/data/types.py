@@ -9,7 +9,7 @@ import pyarrow as pa
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
 
-__all__ = ["column_spec", "is_bytes", "is_list_view", "num_leaves"]
+__all__ = ["column_spec", "is_bytes", "is_level", "is_list_view", "num_leaves"]
 
 
 def _one_of(*names: str) -> Callable[[pa.DataType], bool]:
@@ -64,6 +64,8 @@ def column_spec(
         else:
             break
         leaf = leaf.value_type
+        while is_level(leaf):
+            leaf = leaf[0].type
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
     is_text = _is_string(leaf) or (is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf))
@@ -89,6 +91,19 @@ def column_spec(
             f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out."
         )
     return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape))
+
+
+def is_level(element: pa.DataType) -> bool:
+    """Return whether the elements of a list are a level of Spark's old format, and no structs.
+
+    With ``spark.sql.parquet.writeLegacyFormat`` a list in a list has no level of its own for its
+    elements, and PyArrow takes the inner list for a struct that holds nothing else.
+    """
+    return (
+        pa.types.is_struct(element)
+        and element.num_fields == 1
+        and element[0].name in ("array", "bag")
+    )
 
 
 def num_leaves(data_type: pa.DataType) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from pyarrow import parquet
@@ -14,7 +15,7 @@ from pyspark.sql import functions as F
 from hvd_estimators import Store
 from hvd_estimators.data.columns import table_to_columns
 from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
@@ -87,16 +88,14 @@ def test_lists_and_decimals_in_both_formats_of_spark(
     frame = make_frame(spark, 9).select(
         "id",
         F.array("id", F.col("id") + 1).alias("pair"),
-        F.array(F.array("x"), F.array("y")).alias("column"),
+        F.array(F.array("id"), F.array(F.col("id") + 1)).alias("column"),
+        F.array(F.when(F.col("id") >= 0, F.array("id", "id"))).alias("outer"),
         F.array(F.when(F.col("id") >= 0, F.col("id"))).alias("nullable"),
         F.array(F.col("x").cast("decimal(9, 4)")).alias("money"),
         F.struct("x", F.array("y")).alias("beside"),
         (F.col("id") % 2 == 0).alias("even"),
         F.col("id").cast("byte").alias("byte"),
     )
-    if legacy == "true":
-        # PyArrow takes the old format's lists of lists for structs, or refuses the file.
-        frame = frame.drop("column")
     spark.conf.set("spark.sql.parquet.writeLegacyFormat", legacy)
     try:
         frame.write.parquet(str(tmp_path / "data"))
@@ -120,6 +119,26 @@ def test_lists_and_decimals_in_both_formats_of_spark(
         np.testing.assert_array_equal(found[name][order], values.astype(found[name].dtype))
     dtypes = {name: str(array.dtype) for name, array in found.items()}
     assert (dtypes["money"], dtypes["even"], dtypes["byte"]) == ("float64", "bool", "int8")
+
+
+def test_old_lists_of_lists_with_nullable_elements_are_read_or_refused_with_a_remedy(
+    spark: Any, store: Any, tmp_path: Path
+) -> None:
+    frame = make_frame(spark, 4).select("id", F.array(F.array("x"), F.array("y")).alias("pairs"))
+    spark.conf.set("spark.sql.parquet.writeLegacyFormat", "true")
+    try:
+        frame.coalesce(1).write.parquet(str(tmp_path / "data"))
+    finally:
+        spark.conf.unset("spark.sql.parquet.writeLegacyFormat")
+    if int(pa.__version__.partition(".")[0]) > 14:
+        # Newer versions of PyArrow do not open such files at all.
+        with pytest.raises(StoreError, match="writeLegacyFormat=true, write them without it"):
+            read_manifest(store, str(tmp_path / "data"), None, ["pairs"])
+        return
+    manifest = read_manifest(store, str(tmp_path / "data"), None, ["pairs"])
+    table = parquet.read_table(manifest.train.row_groups[0].file)
+    found = table_to_columns(table, manifest.columns)["pairs"]
+    np.testing.assert_array_equal(found, [row["pairs"] for row in frame.collect()])
 
 
 def test_the_null_partition_of_spark_is_an_error(spark: Any, store: Any, tmp_path: Path) -> None:
