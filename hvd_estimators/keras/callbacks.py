@@ -16,6 +16,7 @@ from hvd_estimators.keras.learning_rate import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
 )
+from hvd_estimators.keras.metric_states import added_variables, merge_states, merged_metrics
 from hvd_estimators.keras.optimizer import is_distributed
 from hvd_estimators.keras.randomness import split_seed_states
 
@@ -114,9 +115,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
     """Replaces an epoch's logs by what was measured over the rows of all ranks.
 
     Metrics are not averaged: their state (sums and counts) is added up over the ranks, and the
-    result computed from that, so that it is exact whatever the ranks' numbers of rows. Logs that
-    are no metrics (of a ``train_step`` of the user's) are averaged. Has to come before callbacks
-    that read the logs.
+    result computed from that, so that it is exact whatever the ranks' numbers of rows. A metric
+    whose state cannot be added (a maximum) has a method ``merge_state(metrics)``, which takes in
+    the variables of other metrics of its kind, those of the other ranks; or its variables say how
+    they are reduced: ``add_variable(aggregation="mean")``, or ``"only_first_replica"`` for rank
+    0's. Logs that are no metrics (of a ``train_step`` of the user's) are averaged. Has to come
+    before callbacks that read the logs.
     """
 
     def __init__(self) -> None:
@@ -158,13 +162,25 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(measured)
 
     def _measured(self, stage: str) -> dict[str, Any]:
-        variables = self.model.metrics_variables
+        variables = added_variables(self.model)
         shares = [_share(variable) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
         for variable, total in zip(variables, sum_arrays(own, f"metrics_{stage}"), strict=True):
             variable.assign(total)
+        merged = merged_metrics(self.model)
+        if merged:
+            states = [[variable.numpy() for variable in metric.variables] for metric in merged]
+            ranks = hvd.allgather_object(states, name=f"hvd_estimators.metrics_{stage}.merged")
+            for metric, *of_ranks in zip(merged, *ranks, strict=True):
+                merge_states(metric, of_ranks)
         results = self.model.get_metrics_result()
-        return {name: np.asarray(value).tolist() for name, value in results.items()}
+        return {name: _plain(value) for name, value in results.items()}
+
+
+def _plain(value: Any) -> Any:
+    array = keras.ops.convert_to_numpy(value)
+    # bfloat16 is no type of NumPy's own.
+    return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
 
 
 def _share(variable: Any) -> float:

@@ -16,6 +16,7 @@ from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.compiling import losses
+from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
 
@@ -123,6 +124,7 @@ class DryRun:
         self.output_shapes: list[tuple[int, ...]] | None = None
         self.outputs: Outputs | None = None
         self._known: dict[str, tuple[int, ...]] = {}
+        self._batch: tuple[Any, ...] | None = None
         outputs = symbolic(model, "output")
         if outputs is not None:
             self._take_outputs(outputs)
@@ -194,6 +196,12 @@ class DryRun:
             self._check_rows(outputs, len(next(iter(columns.values()))))
             if has_loss(self.model):
                 self._check_loss(x, outputs, columns)
+
+    def check_metrics(self) -> None:
+        """Make sure that ranks' metrics can be added up, after `run`; see `check_metrics`."""
+        if self._batch is not None:
+            with tf.device("CPU:0"), traceless():
+                check_metrics(self.model, *self._batch)
 
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that is not to be called here to the ranks."""
@@ -288,6 +296,7 @@ class DryRun:
             ) from error
         if value is not None and value.shape.rank:
             raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
+        self._batch = (x, labels, outputs, *batch[2:])
         for _, output, label, loss in compared:
             # Labels that only broadcast to the output train on something nobody meant.
             sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]

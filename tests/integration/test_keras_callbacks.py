@@ -11,6 +11,7 @@ import pytest
 from keras_reference import assert_same_weights, make_estimator
 from reference import write_rows
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint
 
 pytestmark = pytest.mark.integration
@@ -42,6 +43,30 @@ class StopsOneRank(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.seen = epoch
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output, which says how ranks' states are merged."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.most = self.add_variable((), "zeros", name="most")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.most.value
+
+    def merge_state(self, metrics: Any) -> None:
+        for metric in metrics:
+            self.most.assign(keras.ops.maximum(self.most, metric.most))
+
+
+class LargestOnly(Largest):
+    """The same without a way to merge."""
+
+    merge_state = None  # type: ignore[assignment]
 
 
 def test_callbacks_see_the_same_and_write_on_one_rank_only(store: Any, tmp_path: Path) -> None:
@@ -89,7 +114,7 @@ def test_the_best_model_is_returned_even_after_worse_epochs_and_a_restart(store:
     write_rows(Path(store.get_train_data_path()), 64)
     held_out = write_rows(Path(store.get_val_data_path()), 20, seed=1)
 
-    def fit(epochs: int) -> Any:
+    def fit(epochs: int, largest: Any) -> Any:
         def rate(epoch: int) -> float:
             # Good epochs first, and then one that goes uphill.
             return 0.05 if epoch < 2 else -0.05
@@ -101,15 +126,18 @@ def test_the_best_model_is_returned_even_after_worse_epochs_and_a_restart(store:
             epochs=epochs,
             validation=0.1,
             run_id="best",
+            metrics=[largest()],
             callbacks=[keras.callbacks.LearningRateScheduler(rate)],
             checkpoint_callback=BestModelCheckpoint(),
         ).fit_on_parquet()
 
-    fit(2)
-    fitted = fit(3)
+    with pytest.raises(ParamError, match=r"'largest_only'.*cannot be added up over ranks"):
+        fit(2, LargestOnly)
+    fit(2, Largest)
+    fitted = fit(3, Largest)
     losses = fitted.getHistory()["val_loss"]
     assert losses[1] == min(losses) < losses[2]
     model = fitted.getModel()
-    assert model.evaluate(held_out["features"], held_out["label"], verbose=0) == pytest.approx(
-        losses[1], rel=1e-5
-    )
+    loss, most = model.evaluate(held_out["features"], held_out["label"], verbose=0)
+    assert loss == pytest.approx(losses[1], rel=1e-5)
+    assert most == pytest.approx(fitted.getHistory()["val_largest"][1], rel=1e-5)

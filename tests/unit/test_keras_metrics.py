@@ -1,0 +1,183 @@
+"""Metrics over ranks say what they say in one process, or are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.metric_states import (
+    added_variables,
+    check_metrics,
+    leaf_metrics,
+    merge_states,
+    merged_metrics,
+)
+
+
+class Largest(keras.metrics.Metric):
+    """The largest output."""
+
+    def __init__(self, aggregation: str = "sum", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.most = self.add_variable((), "zeros", aggregation=aggregation, name="most")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(keras.ops.maximum(self.most, keras.ops.max(y_pred)))
+
+    def result(self) -> Any:
+        return self.most.value
+
+
+class Smallest(Largest):
+    """The smallest output; begins with a large number."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign(keras.ops.minimum(self.most, keras.ops.min(y_pred)))
+
+    def reset_state(self) -> None:
+        self.most.assign(1e9)
+
+
+class KeptMean(Largest):
+    """A mean that is kept as a mean."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen = self.add_variable((), "zeros", name="seen")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.seen.assign_add(1.0)
+        self.most.assign_add((keras.ops.mean(y_pred) - self.most) / self.seen)
+
+
+class Merged(Largest):
+    """Says how states are merged."""
+
+    def merge_state(self, metrics: Any) -> None:
+        for metric in metrics:
+            assert metric.result() == metric.most
+            self.most.assign(keras.ops.maximum(self.most, metric.most))
+
+
+class Counted(Largest):
+    """Outputs above a half, which can be added up."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.most.assign_add(keras.ops.sum(keras.ops.cast(y_pred > 0.5, "float32")))
+
+
+def of_the_batch(y_true: Any, y_pred: Any) -> Any:
+    """Return one number for a batch, of which Keras makes the mean over batches."""
+    return keras.ops.sqrt(keras.ops.mean((y_true - y_pred) ** 2))
+
+
+def model_with(metrics: list[Any]) -> keras.Model:
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", metrics=metrics)
+    return model
+
+
+def check(metrics: list[Any], rows: int = 5) -> None:
+    # As of a model on zeros.
+    zeros = np.zeros((rows, 1), np.float32)
+    check_metrics(model_with(metrics), np.zeros((rows, 2)), zeros, zeros)
+
+
+@pytest.mark.parametrize("metric", [Largest(), Smallest(), KeptMean()])
+def test_states_that_cannot_be_added_are_refused(metric: Any) -> None:
+    with pytest.raises(ParamError, match=rf"'{metric.name}'.*merge_state.*aggregation='mean'"):
+        check(["mae", metric])
+
+
+def test_states_that_can_or_that_say_how_are_taken() -> None:
+    check([Counted(), of_the_batch, Merged(), Largest(aggregation="mean"), "mae"])
+    check([Largest()], rows=1)
+
+
+def test_what_cannot_be_called_on_the_driver_is_left_to_the_ranks(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fails(Largest):
+        def update_state(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("only there")
+
+    check([Fails()])
+    assert "only there" in caplog.text
+
+
+def test_states_are_merged_by_the_metric_itself() -> None:
+    model = model_with([Merged(), "mae"])
+    ones = np.ones((2, 1), np.float32)
+    states = []
+    for largest in (1.0, 5.0, 3.0):
+        model.reset_metrics()
+        model.compute_metrics(ones, ones, ones * largest)
+        (merged,) = merged_metrics(model)
+        states.append([v.numpy() for v in merged.variables])
+    merge_states(merged, states)
+    assert float(merged.result()) == 5.0
+    names = [variable.path for variable in added_variables(model)]
+    assert names
+    assert not any("most" in name for name in names)
+
+
+def keras_metrics() -> list[keras.metrics.Metric]:
+    """Return one of each of Keras's own, for labels of two classes and outputs in [0, 1]."""
+    given: dict[str, dict[str, Any]] = {
+        "MeanIoU": {"num_classes": 2},
+        "IoU": {"num_classes": 2, "target_class_ids": [0]},
+        "BinaryIoU": {},
+        "OneHotIoU": {"num_classes": 2, "target_class_ids": [1]},
+        "OneHotMeanIoU": {"num_classes": 2},
+        "SensitivityAtSpecificity": {"specificity": 0.5},
+        "SpecificityAtSensitivity": {"sensitivity": 0.5},
+        "PrecisionAtRecall": {"recall": 0.5},
+        "RecallAtPrecision": {"precision": 0.5},
+    }
+    abstract = {"Metric", "Mean", "Sum", "MeanMetricWrapper"}
+    sparse = {"SparseCategoricalAccuracy", "SparseCategoricalCrossentropy"}
+    sparse |= {"SparseTopKCategoricalAccuracy"}
+    kinds = {
+        name: kind
+        for name, kind in vars(keras.metrics).items()
+        if isinstance(kind, type) and issubclass(kind, keras.metrics.Metric)
+    }
+    return [
+        kind(**given.get(name, {})) for name, kind in kinds.items() if name not in abstract | sparse
+    ]
+
+
+@pytest.mark.parametrize("metric", keras_metrics(), ids=lambda metric: type(metric).__name__)
+def test_keras_own_states_can_be_added(metric: keras.metrics.Metric) -> None:
+    rng = np.random.default_rng(0)
+    # A row in each state of the two classes, one-hot.
+    labels = np.eye(2, dtype=np.float32)[rng.integers(0, 2, 40)]
+    outputs = rng.uniform(0.05, 0.95, (40, 2)).astype(np.float32)
+    if type(metric).__name__ in ("MeanIoU", "IoU"):
+        outputs = np.round(outputs)
+    states = []
+    for rows in (slice(0, 25), slice(25, 40)):
+        metric.reset_state()
+        metric.update_state(labels[rows], outputs[rows])
+        states.append([v.numpy() for v in metric.variables])
+    metric.reset_state()
+    metric.update_state(labels, outputs)
+    expected = np.asarray(metric.result())
+    assert all(variable.aggregation == "sum" for variable in metric.variables)
+    for variable, a, b in zip(metric.variables, *states, strict=True):
+        variable.assign(a + b)
+    np.testing.assert_allclose(np.asarray(metric.result()), expected, rtol=1e-5)
+
+
+def test_leaves_are_those_given_to_compile_and_the_models_own() -> None:
+    model = model_with([Counted(), "mae"])
+    check_metrics(model, np.zeros((4, 2)), np.zeros((4, 1)), np.zeros((4, 1)))
+    assert [type(metric).__name__ for metric in leaf_metrics(model)] == [
+        *("Mean", "Counted", "MeanAbsoluteError"),
+    ]
+    # Nothing of the check is left.
+    assert all(not np.any(variable.numpy()) for variable in model.metrics_variables)
