@@ -17,7 +17,13 @@ import tensorflow as tf
 
 from hvd_estimators.data.columns import Array
 
-__all__ = ["GradientAverager", "StatisticsAverager", "broadcast_variables", "sum_arrays"]
+__all__ = [
+    "GradientAverager",
+    "StatisticsAverager",
+    "broadcast_variables",
+    "sum_arrays",
+    "sum_tensors",
+]
 
 _BUCKET_BYTES = 16 * 2**20
 
@@ -69,16 +75,23 @@ class GradientAverager:
         weight : tf.Tensor or float
             The weight.
         """
+        types = [None if g is None else g.dtype for g in weighted]
+        # Horovod knows no bfloat16, whose sums would be worth little.
+        weighted = [
+            tf.cast(g, tf.float32) if t == tf.bfloat16 else g
+            for g, t in zip(weighted, types, strict=True)
+        ]
         result = list(weighted)
         weight = tf.cast(weight, tf.float32)
         buckets = list(_buckets(weighted))
         if hvd.size() == 1:
-            return [None if g is None else _divide(g, weight) for g in weighted]
+            result = [None if g is None else _divide(g, weight) for g in weighted]
+            return _of_types(result, types)
         # Not in half precision: the weight is as exact as the gradients, at least.
         alone = self._compression is not hvd.Compression.none or not (
             buckets and weighted[buckets[0][0]].dtype == tf.float32
         )
-        total = _sum(weight, f"{self._name}.weight") if alone else None
+        total = sum_tensors(weight, f"{self._name}.weight") if alone else None
         for number, bucket in enumerate(buckets):
             parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
             if total is None and not number:
@@ -91,7 +104,7 @@ class GradientAverager:
                     # As small as a mean, so that sums of half precision do not overflow.
                     flat = _divide(flat, total)
                 packed, context = self._compression.compress(flat)
-                packed = _sum(packed, f"{self._name}.{number}")
+                packed = sum_tensors(packed, f"{self._name}.{number}")
                 flat = self._compression.decompress(packed, context)
             if not alone:
                 if total is None:
@@ -100,7 +113,7 @@ class GradientAverager:
             sizes = [weighted[index].shape.num_elements() for index in bucket]
             for index, part in zip(bucket, tf.split(flat, sizes), strict=True):
                 result[index] = tf.reshape(part, weighted[index].shape)
-        return result
+        return _of_types(result, types)
 
 
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
@@ -121,12 +134,20 @@ def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
     yield from open_buckets.values()
 
 
+def _of_types(tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    return [
+        None if tensor is None else tf.cast(tensor, dtype)
+        for tensor, dtype in zip(tensors, types, strict=True)
+    ]
+
+
 def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
     # All batches of a step may count for nothing.
     return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
 
 
-def _sum(tensor: tf.Tensor, name: str) -> tf.Tensor:
+def sum_tensors(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Return a tensor added up over the ranks; Horovod matches theirs by the name."""
     # The same name in whatever function or branch the operation is traced.
     return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
 
@@ -137,7 +158,7 @@ def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
         return []
     flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
     if hvd.size() > 1:
-        flat = _sum(tf.constant(flat), name).numpy()
+        flat = sum_tensors(tf.constant(flat), name).numpy()
     stops = np.cumsum([np.size(array) for array in arrays])[:-1]
     return [
         part.reshape(np.shape(array))
@@ -150,14 +171,16 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     if hvd.size() == 1:
         return
     for index, variable in enumerate(variables):
-        variable.assign(
-            hvd.broadcast(
-                tf.convert_to_tensor(variable.value),
-                root_rank,
-                name=f"hvd_estimators.broadcast.{index}",
-                ignore_name_scope=True,
-            )
+        value = tf.convert_to_tensor(variable.value)
+        # Horovod knows no bfloat16: its bits travel.
+        is_bfloat16 = value.dtype == tf.bfloat16
+        received = hvd.broadcast(
+            tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
+            root_rank,
+            name=f"hvd_estimators.broadcast.{index}",
+            ignore_name_scope=True,
         )
+        variable.assign(tf.bitcast(received, tf.bfloat16) if is_bfloat16 else received)
 
 
 class StatisticsAverager:
@@ -197,4 +220,5 @@ class StatisticsAverager:
 
 
 def _digest(variable: Any) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(variable.numpy()).data).digest()
+    # Bytes, since NumPy gives no buffer of bfloat16.
+    return hashlib.sha256(variable.numpy().tobytes()).digest()

@@ -167,6 +167,8 @@ class KerasEstimator(HorovodEstimator):
         self._check_steps(dry_run.model, data)
         if dry_run.output_shapes:
             self._class_scores(dry_run.output_shapes)
+        if data.train_plan.num_ranks > 1:
+            dry_run.check_metrics()
         spec = KerasTrainSpec(
             **self._common_spec(data, "keras"),
             # After the dry run, which builds a model that was not built.
@@ -175,6 +177,7 @@ class KerasEstimator(HorovodEstimator):
             weigh_by_samples=self._weighs_by_samples(self._compile_settings()),
             checkpoint_callback=get("checkpoint_callback"),
             floatx=keras.config.floatx(),
+            dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
         )
         environment = {"KERAS_BACKEND": "tensorflow", **get("backend_env")}
@@ -207,7 +210,7 @@ class KerasEstimator(HorovodEstimator):
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),
             "custom_objects": self.getOrDefault("custom_objects"),
-            "floatx": keras.config.floatx(),
+            "_floatx": keras.config.floatx(),
             **self._classification(),
             **self._transformation_params(),
             **fitted,

@@ -37,7 +37,12 @@ class KerasModel(HorovodModel):
 
     history = declare("What was measured: name to a list of values by epoch, as Keras's History.")
     custom_objects = declare("Name to custom class or function of the model.", default={})
-    floatx = declare("Keras's float type while it was trained.", default="float32")
+    _floatx = declare("Keras's float type while it was trained.", default="float32")
+
+    def _get_floatx(self) -> str:
+        """Return ``_floatx``; as the models of ``horovod.spark`` do."""
+        floatx: str = self.getOrDefault("_floatx")
+        return floatx
 
     def _make_predictor(self) -> tuple[bytes, Any]:
         require_tensorflow()
@@ -46,7 +51,7 @@ class KerasModel(HorovodModel):
             raise ParamError("model is not set. Set model.")
         columns = self.getOrDefault("feature_columns") or []
         labels = self.getOrDefault("label_columns") or []
-        structure, floatx = self._inputs(), self.getOrDefault("floatx")
+        structure, floatx = self._inputs(), self.getOrDefault("_floatx")
 
         def load(document: bytes) -> Predictor:
             return _KerasPredictor(document, structure, columns, labels, floatx)

@@ -6,6 +6,7 @@ cannot read. Here the classes travel along. Loading runs code from the bytes. Us
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
@@ -32,6 +33,7 @@ from hvd_estimators.keras.states import (
     same_optimizer,
     without_variables,
 )
+from hvd_estimators.keras.traits import Traits
 
 __all__ = [
     "OptimizerDocument",
@@ -118,7 +120,7 @@ def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
     by_config = _by_config(model, custom_objects)
     if by_config is None:
         return cloudpickle.dumps((dump_state(model),))
-    return cloudpickle.dumps((*by_config, None, _paths(model)))
+    return cloudpickle.dumps((*by_config, None, Traits.of(model)))
 
 
 def load_model(document: bytes) -> keras.Model:
@@ -206,7 +208,7 @@ class _Pickler(StatePickler):
             compiled = dict(model._compile_config.config)
             # By compile() it may have been wrapped for mixed precision.
             compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
-        return _load_model, (*document, compiled, _paths(model))
+        return _load_model, (*document, compiled, Traits.of(model))
 
 
 def _by_config(
@@ -221,7 +223,7 @@ def _by_config(
     try:
         found = find_custom_objects([model], custom_objects)
         document = save_model(model)
-        if same_attributes(model, _load_model(document, found)):
+        if same_attributes(model, _load_model(document, found, None, Traits.of(model))):
             return document, found
     except Exception as error:
         logger.debug("A model has no config that makes another one", exc_info=error)
@@ -235,7 +237,7 @@ def _load_model(
     document: bytes,
     custom_objects: Mapping[str, Any] | None = None,
     compiled: Mapping[str, Any] | None = None,
-    paths: Sequence[str] = (),
+    traits: Traits | None = None,
 ) -> keras.Model:
     if custom_objects is None:
         as_it_was: keras.Model = pickle.loads(document)
@@ -244,23 +246,18 @@ def _load_model(
         path = os.path.join(directory, "model.keras")
         with open(path, "wb") as file:
             file.write(document)
-        model = keras.saving.load_model(
-            path, custom_objects=dict(custom_objects), compile=False, safe_mode=False
-        )
-    if len(model.variables) == len(paths):
-        # Keras makes other ones, and a MultiOptimizer chooses by them.
-        for variable, given in zip(model.variables, paths, strict=True):
-            variable._path = given
+        with traits.policy() if traits is not None else contextlib.nullcontext():
+            model = keras.saving.load_model(
+                path, custom_objects=dict(custom_objects), compile=False, safe_mode=False
+            )
+    if traits is not None:
+        traits.give(model)
     if compiled is not None:
         optimizer: OptimizerDocument = compiled["optimizer"]
         model.compile(**{**compiled, "optimizer": optimizer.make()})
         if model.trainable_variables:
             optimizer.restore(model.optimizer, model.trainable_variables)
     return model
-
-
-def _paths(model: keras.Model) -> list[str]:
-    return [variable.path for variable in model.variables]
 
 
 def _make_optimizer(document: OptimizerDocument) -> keras.optimizers.Optimizer:

@@ -11,7 +11,6 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
-import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.readers import DataModule, open_data_module
@@ -33,6 +32,7 @@ from hvd_estimators.keras.session import (
     StatisticsCallback,
     for_rank,
 )
+from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.training.progress import Progress
@@ -60,6 +60,8 @@ class KerasTrainSpec(TrainSpec):
         Decides which model is returned; None for the last one.
     floatx : str
         Keras's float type.
+    dtype_policy : object
+        Keras's global dtype policy, serialized.
     prefetch : int
         Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     """
@@ -69,6 +71,7 @@ class KerasTrainSpec(TrainSpec):
     weigh_by_samples: bool
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
     floatx: str
+    dtype_policy: Any
     prefetch: int
 
 
@@ -84,6 +87,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
+        keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
         if spec.random_seed is not None:
             keras.utils.set_random_seed(spec.random_seed)
         with tempfile.TemporaryDirectory() as directory:
@@ -165,6 +169,7 @@ class _Trainer:
         """Tell the averager, from within the training step, what the batch counts for."""
         step, averager = self.model.train_step, self.averager
         by_samples, full = self.spec.weigh_by_samples, self.spec.data.batch_size
+        synchronized = SynchronizedMoments(self.model, averager)
 
         def train_step(data: Any) -> Any:
             x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -173,7 +178,8 @@ class _Trainer:
             else:
                 weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
             averager.weight = weight / full
-            return step(data)
+            with synchronized.in_step():
+                return step(data)
 
         self.model.train_step = train_step
 
@@ -223,5 +229,5 @@ def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
 def _digest(model: keras.Model) -> str:
     digest = hashlib.sha256()
     for variable in model.trainable_variables:
-        digest.update(np.ascontiguousarray(variable.numpy()).data)
+        digest.update(variable.numpy().tobytes())
     return digest.hexdigest()

@@ -13,7 +13,13 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.serialization import OptimizerDocument, dump, load
+from hvd_estimators.keras.serialization import (
+    OptimizerDocument,
+    dump,
+    dump_model,
+    load,
+    load_model,
+)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -100,3 +106,41 @@ def test_another_backend_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(DependencyError, match=r"'jax'.*KERAS_BACKEND=tensorflow"):
         require_tensorflow()
+
+
+class Layered(keras.Model):
+    """Makes its layers in its constructor, of the policy that is set there."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.first = keras.layers.Dense(3)
+        self.inner = keras.Sequential([keras.layers.Dense(2)])
+        self.last = keras.layers.Dense(1, dtype="float32")
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.inner(self.first(x)))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "bfloat16"])
+def test_layers_keep_the_policy_that_was_set_globally(policy: str) -> None:
+    keras.config.set_dtype_policy(policy)
+    try:
+        model = Layered()
+        model.compile("sgd", "mse", jit_compile=False)
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+        documents = [dump(model), dump_model(model)]
+    finally:
+        keras.config.set_dtype_policy("float32")
+    for copy in (load(documents[0]), load_model(documents[1])):
+        assert copy.first.dtype_policy.name == policy
+        assert copy.inner.layers[0].dtype_policy.name == policy
+        assert copy.last.dtype_policy.name == "float32"
+        assert [v.dtype for v in copy.variables] == [v.dtype for v in model.variables]
+        np.testing.assert_array_equal(
+            copy.predict(np.ones((1, 2)), verbose=0), model.predict(np.ones((1, 2)), verbose=0)
+        )
+    assert type(load(documents[0]).optimizer) is type(model.optimizer)
+    assert keras.config.dtype_policy().name == "float32"

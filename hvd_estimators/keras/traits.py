@@ -1,0 +1,63 @@
+"""What copies of a model do not get from its config. Used on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+
+__all__ = ["Traits"]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Paths of variables and types of layers.
+
+    Attributes
+    ----------
+    paths : list of str
+        Paths of the variables. Keras makes other ones, and a MultiOptimizer chooses by them.
+    policies : list of mapping
+        Types of the layers. Those that a model makes in its constructor have the policy that was
+        set globally then (``mixed_float16``), in whatever process.
+    """
+
+    paths: list[str]
+    policies: list[Any]
+
+    @staticmethod
+    def of(model: keras.Model) -> Traits:
+        """Take them down."""
+        return Traits(
+            [variable.path for variable in model.variables],
+            [keras.dtype_policies.serialize(part.dtype_policy) for part in _layers(model)],
+        )
+
+    @contextlib.contextmanager
+    def policy(self) -> Iterator[None]:
+        """Make layers of the model's own policy."""
+        given = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policies[0]))
+        try:
+            yield
+        finally:
+            keras.config.set_dtype_policy(given)
+
+    def give(self, model: keras.Model) -> None:
+        """Give them to a copy."""
+        layers, variables = _layers(model), model.variables
+        if len(layers) == len(self.policies):
+            for layer, policy in zip(layers, self.policies, strict=True):
+                if keras.dtype_policies.serialize(layer.dtype_policy) != policy:
+                    layer.dtype_policy = keras.dtype_policies.deserialize(policy)
+        if len(variables) == len(self.paths):
+            for variable, path in zip(variables, self.paths, strict=True):
+                variable._path = path
+
+
+def _layers(model: keras.Model) -> list[keras.layers.Layer]:
+    layers: list[keras.layers.Layer] = model._flatten_layers()
+    return layers

@@ -1,0 +1,103 @@
+"""Layers that need all ranks, and numbers of half precision, against Keras in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_reference import assert_same_weights, make_estimator, train_alone
+from reference import global_batches, write_rows
+
+pytestmark = pytest.mark.integration
+
+
+def synchronized_net() -> keras.Model:
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((4,))
+    hidden = keras.layers.Dense(6)(inputs)
+    shared = keras.layers.BatchNormalization(momentum=0.5, synchronized=True)
+    # Twice the same layer, at the same time as far as TensorFlow knows.
+    hidden = keras.layers.Add()([shared(hidden), shared(keras.layers.ReLU()(hidden))])
+    hidden = keras.layers.Reshape((3, 2))(hidden)
+    hidden = keras.layers.BatchNormalization(synchronized=True, axis=1)(hidden)
+    return keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
+
+
+def test_synchronized_batch_normalization_is_that_of_one_process(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 65)
+    estimator = make_estimator(
+        store,
+        2,
+        model=synchronized_net(),
+        optimizer=keras.optimizers.SGD(0.05, momentum=0.5),
+        batch_size=16,
+        epochs=2,
+    )
+    model = estimator.fit_on_parquet().getModel()
+    # Batches of ranks differ in their rows.
+    batches = global_batches(65, 2, 16)
+    assert len(set(map(len, batches))) > 1
+    expected = train_alone(
+        columns,
+        batches,
+        keras.optimizers.SGD(0.05, momentum=0.5),
+        2,
+        net=synchronized_net(),
+    )
+    assert_same_weights(model, expected)
+    assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+
+
+class Half(keras.Model):
+    """Its layers have the policy that is set where it is made."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.hidden = keras.layers.Dense(4)
+        self.out = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.out(self.hidden(x))
+
+    def get_config(self) -> dict[str, Any]:
+        return {}
+
+
+@pytest.fixture
+def bfloat16() -> Iterator[None]:
+    keras.config.set_dtype_policy("bfloat16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def test_a_model_of_bfloat16_trains_as_in_one_process(store: Any, bfloat16: None) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 64)
+
+    def net() -> keras.Model:
+        keras.utils.set_random_seed(5)
+        model = Half()
+        model(np.zeros((1, 4)))
+        return model
+
+    estimator = make_estimator(
+        store, 2, model=net(), optimizer=keras.optimizers.SGD(0.01), batch_size=8, epochs=2
+    )
+    fitted = estimator.fit_on_parquet()
+    alone = train_alone(columns, global_batches(64, 2, 8), keras.optimizers.SGD(0.01), 2, net=net())
+    # Another process, in which nobody has set the policy.
+    keras.config.set_dtype_policy("float32")
+    document, load = fitted._make_predictor()
+    (outputs,) = load(document)([columns["features"]])
+    assert fitted._get_floatx() == "float32"
+    assert fitted._get_metadata()["features"]["shape"] == [4]
+    model = fitted.getModel()
+    assert {str(weight.dtype) for weight in model.weights} == {"bfloat16"}
+    assert len({result.weights_digest for result in estimator.getBackend().results}) == 1
+    # Of its 8 bits some are lost in each step.
+    expected = alone.predict(columns["features"], verbose=0).astype(np.float32)
+    np.testing.assert_allclose(outputs.astype(np.float32), expected, atol=0.15)
+    assert fitted.getHistory()["loss"][1] < 0.5 * fitted.getHistory()["loss"][0]
