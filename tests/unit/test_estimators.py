@@ -59,6 +59,7 @@ def test_a_required_param_that_is_not_set_is_named(params, name):
         ({"label_shapes": [[-1, 2], [-1]]}, r"label_shapes: expected one shape per column"),
         ({"data_module": "csv"}, r"data_module: expected .* found 'csv'"),
         ({"run_id": "../a"}, r"run_id: expected letters"),
+        ({"shuffle_buffer_size": 1000}, r"shuffle_buffer_size: .* found 1000, which"),
         ({"sample_weight_col": "w", "loss": lambda o, y: o.sum()}, r"cannot be weighted by sample"),
     ],
 )
