@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import keras
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["has_own_compile", "inner_optimizers", "require_tensorflow"]
+__all__ = ["has_own_compile", "inner_optimizers", "model_optimizers", "require_tensorflow"]
 
 
 def require_tensorflow() -> None:
@@ -40,3 +42,16 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
 def has_own_compile(model: keras.Model) -> bool:
     """Return whether a model's class replaces ``compile``."""
     return type(model).compile is not keras.Model.compile
+
+
+def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return all optimizers of a model: its own first, and those among its layers' attributes."""
+    found = [model.optimizer]
+    for layer in model._flatten_layers():
+        for value in list(vars(layer).values()):
+            if isinstance(value, Mapping):
+                found += value.values()
+            else:
+                found += value if isinstance(value, (list, tuple)) else [value]
+    optimizers = (value for value in found if isinstance(value, keras.optimizers.Optimizer))
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())

@@ -205,7 +205,8 @@ class DryRun:
 
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that is not to be called here to the ranks."""
-        if not self.model.built:
+        parts = self.model._flatten_layers(include_self=False)
+        if not self.model.built and not (parts and all(part.built for part in parts)):
             raise ParamError(
                 f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
                 "a few rows before it is given, where it can run, or define its build()."

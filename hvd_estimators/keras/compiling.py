@@ -21,8 +21,8 @@ class CompileSettings:
 
     Attributes
     ----------
-    optimizer : OptimizerDocument
-        The optimizer.
+    optimizer : OptimizerDocument or None
+        The optimizer; None for a model that has its own ``compile`` and stays as it is.
     compiled : mapping
         What the model is compiled with beside it, in Keras's own order of outputs.
     given : mapping
@@ -34,7 +34,7 @@ class CompileSettings:
         In the place of the optimizer's.
     """
 
-    optimizer: OptimizerDocument
+    optimizer: OptimizerDocument | None
     compiled: Mapping[str, Any]
     given: Mapping[str, Any]
     label_cols: Sequence[str]
@@ -60,6 +60,8 @@ class CompileSettings:
         ParamError
             If names match no label and no output.
         """
+        if self.optimizer is None:
+            return
         settings = dict(self.compiled)
         if "loss" in self.given:
             settings.update(loss_weights=None, metrics=None, weighted_metrics=None)

@@ -14,7 +14,11 @@ from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.backend import (
+    has_own_compile,
+    model_optimizers,
+    require_tensorflow,
+)
 from hvd_estimators.keras.checks import (
     DryRun,
     has_loss,
@@ -134,11 +138,19 @@ class KerasEstimator(HorovodEstimator):
         require_tensorflow()
         get = self.getOrDefault
         model = get("model")
+        if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
+            raise ParamError(
+                f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
+                "it of the package keras instead of tf_keras, and unset TF_USE_LEGACY_KERAS."
+            )
         if not isinstance(model, keras.Model):
             raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
         if get("optimizer") is None and not model.compiled:
             raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
-        self._optimizer()
+        if has_own_compile(model):
+            self._check_own_compile()
+        else:
+            self._optimizer()
         if get("loss") is None and not has_loss(model) and not has_own_step(model):
             raise ParamError("loss is not set. Set loss, or compile the model with one.")
         check_callbacks(get("callbacks"))
@@ -155,6 +167,29 @@ class KerasEstimator(HorovodEstimator):
                 f"{len(label_shapes)}."
             )
 
+    def _check_own_compile(self) -> None:
+        """Make sure that a model that has its own ``compile`` can stay as it is compiled."""
+        get = self.getOrDefault
+        names = ("optimizer", "loss", "loss_weights", "metrics")
+        given = [name for name in names if get(name) not in (None, [])]
+        if given or not get("model").compiled:
+            raise ParamError(
+                f"model: its class {type(get('model')).__name__} has its own compile(), which only "
+                "you can call. Compile the model and leave optimizer, loss, loss_weights and "
+                f"metrics out; found {', '.join(given) or 'a model that is not compiled'}."
+            )
+        optimizers = model_optimizers(get("model"))
+        if not optimizers:
+            raise ParamError(
+                "model: expected a Keras optimizer in the model or among its attributes, found "
+                "none. Let its compile() keep its optimizers as attributes."
+            )
+        if len(optimizers) > 1 and get("backward_passes_per_step") > 1:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a model with several optimizers, found "
+                f"{get('backward_passes_per_step')}."
+            )
+
     def _check_frame(self, dataset: DataFrame) -> Any:
         # What needs no rows.
         self._new_dry_run()
@@ -169,8 +204,10 @@ class KerasEstimator(HorovodEstimator):
             self._class_scores(dry_run.output_shapes)
         if data.train_plan.num_ranks > 1:
             dry_run.check_metrics()
+        common = self._common_spec(data, "keras")
+        self._check_resume(dry_run.model, common["run"].checkpoint_path)
         spec = KerasTrainSpec(
-            **self._common_spec(data, "keras"),
+            **common,
             # After the dry run, which builds a model that was not built.
             model=dump(dry_run.model, get("custom_objects")),
             tensors=dry_run.tensors,
@@ -253,6 +290,10 @@ class KerasEstimator(HorovodEstimator):
         params = {name: get(name) for name in ("loss", "loss_weights") if get(name) is not None}
         if get("metrics"):
             params["metrics"] = get("metrics")
+        if has_own_compile(given):
+            settings = CompileSettings(None, compiled, {}, get("label_cols"))
+            self._weighs_by_samples(settings)
+            return settings
         optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
         try:
             made = optimizer.make()
@@ -310,6 +351,16 @@ class KerasEstimator(HorovodEstimator):
             get("label_shapes"),
             compile_model,
         )
+
+    def _check_resume(self, model: keras.Model, path: str | None) -> None:
+        """Refuse to go on where the state of all optimizers cannot be restored."""
+        ready = all(optimizer.built for optimizer in model_optimizers(model))
+        if not ready and path is not None and self.getOrDefault("store").exists(path):
+            raise ParamError(
+                f"run_id: {self.getOrDefault('run_id')!r} cannot be resumed, as optimizers among "
+                "the model's attributes are not built and would lose their state. Set another "
+                "run_id, or call build() of each optimizer with its variables before fit()."
+            )
 
     def _check_steps(self, model: keras.Model, data: DataSpec) -> None:
         """Refuse batches that a model cannot take."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 from hvd_estimators.data.readers import DataModule, open_data_module
 from hvd_estimators.data.readers.base import PlannedDataModule
 from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
-from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
 from hvd_estimators.keras.dataset import ColumnDatasets
@@ -107,15 +107,21 @@ class _Trainer:
                 spec.checkpoint_callback, directory, spec.run.checkpoint_path, spec.store
             )
         self._restore()
-        broadcast_variables([*self.model.variables, *self.model.optimizer.variables])
-        self.averager = GradientAverager(spec.gradient_compression)
-        distribute(
-            self.model.optimizer,
-            self.averager,
-            spec.backward_passes_per_step,
-            spec.data.train_steps_per_epoch,
-            self.size if spec.scale_learning_rate else 1,
+        optimizers = model_optimizers(self.model)
+        broadcast_variables(
+            [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
         )
+        self.averagers = []
+        for number, optimizer in enumerate(optimizers):
+            averager = GradientAverager(spec.gradient_compression, f"gradients.of{number}")
+            self.averagers.append(averager)
+            distribute(
+                optimizer,
+                averager,
+                spec.backward_passes_per_step,
+                spec.data.train_steps_per_epoch,
+                self.size if spec.scale_learning_rate else 1,
+            )
         self._weigh_batches()
 
     def run(self) -> TrainResult:
@@ -166,10 +172,10 @@ class _Trainer:
         )
 
     def _weigh_batches(self) -> None:
-        """Tell the averager, from within the training step, what the batch counts for."""
-        step, averager = self.model.train_step, self.averager
+        """Tell the averagers, from within the training step, what the batch counts for."""
+        step, averagers = self.model.train_step, self.averagers
         by_samples, full = self.spec.weigh_by_samples, self.spec.data.batch_size
-        synchronized = SynchronizedMoments(self.model, averager)
+        synchronized = SynchronizedMoments(self.model, averagers[0])
 
         def train_step(data: Any) -> Any:
             x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -177,7 +183,8 @@ class _Trainer:
                 weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
             else:
                 weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
-            averager.weight = weight / full
+            for averager in averagers:
+                averager.weight = weight / full
             with synchronized.in_step():
                 return step(data)
 

@@ -1,0 +1,113 @@
+"""Models with a compile() and a train step of their own: all of their optimizers average."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras_reference import make_estimator
+from reference import WIDTH, RecordingBackend, write_rows
+
+from hvd_estimators.exceptions import ParamError
+
+pytestmark = pytest.mark.integration
+
+
+class Adversaries(keras.Model):
+    """As in Keras's guide: two networks, two optimizers, and no call()."""
+
+    def __init__(self, maker: keras.Model, judge: keras.Model) -> None:
+        super().__init__()
+        self.maker = maker
+        self.judge = judge
+        self.judge_loss = keras.metrics.Mean(name="judge_loss")
+
+    def compile(self, judge_optimizer: Any, maker_optimizer: Any, loss: Any) -> None:
+        super().compile()
+        self.judge_optimizer = judge_optimizer
+        self.maker_optimizer = maker_optimizer
+        self.compare = loss
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.judge_loss]
+
+    def train_step(self, data: Any) -> Any:
+        import tensorflow as tf
+
+        real, noise = data
+        with tf.GradientTape() as tape:
+            rated = tf.concat([self.judge(self.maker(noise)), self.judge(real)], axis=0)
+            wanted = tf.concat([tf.ones_like(noise), tf.zeros_like(noise)], axis=0)
+            judge_loss = self.compare(wanted, rated)
+        weights = self.judge.trainable_weights
+        gradients = tape.gradient(judge_loss, weights)
+        self.judge_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        with tf.GradientTape() as tape:
+            rated = self.judge(self.maker(noise))
+            maker_loss = self.compare(tf.zeros_like(noise), rated)
+        weights = self.maker.trainable_weights
+        gradients = tape.gradient(maker_loss, weights)
+        self.maker_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.judge_loss.update_state(judge_loss, sample_weight=tf.shape(real)[0])
+        return {"judge_loss": self.judge_loss.result()}
+
+
+def make_adversaries() -> Adversaries:
+    keras.utils.set_random_seed(4)
+    model = Adversaries(
+        keras.Sequential([keras.Input((1,)), keras.layers.Dense(WIDTH)]),
+        keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)]),
+    )
+    model.compile(
+        keras.optimizers.Adam(0.05),
+        keras.optimizers.SGD(0.1, momentum=0.9),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    return model
+
+
+def test_both_optimizers_average(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 120)
+    params: dict[str, Any] = {"model": make_adversaries(), "optimizer": None, "loss": None}
+    estimator = make_estimator(store, 2, batch_size=30, epochs=3, run_id="pair", **params)
+    fitted = estimator.fit_on_parquet()
+    alone = make_adversaries()
+    order = np.concatenate([np.r_[i : i + 30, 60 + i : 90 + i] for i in (0, 30)])
+    expected = alone.fit(
+        columns["features"][order],
+        columns["label"][order, None],
+        batch_size=60,
+        epochs=3,
+        shuffle=False,
+        verbose=0,
+    ).history
+    trained = fitted.getModel()
+    for part in ("maker", "judge"):
+        for a, b in zip(getattr(trained, part).weights, getattr(alone, part).weights, strict=True):
+            np.testing.assert_allclose(a.numpy(), b.numpy(), rtol=1e-4, atol=1e-5, err_msg=part)
+    np.testing.assert_allclose(fitted.getHistory()["judge_loss"], expected["judge_loss"], rtol=1e-4)
+    # Slots of optimizers that were never built could not be restored.
+    with pytest.raises(ParamError, match=r"run_id: 'pair' cannot be resumed.*build\(\)"):
+        estimator.fit_on_parquet({estimator.epochs: 4})
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"loss": "mse"}, r"own compile\(\).*found loss"),
+        (
+            {"backward_passes_per_step": 2},
+            "expected 1 .* several optimizers, found 2",
+        ),
+    ],
+)
+def test_what_only_the_user_can_compile_is_left_to_the_user(
+    store: Any, params: dict[str, Any], message: str
+) -> None:
+    given = {"optimizer": None, "loss": None, "backend": RecordingBackend(2), **params}
+    with pytest.raises(ParamError, match=message):
+        make_estimator(store, 2, model=make_adversaries(), **given).fit_on_parquet()
