@@ -12,8 +12,8 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.bases import Callback, Checkpoint
-from hvd_estimators.lightning.exact import EpochResults
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.spec import EpochRecord
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.training.progress import Progress
@@ -33,8 +33,6 @@ class EpochRecorder(Checkpoint):
     ----------
     progress : Progress
         Reports to the driver.
-    results : tuple of EpochResults
-        What is logged in training and in validation.
     train, validation : loader, optional
         Tell what batches count for.
     """
@@ -42,13 +40,11 @@ class EpochRecorder(Checkpoint):
     def __init__(
         self,
         progress: Progress,
-        results: tuple[EpochResults, EpochResults],
         train: TrainLoader | None,
         validation: ValidationLoader | None,
     ) -> None:
         self.history: list[EpochRecord] = []
         self._progress = progress
-        self._results = results
         self._loaders = train, validation
         self._losses = _Mean(), _Mean()
         self._validated = False
@@ -87,11 +83,10 @@ class EpochRecorder(Checkpoint):
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        records = [
+        train, validation = (
             {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
-            for loss, results in zip(self._losses, self._results, strict=True)
-        ]
-        train, validation = records
+            for loss, results in zip(self._losses, _results(trainer), strict=True)
+        )
         record = EpochRecord(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
@@ -104,6 +99,12 @@ class EpochRecorder(Checkpoint):
         loader = self._loaders[stage]
         weight = 1.0 if loader is None else float(loader.share.rows)
         self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
+
+
+def _results(trainer: Trainer) -> tuple[RankResults, RankResults]:
+    """Return what is logged in training and in validation."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return loop._results, loop.val_loop._results
 
 
 class _Mean:

@@ -10,15 +10,13 @@ import torch
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.bases import ResultCollection
-from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.strategy import HorovodStrategy
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
-    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
+    from pytorch_lightning import LightningModule
 
-__all__ = ["EpochResults", "ExactStrategy", "exact_results"]
+__all__ = ["ExactStrategy"]
 
 
 class ExactStrategy(HorovodStrategy):
@@ -34,6 +32,8 @@ class ExactStrategy(HorovodStrategy):
     **kwargs
         See `HorovodStrategy`.
     """
+
+    reduces_everything = True
 
     def __init__(
         self,
@@ -83,46 +83,6 @@ class ExactStrategy(HorovodStrategy):
                 yield
         else:
             yield
-
-
-class EpochResults(ResultCollection):
-    """Logged values, those of an epoch reduced over the ranks by rows, ``sync_dist`` or not.
-
-    A callback that monitors one so sees the same value on every rank.
-    """
-
-    # An instance's method in the place of the base's static one: it is called as either.
-    def _get_cache(  # type: ignore[override]
-        self, result_metric: _ResultMetric, on_step: bool
-    ) -> torch.Tensor | None:
-        if on_step or not result_metric.is_tensor or result_metric._computed is not None:
-            return super()._get_cache(result_metric, on_step)
-        sync = result_metric.meta.sync
-        given, sync.should = sync.should, True
-        try:
-            return super()._get_cache(result_metric, on_step)
-        finally:
-            sync.should = given
-
-    def names(self) -> set[str]:
-        """Return the names under which values of an epoch have been logged."""
-        return {metric.meta.name for metric in self.values() if metric.meta.on_epoch}
-
-
-def exact_results(trainer: Trainer, flavor: Flavor) -> tuple[EpochResults, EpochResults]:
-    """Make a trainer reduce what is logged over the ranks.
-
-    Returns
-    -------
-    tuple of EpochResults
-        What is logged in training and in validation.
-    """
-    epoch_loop = trainer.fit_loop.epoch_loop
-    make = of_flavor(EpochResults, flavor)
-    training, validation = make(training=True), make(training=False)
-    epoch_loop._results = training
-    epoch_loop.val_loop._results = validation
-    return training, validation
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from hvd_estimators.lightning.flavor import (
     one_flavor,
 )
 from hvd_estimators.lightning.learning_rate import StepRate
+from hvd_estimators.lightning.results import reduce_results
 from hvd_estimators.torch.averaging import average_batch_norm
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class HorovodStrategy(ParallelStrategy):
     """
 
     strategy_name = "horovod"
+    # Logged values without sync_dist, too.
+    reduces_everything = False
     lightning_flavor: Flavor | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> HorovodStrategy:
@@ -98,6 +101,7 @@ class HorovodStrategy(ParallelStrategy):
         self._rates: dict[int, StepRate] = {}
         self._step_hooks: list[Any] = []
         self._metrics: list[tuple[Metric, Any, Any]] = []
+        self._restore_results: Callable[[], None] | None = None
 
     def set_world_ranks(self) -> None:
         """Connect to the other ranks, before Lightning asks which one this is."""
@@ -136,6 +140,10 @@ class HorovodStrategy(ParallelStrategy):
         assert module is not None
         broadcast_tensors(module.state_dict())
         self._connect_metrics(module)
+        assert self.lightning_flavor is not None
+        self._restore_results = reduce_results(
+            trainer, self.lightning_flavor, self.reduces_everything
+        )
         if trainer.state.fn != "fit":
             return
         self._averager = BackwardAverager(module, self._compression)
@@ -272,6 +280,9 @@ class HorovodStrategy(ParallelStrategy):
             rate.remove()
         for metric, available, sync in self._metrics:
             metric.distributed_available_fn, metric.dist_sync_fn = available, sync
+        if self._restore_results is not None:
+            self._restore_results()
+            self._restore_results = None
         self._step_hooks, self._rates, self._metrics = [], {}, []
         super().teardown()
 

@@ -16,7 +16,7 @@ import torch
 from hvd_estimators.data.readers import open_data_module
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
-from hvd_estimators.lightning.exact import ExactStrategy, exact_results
+from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
@@ -126,7 +126,6 @@ class _Run:
         self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
         recorder = of_flavor(EpochRecorder, spec.flavor)(
             progress,
-            exact_results(trainer, spec.flavor),
             train_loader,
             validation_loader,
         )

@@ -39,6 +39,7 @@ class RegressionSteps:
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         errors = (self(batch["features"]) - batch["label"]) ** 2
+        self.log("train_mse", errors.mean())
         if not self.weighted:
             return errors.mean()
         return (errors * batch["weight"].float()).mean()

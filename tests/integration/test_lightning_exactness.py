@@ -163,7 +163,7 @@ def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
 ) -> None:
     import json
 
-    write_rows(Path(store.get_train_data_path()), 65)
+    columns = write_rows(Path(store.get_train_data_path()), 65)
     held_out = write_rows(Path(store.get_val_data_path()), held_out_rows, seed=1)
     model = fit(
         backend,
@@ -185,6 +185,15 @@ def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
     assert last["val_metric"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
     assert last["val_most"] == pytest.approx(float(np.abs(errors).max()), rel=1e-5)
     assert model.getHistory()[-1]["validation"]["val_loss"] == last["val_loss"]
+    # Logged for steps only, as is the default in training_step: that of the last step, in which
+    # only one rank has a row.
+    batches = global_batches(65, 2, 16)
+    before = train_alone(columns, (batches * 2)[:-1], OPTIMIZERS["adam"], epochs=1)
+    with torch.no_grad():
+        (row,) = before(torch.from_numpy(columns["features"][batches[-1]])).numpy()
+    expected = (row - columns["label"][batches[-1]]) ** 2
+    found = model.getHistory()[-1]["train"]["train_mse"]
+    assert found == pytest.approx(expected.item(), rel=1e-4)
 
 
 class Worsening(Regression):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, EarlyStopping, TQDMProgressBar
 from torchmetrics import MeanMetric
 
 from hvd_estimators.launch.local import LocalBackend
@@ -72,6 +72,51 @@ def contrast(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Return the InfoNCE loss: each row of one view is to find its own in the other."""
     scores = first @ second.T
     return torch.nn.functional.cross_entropy(scores, torch.arange(len(scores)))
+
+
+class FirstRankReader(Callback):
+    """Reads what was measured on the first rank only, as a progress bar does, and pickles."""
+
+    def __init__(self) -> None:
+        self.read: dict[str, Any] = {}
+
+    def look(self, hook: str, trainer: Any) -> None:
+        if trainer.is_global_zero:
+            values = {**trainer.progress_bar_metrics, **trainer.callback_metrics}
+            self.read[hook] = {name: float(value) for name, value in values.items()}
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.look("batch", trainer)
+
+    def on_validation_epoch_end(self, trainer: Any, *_: Any) -> None:
+        self.look("validation epoch", trainer)
+
+    def on_validation_end(self, trainer: Any, *_: Any) -> None:
+        self.look("validation", trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.look("epoch", trainer)
+        if trainer.is_global_zero:
+            self.read["pickled"] = type(copy.deepcopy(pl_module)) is type(pl_module)
+
+
+class Measured(Module):
+    """Logs in every way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True, prog_bar=True)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        # While the other rank is here, one that reads must not wait for it somewhere else.
+        self.all_gather(torch.tensor(1.0))
+        self.log("hook", float(self.trainer.global_rank), sync_dist=True)
+        if self.trainer.is_global_zero:
+            self.log("first only", 5.0)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("validation hook", float(self.trainer.global_rank), sync_dist=True)
 
 
 class Alternating(Module):
@@ -136,6 +181,7 @@ def fit(
     size: int,
     strategy: Any = None,
     ckpt_path: str | None = None,
+    val_dataloaders: Any = None,
     **kwargs: Any,
 ) -> Any:
     trainer = Trainer(
@@ -152,7 +198,7 @@ def fit(
             **kwargs,
         }
     )
-    trainer.fit(module, loader(rank, size), ckpt_path=ckpt_path)
+    trainer.fit(module, loader(rank, size), val_dataloaders, ckpt_path=ckpt_path)
     return trainer
 
 
@@ -226,6 +272,16 @@ def run_all(directory: str) -> dict[str, Any]:
         use_distributed_sampler=False,
     )
     (found["validated"],) = validator.validate(measured, loader(rank, size, rows), verbose=False)
+
+    reader, read = FirstRankReader(), Measured()
+    stop = EarlyStopping("hook", patience=0, check_on_train_epoch_end=True)
+    held_out = loader(rank, size, rows)
+    settings = {"callbacks": [reader, TQDMProgressBar(), stop], "enable_progress_bar": True}
+    done = fit(read, rank, size, val_dataloaders=held_out, max_epochs=3, **settings)
+    found["read"] = {**reader.read, "end": {n: v.item() for n, v in done.callback_metrics.items()}}
+    keep("measured", read)
+    found["stopped"] = done.current_epoch
+    found["left"] = "on_train_epoch_end" in vars(read)
 
     strategy = validator.strategy
     own = torch.tensor([1.0 + rank, 2.0])
@@ -396,6 +452,31 @@ def test_logged_values_are_reduced_by_rows(ranks: Any) -> None:
         assert rank["validated"]["synced"] == pytest.approx(errors.mean().item(), rel=1e-5)
         assert rank["validated"]["metric"] == pytest.approx(errors.mean().item(), rel=1e-5)
         assert rank["validated"]["alone"] == pytest.approx(own.mean().item(), rel=1e-5)
+
+
+@pytest.mark.integration
+def test_one_rank_may_read_what_was_measured_wherever_it_likes(ranks: Any) -> None:
+    x, y = make_data()
+    read = ranks[0]["read"]
+    net = make_net()
+    net.load_state_dict({k[4:]: v for k, v in ranks[0]["measured"].items() if k[:4] == "net."})
+    with torch.no_grad():
+        errors = (net(x[:8]) - y[:8]).abs()
+    for hook in ("validation epoch", "validation", "epoch", "end"):
+        assert read[hook]["synced"] == pytest.approx(errors.mean().item(), rel=1e-5)
+        assert read[hook]["metric"] == pytest.approx(errors.mean().item(), rel=1e-5)
+        assert read[hook]["alone"] == pytest.approx(errors[:5].mean().item(), rel=1e-5)
+    assert "train_loss_step" in read["batch"]
+    assert read["epoch"]["train_loss"] == read["end"]["train_loss"]
+    assert read["end"]["train_loss"] == ranks[1]["read"]["end"]["train_loss"]
+    assert read["end"]["train_loss"] != read["end"]["train_loss_step"]
+    # What hooks log is reduced, too, before a callback monitors it; it does not get better.
+    assert read["validation"]["validation hook"] == read["end"]["hook"] == 0.5
+    assert [rank["stopped"] for rank in ranks] == [2, 2]
+    assert read["end"]["first only"] == 5.0
+    assert "first only" not in ranks[1]["read"]["end"]
+    assert read["pickled"]
+    assert not ranks[0]["left"]
 
 
 @pytest.mark.integration

@@ -1,0 +1,249 @@
+"""What is logged, reduced over the ranks where all of them pass, and never by reading it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.lightning.bases import ResultCollection
+from hvd_estimators.lightning.collectives import gather_objects
+from hvd_estimators.lightning.flavor import Flavor, of_flavor
+
+if TYPE_CHECKING:
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
+
+__all__ = ["RankResults", "reduce_results"]
+
+
+class RankResults(ResultCollection):
+    """Logged values of one rank, and those of all ranks once they have been reduced.
+
+    Lightning reduces a value when somebody first reads it: one rank that reads alone, such as the
+    one with the progress bar, would wait for the others for ever. Here `reduce` does it, called by
+    all ranks. Before, a read gives the rank's own value.
+
+    Attributes
+    ----------
+    everything : bool
+        Whether to reduce values without ``sync_dist`` too, so that callbacks see the same on every
+        rank.
+    """
+
+    everything = False
+
+    def __init__(self, training: bool) -> None:
+        super().__init__(training)
+        self._rows: dict[str, int] = {}
+        self._last_steps: dict[str, torch.Tensor] = {}
+
+    def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
+        """Take a value that was logged for a batch of so many rows."""
+        super().update_metrics(key, value, batch_size)
+        self._rows[key] = batch_size if self.batch_size is None else self.batch_size
+
+    def reduce(self, only_steps: bool = False) -> None:
+        """Reduce what has been logged since the values were last reduced. Called by all ranks.
+
+        Parameters
+        ----------
+        only_steps : bool
+            Whether to leave values of an epoch, which is not over, alone.
+        """
+        own = self._own(only_steps)
+        ranks = [own] if hvd.size() == 1 else gather_objects(own)
+        for key in sorted(self):
+            if not (only_steps and self[key].meta.on_epoch):
+                self._take(key, self[key], [o[key] for o in ranks if key in o], len(ranks))
+
+    def metrics(self, on_step: bool) -> Any:
+        """Return what callbacks, loggers and progress bars see, during steps or after an epoch.
+
+        With ``everything``, callbacks see what is logged for steps only, too, when an epoch is
+        over: the value of the last step, of all ranks.
+        """
+        metrics = super().metrics(on_step)
+        if not on_step and self.training:
+            metrics["callback"].update(self.last_steps())
+        return metrics
+
+    def last_steps(self) -> dict[str, torch.Tensor]:
+        """Return what was logged for steps only, as of the last step."""
+        return {
+            self[key].meta.name: value
+            for key, value in self._last_steps.items()
+            if not self[key].has_reset
+        }
+
+    def names(self) -> set[str]:
+        """Return the names under which callbacks see the values of an epoch."""
+        return {self._forked_name(metric, on_step=False)[0] for metric in self.values()}
+
+    def _own(self, only_steps: bool) -> dict[str, Any]:
+        """Return what the other ranks are to know: value and weight of each result."""
+        own: dict[str, Any] = {}
+        for key, metric in self.items():
+            if metric.has_reset:
+                continue
+            if not metric.meta.on_epoch:
+                if self.everything:
+                    own[key] = _number(metric._forward_cache), self._rows.get(key, 0)
+            elif not only_steps and metric._computed is None and self._is_shared(metric):
+                own[key] = None
+                if metric.is_tensor:
+                    own[key] = _number(metric.value), _weight(metric)
+        return own
+
+    def _is_shared(self, metric: _ResultMetric) -> bool:
+        sync = metric.meta.sync
+        return not sync.rank_zero_only and (self.everything or sync.should or not metric.is_tensor)
+
+    def _take(self, key: str, metric: _ResultMetric, parts: Sequence[Any], ranks: int) -> None:
+        if metric.has_reset:
+            return
+        if not metric.meta.on_epoch:
+            rows = sum(weight for value, weight in parts if value is not None)
+            if rows:
+                total = sum(value * weight for value, weight in parts if value is not None)
+                self._last_steps[key] = (total / rows).to(metric.value.device, torch.float32)
+        elif metric._computed is None:
+            if not metric.is_tensor and len(parts) == ranks:
+                metric.compute()  # gathers its state from all ranks
+            elif not metric.is_tensor or not parts:
+                metric._computed = _alone(metric)
+            else:
+                value = metric.value
+                reduced: Any = _combined(metric, parts).to(value.device, value.dtype)
+                metric._computed = reduced
+
+    # An instance's method in the place of the base's static one: it is called as either.
+    def _get_cache(  # type: ignore[override]
+        self, result_metric: _ResultMetric, on_step: bool
+    ) -> torch.Tensor | None:
+        if on_step or not result_metric.meta.on_epoch or result_metric._computed is not None:
+            return super()._get_cache(result_metric, on_step)
+        own = _alone(result_metric)
+        return own.detach() if isinstance(own, torch.Tensor) else own
+
+
+def _number(value: Any) -> Any:
+    return value.detach().cpu().double() if isinstance(value, torch.Tensor) else None
+
+
+def _weight(metric: _ResultMetric) -> Any:
+    return metric.cumulated_batch_size.item() if metric.meta.is_mean_reduction else 1
+
+
+def _combined(metric: _ResultMetric, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
+    values = torch.stack([value for value, _ in parts])
+    if metric.meta.is_max_reduction:
+        return values.amax(dim=0)
+    if metric.meta.is_min_reduction:
+        return values.amin(dim=0)
+    total = values.sum(dim=0)
+    return total / sum(weight for _, weight in parts) if metric.meta.is_mean_reduction else total
+
+
+def _alone(metric: _ResultMetric) -> Any:
+    """Return the value of what this rank has logged, and keep nothing of it."""
+    if metric.is_tensor:
+        value = metric.value.clone()
+        return value / metric.cumulated_batch_size if metric.meta.is_mean_reduction else value
+    users: Any = metric.value
+    available, users.distributed_available_fn = users.distributed_available_fn, _never
+    kept = users._computed
+    try:
+        users._computed = None
+        return users.compute()
+    finally:
+        users.distributed_available_fn, users._computed = available, kept
+
+
+def _never() -> bool:
+    return False
+
+
+def reduce_results(trainer: Trainer, flavor: Flavor, everything: bool) -> Callable[[], None]:
+    """Make a trainer reduce what is logged at the end of each epoch, before and after the hooks.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Its loops get results of ours.
+    flavor : Flavor
+        Its package.
+    everything : bool
+        See `RankResults`.
+
+    Returns
+    -------
+    callable
+        Leaves the trainer and its module as they were, but for the results.
+    """
+    make = of_flavor(RankResults, flavor)
+    fit: Any = trainer.fit_loop.epoch_loop
+    loops: tuple[Any, ...] = (fit, fit.val_loop, trainer.validate_loop, trainer.test_loop)
+    for loop in loops:
+        if not isinstance(loop._results, RankResults):
+            loop._results = make(training=loop is fit)
+        loop._results.everything = everything
+
+    connector, module = trainer._logger_connector, trainer.lightning_module
+
+    def reduce() -> None:
+        results = trainer._results
+        if isinstance(results, RankResults):
+            results.reduce()
+        if everything and results is fit.val_loop._results:
+            # Callbacks may monitor what training steps have logged when a validation is over.
+            fit._results.reduce(only_steps=True)
+            connector._callback_metrics.update(fit._results.last_steps())
+
+    undo = contextlib.ExitStack()
+    undo.enter_context(_wrapped(connector, "epoch_end_reached", before=reduce))
+    # Hooks log, too. In training, callbacks that monitor a value come between these two.
+    undo.enter_context(_wrapped(connector, "on_epoch_end", before=reduce))
+    undo.enter_context(_wrapped(module, "on_train_epoch_end", after=reduce))
+    return undo.close
+
+
+@contextlib.contextmanager
+def _wrapped(
+    owner: Any,
+    name: str,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Call a function before or after a method of an object, until the block ends."""
+    own = vars(owner).get(name)
+    vars(owner)[name] = _Wrapper(getattr(owner, name), before, after)
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = own
+
+
+class _Wrapper:
+    """A method with something before or after it; copies and pickles are of the method alone."""
+
+    def __init__(self, method: Any, before: Any, after: Any) -> None:
+        self._method, self._before, self._after = method, before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before()
+        returned = self._method(*args, **kwargs)
+        if self._after is not None:
+            self._after()
+        return returned
+
+    def __reduce__(self) -> Any:
+        # As methods are pickled: by the object, whose state may still be on its way.
+        return getattr, (self._method.__self__, self._method.__name__)
