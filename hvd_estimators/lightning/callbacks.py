@@ -12,11 +12,13 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.bases import Callback, Checkpoint
+from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.spec import EpochRecord
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.rank import seed_rank
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -48,17 +50,20 @@ class EpochRecorder(Checkpoint):
         self._loaders = train, validation
         self._losses = _Mean(), _Mean()
         self._validated = False
+        self._batches = 0
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin an epoch."""
         self._progress.start_epoch(trainer.current_epoch)
         self._losses = _Mean(), _Mean()
         self._validated = False
+        self._batches = 0
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the loss of a training batch."""
+        self._batches += 1
         passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._count(0, outputs, batch, passes)
         if self._progress.due:
@@ -78,7 +83,18 @@ class EpochRecorder(Checkpoint):
         self._validated = True
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the epoch."""
+        """Record the epoch.
+
+        Raises
+        ------
+        RuntimeError
+            If there was no batch in it.
+        """
+        if not self._batches:
+            raise RuntimeError(
+                f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
+                "must give loaders that can be iterated in every epoch, with rows on every rank."
+            )
         average_batch_norm(pl_module)
         for loss in self._losses:
             loss.reduce()
@@ -142,6 +158,10 @@ class RunCheckpoint(Callback):
         What `EpochRecorder` keeps; restored here.
     taken : callable
         Returns the training batches that the rank has taken so far.
+    seed : int
+        Seed of the run: in each epoch a rank draws random numbers of its own.
+    directory : str
+        Where the files of the user's ``ModelCheckpoint`` go.
     """
 
     def __init__(
@@ -149,24 +169,34 @@ class RunCheckpoint(Callback):
         save: Callable[[Mapping[str, Any]], None],
         history: list[EpochRecord],
         taken: Callable[[], int],
+        seed: int,
+        directory: str,
     ) -> None:
+        self._seed = seed
+        self._directory = directory
         self._save = save
         self._history = history
         self._taken = taken
         self._started = False
-        self._random_states: list[torch.Tensor] | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Redirect checkpoints, those of the module's ``configure_callbacks`` too."""
+        # That hook's callbacks have been added at the end; the recorder is to be the last.
+        given: Any = trainer
+        given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
+        for callback in given.callbacks:
+            if is_lightning(callback, "callbacks.ModelCheckpoint"):
+                callback.dirpath = self._directory
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the epoch before, or go on as after the one that was restored."""
+        """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
         if self._started:
             self.save(trainer)
-        elif self._random_states is not None and len(self._random_states) == hvd.size():
-            torch.set_rng_state(self._random_states[hvd.rank()])
         self._started = True
+        torch.manual_seed(seed_rank(self._seed, hvd.rank(), trainer.current_epoch))
 
     def save(self, trainer: Trainer) -> None:
         """Save the state after the newest epoch. Called by all ranks."""
-        self._random_states = hvd.allgather_object(torch.get_rng_state(), name="random_states")
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         # The next epoch may be on its way; without this it would be one that was interrupted.
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
@@ -176,17 +206,15 @@ class RunCheckpoint(Callback):
             self._save(checkpoint)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history, the position in the data and the ranks' random states."""
+        """Return the history and the position in the data."""
         return {
             "history": [(r.epoch, dict(r.train), r.validation) for r in self._history],
             "taken": self._taken(),
-            "random_states": self._random_states,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self._history[:] = [EpochRecord(*record) for record in state_dict["history"]]
-        self._random_states = state_dict["random_states"]
 
 
 class TerminateOnNaN(Callback):

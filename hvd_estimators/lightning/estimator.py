@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -228,7 +229,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         common = self._common_spec(data, "lightning")
         common["callbacks"] = ()
         common["use_gpu"] = get("use_gpu") and get("num_gpus") != 0
-        common["epochs"] = trainer_args.pop("max_epochs", common["epochs"])
+        common["epochs"] = _epochs(trainer_args, common["epochs"], data.train_steps_per_epoch)
         common["backward_passes_per_step"] = trainer_args.pop(
             "accumulate_grad_batches", common["backward_passes_per_step"]
         )
@@ -269,6 +270,11 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         if "module" in state:
             module = load_module(state["module"])
         else:
+            logger.warning(
+                "The trained module cannot be pickled because of %s. The model that was given "
+                "comes back with the trained weights; other attributes are as before training.",
+                ", ".join(state["lost"]),
+            )
             module = load_module(dump_module(self.getOrDefault("model")))
             module.load_state_dict(state["weights"])
         return self.get_model_class()(
@@ -349,6 +355,35 @@ def _with_learning_rate(module: Any, rate: float | None) -> Any:
         "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
         "hparams. Give it one, which configure_optimizers() uses."
     )
+
+
+def _epochs(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:
+    """Return the epochs of a run; where steps or time end it, the Trainer gets ``max_epochs=-1``.
+
+    Raises
+    ------
+    ParamError
+        If training would not take place, or not end.
+    """
+    given = trainer_args.pop("max_epochs", epochs)
+    max_steps = trainer_args.get("max_steps", -1)
+    if given is None and (max_steps != -1 or trainer_args.get("max_time")):
+        given = -1
+    given = epochs if given is None else given
+    if given > 0:
+        return int(given)
+    if given != -1 or max_steps == 0:
+        raise ParamError(
+            f"trainer_args: max_epochs={given}, max_steps={max_steps} train nothing. Set "
+            "max_epochs to 1 or more, or to -1 with max_steps or max_time."
+        )
+    if max_steps == -1 and not trainer_args.get("max_time"):
+        raise ParamError(
+            "trainer_args: max_epochs=-1 trains without end. Set max_steps or max_time."
+        )
+    trainer_args["max_epochs"] = -1
+    passes = trainer_args.get("accumulate_grad_batches", 1)
+    return math.ceil(max_steps * passes / steps_per_epoch) if max_steps > 0 else 1_000_000
 
 
 def _as_list(value: Any) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import horovod.torch as hvd
@@ -80,6 +80,9 @@ class _Loader:
         return with_dtypes(batch, self._dtypes)
 
 
+Window = Sequence[tuple[TensorBatch, float]]
+
+
 class TrainLoader(_Loader):
     """Training batches, epoch after epoch.
 
@@ -93,6 +96,10 @@ class TrainLoader(_Loader):
         Batches of an epoch.
     passes_per_step : callable
         Returns the backward passes of the step that comes next.
+    taken : int
+        Batches that an interrupted run took.
+    same : bool
+        Whether each epoch gets the batches of the first one (``overfit_batches``).
     """
 
     def __init__(
@@ -101,22 +108,44 @@ class TrainLoader(_Loader):
         dtypes: Mapping[str, str],
         steps: int,
         passes_per_step: Callable[[], int],
+        taken: int = 0,
+        same: bool = False,
     ) -> None:
         super().__init__(dtypes, steps)
+        self._position = taken % steps
+        self._kept: list[Window] | None = [] if same else None
         self.taken = 0
         self._batches = batches
         self._passes_per_step = passes_per_step
 
     def __iter__(self) -> Iterator[TensorBatch]:
+        if self._kept:
+            yield from self._again(self._kept)
+            return
+        # The Trainer may have left before the end of the pass (limit_train_batches).
+        while self._position:
+            self._next_window(1)
         left = self._steps
         while left:
             passes = self._passes_per_step()
-            window = self._batches.next_window(min(passes, left))
+            window = self._next_window(min(passes, left))
+            if self._kept is not None:
+                self._kept.append(window)
             for batch, factor in window:
                 left -= 1
-                self.taken += 1
                 # Lightning divides each loss by the number of passes.
                 yield self._give(batch, factor * passes)
+
+    def _again(self, windows: list[Window]) -> Iterator[TensorBatch]:
+        for window in windows:
+            for batch, factor in window:
+                yield self._give(batch, factor * self._passes_per_step())
+
+    def _next_window(self, passes: int) -> Window:
+        window = self._batches.next_window(passes)
+        self.taken += len(window)
+        self._position = (self._position + len(window)) % self._steps
+        return window
 
 
 class ValidationLoader(_Loader):

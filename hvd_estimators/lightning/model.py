@@ -15,8 +15,11 @@ from pyspark.sql import types as T
 from hvd_estimators.data.columns import Array
 from hvd_estimators.data.names import quoted
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.model import Predictor
+from hvd_estimators.params import boolean, declare
 from hvd_estimators.torch import model as torch_model
+from hvd_estimators.torch.calls import call_with_leading
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 from hvd_estimators.torch.tensors import with_form
@@ -29,14 +32,22 @@ RowFunction = Callable[[torch.nn.Module, Any], Any]
 class LightningModel(torch_model.TorchModel):
     """A fitted LightningModule as a Spark ML Transformer.
 
-    `transform` calls the module with one tensor per feature column, rows first: floating columns
-    in the dtype of the module's parameters, others as they are stored, or as ``column_dtypes``
-    says. A subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the
-    driver and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    `transform` calls the module with one tensor per feature column, rows first, or its
+    ``predict_step`` with a dict of them, see ``use_predict_step``. Floating columns come in the
+    dtype of the module's parameters, others as they are stored, or as ``column_dtypes`` says. A
+    subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the driver
+    and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
 
     Columns are taken as the training's ``transformation_fn`` leaves them; with
     ``apply_transformation`` they are transformed first, as in training.
     """
+
+    use_predict_step = declare(
+        "Whether transform() calls the module's predict_step, with a dict of feature column to "
+        "tensor as batch, in the place of forward.",
+        default=False,
+        convert=boolean,
+    )
 
     def get_prediction_fn(self) -> RowFunction:
         """Return a function of a module and a row (a ``pyspark.sql.Row``); for subclasses.
@@ -62,9 +73,11 @@ class LightningModel(torch_model.TorchModel):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
-        if self.getOrDefault("output_shapes") is not None:
-            return super()._transform(dataset)
-        return self.copy({"output_shapes": self._probe(dataset)})._transform(dataset)
+        # What fit() found out are the shapes of what forward() returns.
+        if self.getOrDefault("output_shapes") is None or self.getOrDefault("use_predict_step"):
+            shaped = self.copy({"output_shapes": self._probe(dataset)})
+            return super(LightningModel, shaped)._transform(dataset)
+        return super()._transform(dataset)
 
     def _predicts_rows(self) -> bool:
         return type(self).get_prediction_fn is not LightningModel.get_prediction_fn
@@ -82,11 +95,17 @@ class LightningModel(torch_model.TorchModel):
             function = self.get_prediction_fn()
             return document, lambda given: _RowPredictor(given, function, features)
         shapes, dtypes = self.getOrDefault("input_shapes"), self.getOrDefault("column_dtypes")
+        by_step = self.getOrDefault("use_predict_step")
+        if by_step and not is_lightning(self.getOrDefault("model"), "LightningModule"):
+            raise ParamError(
+                "use_predict_step: the model is no LightningModule and has no predict_step. Leave "
+                "it out."
+            )
         form = self.getOrDefault("input_form")
         labels = list(self.getOrDefault("label_columns") or [])
 
         def load(given: bytes) -> Predictor:
-            return _BatchPredictor(given, features, labels, form, shapes, dtypes)
+            return _BatchPredictor(given, by_step, features, labels, form, shapes, dtypes)
 
         return document, load
 
@@ -152,20 +171,26 @@ class _BatchPredictor:
     def __init__(
         self,
         document: bytes,
+        by_step: bool,
         features: list[str],
         labels: list[str],
         form: str,
         shapes: Any,
         dtypes: Any,
     ) -> None:
-        self._module = load_module(document).eval()
+        self._module: Any = load_module(document).eval()
+        self._by_step = by_step
         self._features, self._labels, self._form = features, labels, form
         self._tensors = shapes, dtypes
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         inputs = forward_inputs(self._module, arrays, self._features, *self._tensors)
         with torch.inference_mode():
-            raw = with_form(self._module, inputs, self._features, self._form)
+            if self._by_step:
+                batch = dict(zip(self._features, inputs, strict=True))
+                raw = call_with_leading(self._module.predict_step, batch, 0)
+            else:
+                raw = with_form(self._module, inputs, self._features, self._form)
             outputs = as_list(raw, self._labels)
         return [output.double().numpy() for output in outputs]
 

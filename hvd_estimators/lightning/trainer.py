@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import horovod.torch as hvd
 import torch
 
@@ -133,6 +134,8 @@ class _Run:
             self._save,
             recorder.history,
             lambda: skip + (train_loader.taken if train_loader is not None else 0),
+            spec.data.random_seed,
+            self._checkpoint_directory(scratch),
         )
         # Before all others, and after all others.
         connected: Any = trainer
@@ -141,7 +144,12 @@ class _Run:
         trainer.fit(self.module, ckpt_path=path, weights_only=False, **data)
         if len(recorder.history) > done:
             run_checkpoint.save(trainer)
-        return self._result(recorder, callbacks)
+        elif trainer.num_training_batches == 0:
+            raise RuntimeError(
+                f"The training loader of rank {self.rank} has no batches: nothing was trained. "
+                "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
+            )
+        return self._result(recorder)
 
     def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
@@ -153,7 +161,12 @@ class _Run:
             sum_over_ranks,
         )
         train = TrainLoader(
-            batches, self.spec.dtypes, spec.train_steps_per_epoch, self._passes_per_step
+            batches,
+            self.spec.dtypes,
+            spec.train_steps_per_epoch,
+            self._passes_per_step,
+            self.restored["taken"],
+            bool(self.users["trainer_args"].get("overfit_batches")),
         )
         if spec.val_plan is None:
             return train, None
@@ -175,9 +188,6 @@ class _Run:
 
     def _make_trainer(self, strategy: ExactStrategy, callbacks: list[Any], scratch: str) -> Trainer:
         spec = self.spec
-        for callback in callbacks:
-            if is_lightning(callback, "callbacks.ModelCheckpoint"):
-                callback.dirpath = self._checkpoint_directory(scratch)
         if spec.terminate_on_nan:
             callbacks = [*callbacks, of_flavor(TerminateOnNaN, spec.flavor)()]
         passes = spec.backward_passes_per_step if self.module.automatic_optimization else 1
@@ -224,17 +234,18 @@ class _Run:
         if path is not None:
             self.checkpoint_io.save_checkpoint(dict(checkpoint), path)
 
-    def _result(self, recorder: EpochRecorder, callbacks: list[Any]) -> TrainResult:
+    def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)
         state = None
         if self.rank == 0:
-            self._load_best(callbacks)
+            self._load_best()
             state = save_state(_returned(self.module, self.spec.module))
         return TrainResult(digest, state, tuple(recorder.history))
 
-    def _load_best(self, callbacks: list[Any]) -> None:
+    def _load_best(self) -> None:
         """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
-        for callback in callbacks:
+        connected: Any = self.trainer
+        for callback in connected.callbacks:
             if (
                 is_lightning(callback, "callbacks.ModelCheckpoint")
                 and callback.monitor is not None
@@ -246,16 +257,35 @@ class _Run:
 
 
 def _returned(module: LightningModule, given: bytes) -> dict[str, Any]:
-    """Return the weights, or the whole module where ``setup`` and the like have changed it."""
-    trained = module.module if isinstance(module, ModuleAdapter) else module
-    weights = trained.state_dict()
-    original = load_module(given)
-    if isinstance(original, ModuleAdapter):
-        original = original.module
-    plain = all(isinstance(value, torch.Tensor) for value in weights.values())
-    if plain and weights.keys() == original.state_dict().keys():
-        return {"weights": weights}
-    return {"module": dump_module(trained)}
+    """Return the module as training has left it; its weights alone where it cannot be pickled."""
+    trained: torch.nn.Module = module.module if isinstance(module, ModuleAdapter) else module
+    try:
+        return {"module": dump_module(trained.cpu())}
+    except Exception as error:
+        original = load_module(given)
+        if isinstance(original, ModuleAdapter):
+            original = original.module
+        weights = trained.state_dict()
+        if weights.keys() != original.state_dict().keys():
+            raise
+        return {"weights": weights, "lost": _unpicklable(trained) or [f"{error}"]}
+
+
+def _unpicklable(module: torch.nn.Module) -> list[str]:
+    """Return the names of attributes that cannot be pickled."""
+    names = []
+    inner = vars(torch.nn.Module())
+    for prefix, part in module.named_modules():
+        # Of a LightningModule, without its Trainer.
+        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+        for name, value in dict(state).items():
+            if name in inner:
+                continue
+            try:
+                cloudpickle.dumps(value)
+            except Exception:
+                names.append(f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 @contextlib.contextmanager

@@ -185,13 +185,12 @@ def test_callbacks_are_called_as_often_with_the_same_exact_values_on_each_rank(
     assert last["val_metric"] == pytest.approx(float((errors**2).mean()), rel=1e-5)
     assert last["val_most"] == pytest.approx(float(np.abs(errors).max()), rel=1e-5)
     assert model.getHistory()[-1]["validation"]["val_loss"] == last["val_loss"]
-    # Logged for steps only, as is the default in training_step: that of the last step, in which
-    # only one rank has a row.
+    # Logged for steps only, as is the default in training_step: that of the last step.
     batches = global_batches(65, 2, 16)
     before = train_alone(columns, (batches * 2)[:-1], OPTIMIZERS["adam"], epochs=1)
     with torch.no_grad():
-        (row,) = before(torch.from_numpy(columns["features"][batches[-1]])).numpy()
-    expected = (row - columns["label"][batches[-1]]) ** 2
+        output = before(torch.from_numpy(columns["features"][batches[-1]])).reshape(-1).numpy()
+    expected = ((output - columns["label"][batches[-1]]) ** 2).mean()
     found = model.getHistory()[-1]["train"]["train_mse"]
     assert found == pytest.approx(expected.item(), rel=1e-4)
 

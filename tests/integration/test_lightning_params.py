@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_ranks import StandingBackend
-from lightning_reference import Regression, RegressionSteps, fit, standing_ranks
+from lightning_reference import InThisProcess, Regression, RegressionSteps, fit, standing_ranks
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
@@ -239,16 +239,6 @@ def test_a_convolutional_net_learns_digits_as_in_one_process(backend: Any, store
     alone, together = accuracy(InThisProcess(), 64), accuracy(backend, 32)
     assert alone > 0.9
     assert together > alone - 0.01
-
-
-class InThisProcess:
-    """A backend of somebody else's, which calls the function where it is."""
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
 
 
 def test_compressed_gradients_and_profile(backend: Any, store: Any) -> None:

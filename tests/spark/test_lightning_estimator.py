@@ -248,3 +248,26 @@ def test_what_cannot_train_is_refused_before_anything_is_written(spark: Any, sto
         with pytest.raises(error, match=message):
             make_estimator(store, **params).fit(frame)
     assert not list(Path(store.prefix_path).glob("*/*"))
+
+
+class Doubling(Line):
+    """Predicts something else than forward() returns, and of another shape."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return 2 * self(batch["v"])[:, 0]
+
+
+def test_predict_step_is_used_where_asked(spark: Any) -> None:
+    frame = with_vector(make_frame(spark, 10))
+    module = Doubling()
+    model = LightningModel(model=module, feature_columns=["v"], outputCols=["o"])
+    by_forward = [row["o"] for row in model.transform(frame).select("o").collect()]
+    by_step = model.setUsePredictStep(True).transform(frame).select("o").collect()
+    assert [row["o"] for row in by_step] == pytest.approx([2 * value for value in by_forward])
+    with pytest.raises(ParamError, match="no LightningModule"):
+        LightningModel(
+            model=torch.nn.Linear(2, 1),
+            feature_columns=["v"],
+            outputCols=["o"],
+            use_predict_step=True,
+        ).transform(frame)
