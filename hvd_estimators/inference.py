@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pandas as pd
 from pyspark.sql import Column
@@ -111,7 +112,8 @@ def make_udf(
     inference : Inference
         What to do with a batch.
     """
-    key = hashlib.sha256(document).hexdigest()
+    # Of one document, models with other settings make other predictors.
+    key = hashlib.sha256(document + cloudpickle.dumps(load)).hexdigest()
     fields = inference.fields
     single = len(fields) == 1
     if single:
