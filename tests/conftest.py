@@ -13,6 +13,8 @@ import pytest
 # Spark's Python workers run this environment's Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+# Everything that these tests start inherits it, also where its parent has gone.
+os.environ["HVD_ESTIMATORS_TESTS"] = str(os.getpid())
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from decimal import Decimal
 from pathlib import Path
@@ -60,9 +61,12 @@ def assert_nothing_written(store: Any) -> None:
 
 
 def rank_processes() -> list[psutil.Process]:
+    """Return the ranks that these tests started, not those of others on the machine."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if "hvd_estimators.launch.worker" in (process.info["cmdline"] or []):
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        is_rank = "hvd_estimators.launch.worker" in (process.info["cmdline"] or [])
+        started_by = (process.info["environ"] or {}).get("HVD_ESTIMATORS_TESTS")
+        if is_rank and started_by == str(os.getpid()):
             found.append(process)
     return found
 
@@ -268,14 +272,18 @@ def test_ranks_end_when_their_job_is_cancelled(spark: Any, tmp_path: Path) -> No
         pathlib.Path(marker).touch()
         clock.sleep(600)
 
+    seen: list[psutil.Process] = []
+
     def cancel() -> None:
         while not Path(marker).exists():
             time.sleep(0.1)
+        seen.extend(rank_processes())
         spark.sparkContext.cancelAllJobs()
 
     threading.Thread(target=cancel, daemon=True).start()
     with pytest.raises(Exception, match="cancelled"):
         SparkBackend(2).run(run)
+    assert len(seen) == 2
     deadline = time.monotonic() + 30
     while rank_processes() and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -113,9 +113,9 @@ def test_lists_and_decimals_in_both_formats_of_spark(
     ]
     found = {name: np.concatenate([part[name] for part in parts]) for name in names}
     order = np.argsort(found["id"])
-    expected = frame.orderBy("id").toPandas()
+    expected = frame.orderBy("id").collect()
     for name in names:
-        values = np.array(expected[name].tolist())
+        values = np.array([row[name] for row in expected])
         np.testing.assert_array_equal(found[name][order], values.astype(found[name].dtype))
     dtypes = {name: str(array.dtype) for name, array in found.items()}
     assert (dtypes["money"], dtypes["even"], dtypes["byte"]) == ("float64", "bool", "int8")
