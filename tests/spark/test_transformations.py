@@ -49,7 +49,7 @@ def estimator_of_lengths(store: Any, **params: Any) -> Any:
     return make_estimator(store, **{**defaults, **params})
 
 
-@pytest.mark.parametrize("reader", ["petastorm", "arrow"])
+@pytest.mark.parametrize("reader", [None, "arrow"], ids=["the default", "arrow"])
 @pytest.mark.parametrize(
     "form",
     [
