@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -93,6 +93,8 @@ class DryRun:
     compile : callable, optional
         Compiles the model, once its outputs are known; None stands for labels that are none of
         its outputs. Default: the model is compiled.
+    class_weight : mapping, optional
+        Weight of each class of the only label.
 
     Attributes
     ----------
@@ -114,8 +116,10 @@ class DryRun:
         sample_weight_col: str | None,
         label_shapes: Sequence[Sequence[int]] | None,
         compile: Callable[[Outputs | None], None] = lambda outputs: None,
+        class_weight: Mapping[int, float] | None = None,
     ) -> None:
         self.model = model
+        self._class_weight = class_weight
         self._compile = compile
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
@@ -142,7 +146,7 @@ class DryRun:
                 # Keras compares structures: an output without a label is compared to nothing.
                 [ZEROS if label is None else fields[label] for label in self.outputs.labels]
             )
-        return TensorSpec(self._inputs, structure, self._weight_col)
+        return TensorSpec(self._inputs, structure, self._weight_col, self._class_weight)
 
     def look_at(self, columns: Columns) -> None:
         """Note the columns' shapes, and call nothing.

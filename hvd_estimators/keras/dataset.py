@@ -35,6 +35,8 @@ class ColumnDatasets:
         Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     form : callable, optional
         Makes an element of a batch; see `column_dataset`.
+    val_form : callable, optional
+        The same for validation. Default: ``form``.
     """
 
     def __init__(
@@ -43,9 +45,11 @@ class ColumnDatasets:
         rows: int | None = None,
         prefetch: int = 0,
         form: Form | None = None,
+        val_form: Form | None = None,
     ) -> None:
         self._data = data
         self._form = form
+        self._val_form = val_form or form
         self._rows = rows
         self._prefetch = prefetch
         runs = data.train_runs()
@@ -62,7 +66,8 @@ class ColumnDatasets:
     def validation(self, steps: int) -> tf.data.Dataset:
         """Return at most so many validation batches; every iteration is a new pass."""
         runs = self._data.val_runs
-        return column_dataset(runs, self._first, None, self._prefetch, self._form).take(steps)
+        dataset = column_dataset(runs, self._first, None, self._prefetch, self._val_form)
+        return dataset.take(steps)
 
 
 def column_dataset(

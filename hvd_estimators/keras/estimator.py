@@ -26,6 +26,7 @@ from hvd_estimators.keras.checks import (
     kept_random_state,
     weighs_by_samples,
 )
+from hvd_estimators.keras.class_weights import check_classes, class_weight
 from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
@@ -115,6 +116,12 @@ class KerasEstimator(HorovodEstimator):
     backend_env = declare(
         "Environment variables of the ranks; None deletes one.", default={}, convert=_environment
     )
+    class_weight = declare(
+        "Class number to weight, for a single label of class numbers or one-hot rows: rows count "
+        "in training for the weight of their class, times that of sample_weight_col. Classes that "
+        "are not named count for 1.",
+        convert=class_weight,
+    )
     tensorflow_dataset_prefetch_buffer_size = declare(
         "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
         default=0,
@@ -160,6 +167,11 @@ class KerasEstimator(HorovodEstimator):
                 "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
                 f"{checkpoint!r}."
             )
+        if get("class_weight") and len(get("label_cols")) > 1:
+            raise ParamError(
+                f"class_weight: expected a single label, found {get('label_cols')}. Set "
+                "sample_weight_col, or weights in the losses."
+            )
         label_shapes = get("label_shapes")
         if label_shapes is not None and len(label_shapes) != len(get("label_cols")):
             raise ParamError(
@@ -198,7 +210,12 @@ class KerasEstimator(HorovodEstimator):
     def _train(self, manifest: DatasetManifest, backend: Backend, trial: Any = None) -> KerasModel:
         get = self.getOrDefault
         data = self._data_spec(manifest, backend.num_processes())
-        dry_run: DryRun = trial or self._dry_run(self._first_rows(manifest))
+        has_weights = bool(get("class_weight"))
+        first = self._first_rows(manifest) if has_weights or trial is None else {}
+        dry_run: DryRun = trial or self._dry_run(first)
+        if has_weights:
+            (label,) = dry_run.tensors.label_fields()
+            check_classes(label.column, label.array(first[label.column]))
         self._check_steps(dry_run.model, data)
         if dry_run.output_shapes:
             self._class_scores(dry_run.output_shapes)
@@ -325,7 +342,8 @@ class KerasEstimator(HorovodEstimator):
                 "the ranks' gradients can be averaged. Set reduction='sum_over_batch_size', or "
                 "'mean_with_sample_weight', for all of them."
             )
-        return found and self.getOrDefault("sample_weight_col") is not None
+        get = self.getOrDefault
+        return found and bool(get("sample_weight_col") is not None or get("class_weight"))
 
     def _dry_run(self, columns: Columns) -> DryRun:
         dry_run = self._new_dry_run()
@@ -350,6 +368,7 @@ class KerasEstimator(HorovodEstimator):
             get("sample_weight_col"),
             get("label_shapes"),
             compile_model,
+            get("class_weight"),
         )
 
     def _check_resume(self, model: keras.Model, path: str | None) -> None:

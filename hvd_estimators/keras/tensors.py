@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import keras
@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.columns import Array, Columns
+from hvd_estimators.keras.class_weights import class_weights, class_weights_of_tensor
 
 __all__ = ["ZEROS", "Field", "TensorSpec"]
 
@@ -77,11 +78,18 @@ class TensorSpec:
         `ZEROS` for what is compared to nothing.
     sample_weight_col : str or None
         Weight of each row.
+    class_weight : mapping or None
+        Weight of each class of the only label, by which the row's is multiplied.
     """
 
     inputs: Any
     labels: Any
     sample_weight_col: str | None = None
+    class_weight: Mapping[int, float] | None = None
+
+    def for_validation(self) -> TensorSpec:
+        """Return what validation sees, which knows no class weights."""
+        return replace(self, class_weight=None)
 
     def arrays(self, columns: Columns) -> tuple[Any, ...]:
         """Return inputs, labels and weights (where there are any) of some rows."""
@@ -91,9 +99,14 @@ class TensorSpec:
         y = keras.tree.map_structure(
             lambda f: zeros if f == ZEROS else f.array(columns[f.column]), self.labels
         )
-        if self.sample_weight_col is None:
-            return x, y
-        return x, y, columns[self.sample_weight_col].astype(keras.config.floatx())
+        weight = None
+        if self.sample_weight_col is not None:
+            weight = columns[self.sample_weight_col].astype(keras.config.floatx())
+        if self.class_weight:
+            (field,) = self.label_fields()
+            by_class = class_weights(field.array(columns[field.column]), self.class_weight)
+            weight = by_class if weight is None else weight * by_class
+        return (x, y) if weight is None else (x, y, weight)
 
     def tensors(self, columns: dict[str, tf.Tensor]) -> tuple[Any, ...]:
         """Return inputs, labels and weights (where there are any) of a batch.
@@ -109,9 +122,15 @@ class TensorSpec:
             return field.tensor(columns[field.column])
 
         y = _without_lists(self.labels, label)
-        if self.sample_weight_col is None:
-            return x, y
-        return x, y, tf.cast(columns[self.sample_weight_col], keras.config.floatx())
+        weight = None
+        if self.sample_weight_col is not None:
+            weight = tf.cast(columns[self.sample_weight_col], keras.config.floatx())
+        if self.class_weight:
+            (found,) = self.label_fields()
+            labels = found.tensor(columns[found.column])
+            by_class = class_weights_of_tensor(labels, self.class_weight)
+            weight = by_class if weight is None else weight * by_class
+        return (x, y) if weight is None else (x, y, weight)
 
     def input_fields(self) -> Iterator[Field]:
         """Yield the fields of the inputs, in the order of the structure."""

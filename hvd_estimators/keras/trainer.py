@@ -142,7 +142,11 @@ class _Trainer:
         spec = self.spec
         turn_off_jit_compile(self.model)
         datasets = ColumnDatasets(
-            data, _equal_rows(spec.data, data), spec.prefetch, spec.tensors.tensors
+            data,
+            _equal_rows(spec.data, data),
+            spec.prefetch,
+            spec.tensors.tensors,
+            spec.tensors.for_validation().tensors,
         )
         steps = spec.data.train_steps_per_epoch
         if steps % self.model.steps_per_execution:
