@@ -15,7 +15,6 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.classification import ClassificationParams
-from hvd_estimators.data.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.data.footers import first_rows, read_manifest
 from hvd_estimators.data.layout import order_warning
@@ -23,7 +22,6 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.data.names import quoted, require_columns
 from hvd_estimators.data.prepare import load_manifest, prepare_data
 from hvd_estimators.data.prepared import hold
-from hvd_estimators.data.readers import check_data_module
 from hvd_estimators.data.schema import known_columns
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
 from hvd_estimators.data.transformation import Transformation
@@ -40,11 +38,11 @@ from hvd_estimators.params import (
     names,
     number,
     numbers,
-    one_of,
     shapes,
     text,
 )
 from hvd_estimators.progress import show_progress
+from hvd_estimators.reading import ReadingParams
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
 from hvd_estimators.store import Store
 from hvd_estimators.transforming import TransformationParams
@@ -53,14 +51,13 @@ __all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
 logger = logging.getLogger(__name__)
 
-_LEAST_BUFFER_BYTES = 2**20
-
 # Not a width that models often have, lest rows and columns be taken for each other.
 DRY_RUN_ROWS = 11
 
 
 class HorovodEstimator(
     Estimator[HorovodModel],
+    ReadingParams,
     TransformationParams,
     ClassificationParams,
     GridParams,
@@ -109,8 +106,6 @@ class HorovodEstimator(
         accessor="WeightCol",
         stands_for="sample_weight_col",
     )
-    continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
-    categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
     validation = declare(
         "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
         "that is true, or above zero, for them."
@@ -140,15 +135,6 @@ class HorovodEstimator(
     random_seed = declare(
         "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
     )
-    shuffle_buffer_size = declare(
-        "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
-        "are read at the same time.",
-        default=SHUFFLE_BUFFER_BYTES,
-        convert=integer(0),
-        accessor="ShufflingBufferSize",
-        aliases=["ShuffleBufferSize"],
-    )
-    shuffle = declare("Whether training rows come in random order.", default=True, convert=boolean)
     shuffle_on_write = declare(
         "Write a DataFrame's rows in random order; without effect if shuffle is False. If this is "
         "False they are written faster, and mixed as they are read, as far as memory allows.",
@@ -167,48 +153,8 @@ class HorovodEstimator(
     check_finite = declare(
         "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
     )
-    train_reader_num_workers = declare(
-        "Readers that work in parallel.",
-        default=2,
-        convert=integer(1),
-        accessor="TrainReaderNumWorker",
-        aliases=["TrainReaderNumWorkers"],
-    )
-    val_reader_num_workers = declare(
-        "Readers of validation rows that work in parallel.",
-        default=2,
-        convert=integer(1),
-        accessor="ValReaderNumWorker",
-        aliases=["ValReaderNumWorkers"],
-    )
-    reader_pool_type = declare(
-        "How readers work in parallel: 'thread', 'process' or 'dummy' (not at all).",
-        default="thread",
-        convert=one_of("thread", "process", "dummy"),
-    )
     label_shapes = declare(
         "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
-    )
-    inmemory_cache_all = declare(
-        "Keep each rank's rows in memory after the first epoch.",
-        default=False,
-        convert=boolean,
-        accessor="InMemoryCacheAll",
-    )
-    cache_type = declare(
-        "'local-disk' keeps what is read from a remote store on the rank's disk, for the epochs "
-        "that follow, and deletes it at the end. Petastorm only.",
-        default="null",
-        convert=one_of("null", "local-disk"),
-    )
-    cache_location = declare(
-        "Directory, on every machine, of the disk cache. Default: that of temporary files.",
-        convert=text,
-    )
-    cache_size_limit = declare(
-        "Bytes, about, that each rank keeps in the disk cache.",
-        default=10 * 2**30,
-        convert=integer(1),
     )
     use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
     mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
@@ -216,11 +162,6 @@ class HorovodEstimator(
         "Batches whose gradients are averaged before one step of the optimizer.",
         default=1,
         convert=integer(1),
-    )
-    data_module = declare(
-        "What reads the rows: 'petastorm', 'arrow', or a class derived from "
-        "hvd_estimators.data.readers.DataModule. Default: Petastorm where it can be imported, "
-        "PyArrow otherwise.",
     )
     dry_run = declare(
         "Whether the driver tries model and loss on a few rows before training, on copies, so that "
@@ -345,28 +286,11 @@ class HorovodEstimator(
                 f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
             )
         self._check_classification(len(labels))
-        self._check_data_module()
-        buffer_bytes = self.getOrDefault("shuffle_buffer_size")
-        if buffer_bytes is not None and buffer_bytes < _LEAST_BUFFER_BYTES:
-            raise ParamError(
-                f"shuffle_buffer_size: expected bytes, {_LEAST_BUFFER_BYTES} or more, found "
-                f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
-                f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
-            )
+        self._check_reading()
         self._transformation()
         run_id = self.getOrDefault("run_id")
         if run_id is not None:
             self.getOrDefault("store").run_paths(run_id)
-
-    def _check_data_module(self) -> None:
-        """Make sure that there is something to read the rows with."""
-        module = self.getOrDefault("data_module")
-        check_data_module(module)
-        if self.getOrDefault("cache_type") != "null" and module != "petastorm":
-            raise ParamError(
-                f"cache_type: only Petastorm caches on disk, found data_module={module!r}. Set "
-                "data_module='petastorm', or leave cache_type out."
-            )
 
     def _check_frame(self, dataset: DataFrame) -> Any:
         """Try the model on zeros, where the schema tells all shapes; certain errors end here.
@@ -456,7 +380,7 @@ class HorovodEstimator(
         seed = get("random_seed")
         needed = set(self._needed_columns())
         order_seed = secrets.randbits(31) if seed is None else seed
-        buffer_bytes = get("shuffle_buffer_size") or SHUFFLE_BUFFER_BYTES
+        buffer_bytes = get("shuffle_buffer_size")
         columns = tuple(column for column in manifest.columns if column.name in needed)
         groups = manifest.train.row_groups
         plan = plan_shards(
@@ -492,19 +416,9 @@ class HorovodEstimator(
             random_seed=order_seed,
             data_module=get("data_module"),
             options={
-                "shuffle": get("shuffle"),
-                "shuffle_buffer_size": buffer_bytes,
+                **self._reading_options(),
                 "transform_fn": get("transformation_fn"),
                 "transformation": self._transformation(),
-                "inmemory_cache_all": get("inmemory_cache_all"),
-                "cache_type": get("cache_type"),
-                "cache_location": get("cache_location"),
-                "cache_size_limit": get("cache_size_limit"),
-                "reader_pool_type": get("reader_pool_type"),
-                "train_reader_worker_count": get("train_reader_num_workers"),
-                "val_reader_worker_count": get("val_reader_num_workers"),
-                "categorical_cols": get("categorical_cols"),
-                "continuous_cols": get("continuous_cols"),
                 "storage_options": get("store").storage_options,
                 "verbose": get("verbose"),
             },

@@ -170,9 +170,9 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             for given in _as_list(value):
                 yield f"trainer_args: {name}", given
 
-    def _check_data_module(self) -> None:
+    def _check_reading(self) -> None:
         if not is_lightning_data(self.getOrDefault("data_module")):
-            super()._check_data_module()
+            super()._check_reading()
 
     def _check_training(self) -> None:
         """Check model, optimizer and loss together."""
