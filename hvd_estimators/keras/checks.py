@@ -16,6 +16,7 @@ from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.compiling import losses
+from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
@@ -25,7 +26,6 @@ __all__ = [
     "call_on_zeros",
     "has_loss",
     "has_own_step",
-    "input_structure",
     "kept_random_state",
     "weighs_by_samples",
 ]
@@ -33,48 +33,11 @@ __all__ = [
 # What TensorFlow raises for shapes, beside Python's own exceptions.
 _SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
 
+# What a model raises that indexes or unpacks something else than it is given.
+_INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *_SHAPE_KINDS)
+
 # Of Keras's losses those whose labels have another shape than the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
-
-
-def input_structure(model: keras.Model, feature_cols: Sequence[str]) -> Any:
-    """Return a model's inputs as fields in the model's structure.
-
-    Parameters
-    ----------
-    model : keras.Model
-        Functional and sequential models tell their inputs; others take what they are given: one
-        tensor, or a tuple of several.
-    feature_cols : sequence of str
-        Columns in the order of the inputs; by name where inputs are a dict of these names.
-
-    Raises
-    ------
-    ShapeError
-        If the model has another number of inputs.
-    """
-    fields = [Field(name) for name in feature_cols]
-    structure = symbolic(model, "input")
-    if structure is None:
-        return fields[0] if len(fields) == 1 else tuple(fields)
-    inputs = keras.tree.flatten(structure)
-    if len(inputs) != len(fields):
-        raise ShapeError(
-            f"feature_cols: the model has {len(inputs)} inputs "
-            f"({', '.join(tensor.name for tensor in inputs)}), and there are {len(fields)} feature "
-            f"columns: {', '.join(feature_cols)}. Set one column per input; "
-            "pyspark.ml.feature.VectorAssembler makes one column of several."
-        )
-    if isinstance(structure, dict) and set(structure) == set(feature_cols):
-        return {name: _input_field(name, structure[name]) for name in structure}
-    flat = [_input_field(n, t) for n, t in zip(feature_cols, inputs, strict=True)]
-    return keras.tree.pack_sequence_as(structure, flat)
-
-
-def _input_field(column: str, tensor: Any) -> Field:
-    shape = tuple(tensor.shape[1:])
-    known = all(size is not None for size in shape)
-    return Field(column, shape if known else None, keras.backend.standardize_dtype(tensor.dtype))
 
 
 class DryRun:
@@ -91,10 +54,13 @@ class DryRun:
     label_shapes : sequence of sequence of int, or None
         Shape of each label, -1 for the rows first.
     compile : callable, optional
-        Compiles the model, once its outputs are known; None stands for labels that are none of
+        Compiles a model, once its outputs are known; None stands for labels that are none of
         its outputs. Default: the model is compiled.
     class_weight : mapping, optional
         Weight of each class of the only label.
+    copy : callable, optional
+        Returns another copy of the model, which is tried where the first cannot be called with a
+        tensor or a tuple; it is then called with a dict of column name to tensor.
 
     Attributes
     ----------
@@ -115,12 +81,15 @@ class DryRun:
         label_cols: Sequence[str],
         sample_weight_col: str | None,
         label_shapes: Sequence[Sequence[int]] | None,
-        compile: Callable[[Outputs | None], None] = lambda outputs: None,
+        compile: Callable[[keras.Model, Outputs | None], None] = lambda model, outputs: None,
         class_weight: Mapping[int, float] | None = None,
+        copy: Callable[[], keras.Model] | None = None,
     ) -> None:
         self.model = model
         self._class_weight = class_weight
         self._compile = compile
+        self._copy = copy
+        self._feature_cols = feature_cols
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
         self._label_shapes = label_shapes
@@ -158,6 +127,14 @@ class DryRun:
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
         self._go_without_call("dry_run is False")
+        model, inputs = self.model, self._inputs
+        is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
+        if not is_known and other_structure(model, inputs, self._feature_cols) is not None:
+            raise ParamError(
+                "model: there is no telling whether it takes a tuple or a dict of column name to "
+                "tensor, as it was not called yet and dry_run is False. Call it on a few rows, in "
+                "the form that it takes, before it is given, or leave dry_run on."
+            )
 
     def run(self, columns: Columns) -> None:
         """Call the model and its loss with some rows.
@@ -174,32 +151,57 @@ class DryRun:
             If the model is not built, and cannot be called here.
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
-        self._check_columns(keras.tree.flatten(self._inputs), columns, "feature_cols", "input")
-        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs)
-        given = ", ".join(
-            f"{field.column} {array.shape} {array.dtype}"
-            for field, array in zip(
-                keras.tree.flatten(self._inputs), keras.tree.flatten(x), strict=True
-            )
-        )
-        with tf.device("CPU:0"), _kept_variables(self.model):
+        self._check_columns(self._input_fields(), columns, "feature_cols", "input")
+        with tf.device("CPU:0"), contextlib.ExitStack() as stack:
             try:
-                with traceless():
-                    outputs = self.model(x, training=False)
+                x, outputs = self._call(columns, stack)
             except Exception as error:
-                if leave_to_ranks(error, _SHAPE_KINDS):
-                    self._go_without_call(f"it raised {type(error).__name__}: {error}")
-                    return
-                raise ShapeError(
-                    f"The model cannot take the feature columns. It was called with {given} and "
-                    f"raised {type(error).__name__}: {error}. Set feature_cols in the order of the "
-                    "model's inputs, in the shapes that it expects."
-                ) from error
+                called = self._call_otherwise(columns, stack, error)
+                if isinstance(called, str):
+                    if leave_to_ranks(error, _SHAPE_KINDS):
+                        self._go_without_call(f"it raised {type(error).__name__}: {error}")
+                        return
+                    arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
+                    given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
+                    raise ShapeError(
+                        f"The model cannot take the feature columns. It was called with {given} "
+                        f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
+                        "the order of the model's inputs, in the shapes that it expects."
+                    ) from error
+                x, outputs = called
             if self.outputs is None:
                 self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
             if has_loss(self.model):
                 self._check_loss(x, outputs, columns)
+
+    def _input_fields(self) -> list[Field]:
+        fields: list[Field] = keras.tree.flatten(self._inputs)
+        return fields
+
+    def _call(self, columns: Columns, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+        """Return what the model is called with, and what it returns."""
+        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs)
+        stack.enter_context(_kept_variables(self.model))
+        with traceless():
+            return x, self.model(x, training=False)
+
+    def _call_otherwise(
+        self, columns: Columns, stack: contextlib.ExitStack, error: Exception
+    ) -> tuple[Any, Any] | str:
+        """Call a model that indexes its inputs in another way; why it cannot be, in words."""
+        other = other_structure(self.model, self._inputs, self._feature_cols)
+        if other is None or self._copy is None or not isinstance(error, _INDEXING_KINDS):
+            return ""
+        before = self.model, self._inputs
+        # The first may be half built.
+        self.model, self._inputs = self._copy(), other
+        try:
+            return self._call(columns, stack)
+        except Exception as second:
+            called_by = "a dict of column name to tensor" if isinstance(other, dict) else "a tuple"
+            self.model, self._inputs = before
+            return f" (and with {called_by} {type(second).__name__}: {second})"
 
     def check_metrics(self) -> None:
         """Make sure that ranks' metrics can be added up, after `run`; see `check_metrics`."""
@@ -223,7 +225,7 @@ class DryRun:
                 f"belongs to which label, and it cannot be called on the driver ({reason}). Set a "
                 "functional model."
             )
-        self._compile(None)
+        self._compile(self.model, None)
 
     def _take_outputs(self, outputs: Any) -> None:
         flat = keras.tree.flatten(outputs)
@@ -235,7 +237,7 @@ class DryRun:
             if not has_own_step(self.model):
                 raise
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
-        self._compile(self.outputs)
+        self._compile(self.model, self.outputs)
 
     def _label_fields(self) -> list[Field]:
         names = list(self._label_cols)

@@ -28,6 +28,7 @@ from hvd_estimators.keras.checks import (
 )
 from hvd_estimators.keras.class_weights import check_classes, class_weight
 from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.inputs import input_keys
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import (
@@ -253,6 +254,7 @@ class KerasEstimator(HorovodEstimator):
                 model=model,
                 history=_as_history(results[0].history),
                 run_id=spec.run.run_id,
+                _input_keys=input_keys(model, spec.tensors.inputs),
                 _metadata=column_metadata(spec.data.columns),
                 output_shapes=None if output_shapes is None else list(map(list, output_shapes)),
             )
@@ -355,20 +357,21 @@ class KerasEstimator(HorovodEstimator):
 
     def _new_dry_run(self) -> DryRun:
         get = self.getOrDefault
-        model, settings = self._training_model(), self._compile_settings()
+        settings = self._compile_settings()
 
-        def compile_model(outputs: Outputs | None) -> None:
+        def compile_model(model: keras.Model, outputs: Outputs | None) -> None:
             with kept_random_state():
                 settings.apply(model, outputs)
 
         return DryRun(
-            model,
+            self._training_model(),
             get("feature_cols"),
             get("label_cols"),
             get("sample_weight_col"),
             get("label_shapes"),
             compile_model,
             get("class_weight"),
+            self._training_model,
         )
 
     def _check_resume(self, model: keras.Model, path: str | None) -> None:

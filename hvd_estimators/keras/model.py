@@ -10,8 +10,9 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import call_on_zeros, has_own_step, input_structure
+from hvd_estimators.keras.checks import call_on_zeros, has_own_step
 from hvd_estimators.keras.devices import limit_threads
+from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_plainly
 from hvd_estimators.model import HorovodModel, Predictor
@@ -37,6 +38,10 @@ class KerasModel(HorovodModel):
 
     history = declare("What was measured: name to a list of values by epoch, as Keras's History.")
     custom_objects = declare("Name to custom class or function of the model.", default={})
+    _input_keys = declare(
+        "Keys of the feature columns in the dict that the model is called with. Default: what the "
+        "model tells."
+    )
     _floatx = declare("Keras's float type while it was trained.", default="float32")
 
     def _get_floatx(self) -> str:
@@ -74,7 +79,8 @@ class KerasModel(HorovodModel):
 
     def _inputs(self) -> Any:
         columns = self.getOrDefault("feature_columns") or []
-        return input_structure(self.getOrDefault("model"), columns)
+        keys = self.getOrDefault("_input_keys")
+        return input_structure(self.getOrDefault("model"), columns, keys)
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump(value, self.getOrDefault("custom_objects"))

@@ -1,0 +1,124 @@
+"""Which column is which input of a model: by name where they are in a dict. Used on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.keras.outputs import symbolic
+from hvd_estimators.keras.tensors import Field
+
+__all__ = ["called_with", "input_keys", "input_structure", "other_structure"]
+
+
+def input_structure(
+    model: keras.Model, feature_cols: Sequence[str], keys: Sequence[str] | None = None
+) -> Any:
+    """Return a model's inputs as fields in the model's structure.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Functional and sequential models tell their inputs, and others what they were built with.
+        One that was not is given one tensor, or a tuple of several, or a dict where a functional
+        model in it takes one; see `other_structure`.
+    feature_cols : sequence of str
+        Columns in the order of the inputs; by name where inputs are a dict.
+    keys : sequence of str, optional
+        Keys of the columns in the dict that a subclassed model takes, where that is known.
+
+    Raises
+    ------
+    ShapeError
+        If the model has other inputs.
+    """
+    structure = symbolic(model, "input")
+    if structure is None:
+        return _of_subclassed(model, feature_cols, keys)
+    inputs = keras.tree.flatten(structure)
+    if len(inputs) != len(feature_cols):
+        raise ShapeError(
+            f"feature_cols: the model has {len(inputs)} inputs "
+            f"({', '.join(tensor.name for tensor in inputs)}), and there are {len(feature_cols)} "
+            f"feature columns: {', '.join(feature_cols)}. Set one column per input; "
+            "pyspark.ml.feature.VectorAssembler makes one column of several."
+        )
+    if isinstance(structure, Mapping) and len(structure) == len(inputs) > 1:
+        _check_names(structure, feature_cols)
+        return {name: _input_field(name, structure[name]) for name in structure}
+    flat = [_input_field(n, t) for n, t in zip(feature_cols, inputs, strict=True)]
+    return keras.tree.pack_sequence_as(structure, flat)
+
+
+def other_structure(model: keras.Model, inputs: Any, feature_cols: Sequence[str]) -> Any:
+    """Return what a subclassed model may take instead of a structure; None if nothing else."""
+    if symbolic(model, "input") is not None or isinstance(model, keras.Sequential):
+        return None
+    return _positional(feature_cols) if isinstance(inputs, dict) else _named(feature_cols)
+
+
+def input_keys(model: keras.Model, inputs: Any) -> list[str] | None:
+    """Return the keys of a subclassed model's inputs, in their order; None if these have none."""
+    if symbolic(model, "input") is None and isinstance(inputs, dict):
+        return list(inputs)
+    return None
+
+
+def called_with(model: keras.Model) -> Any:
+    """Return the shapes that a model was built with, in the structure of its inputs, or None."""
+    try:
+        config = model.get_build_config()
+    except (NotImplementedError, TypeError, ValueError):
+        return None
+    return config.get("input_shape") if isinstance(config, Mapping) else None
+
+
+def _of_subclassed(
+    model: keras.Model, feature_cols: Sequence[str], keys: Sequence[str] | None
+) -> Any:
+    shapes = called_with(model)
+    if keys is None and isinstance(shapes, Mapping):
+        keys = list(shapes)
+        if len(keys) > 1:
+            _check_names(keys, feature_cols)
+            keys = list(feature_cols)
+    if keys is not None:
+        if len(keys) != len(feature_cols):
+            raise ShapeError(
+                f"feature_cols: the model takes a dict with the keys {', '.join(keys)}, and the "
+                f"feature columns are {', '.join(feature_cols)}. Set one column per key."
+            )
+        return {key: Field(name) for key, name in zip(keys, feature_cols, strict=True)}
+    if shapes is None and len(feature_cols) > 1:
+        # Given a tuple, a functional model in it would take that in the order of sorted keys.
+        within = (symbolic(layer, "input") for layer in model.layers)
+        if any(isinstance(part, dict) and set(part) == set(feature_cols) for part in within):
+            return _named(feature_cols)
+    return _positional(feature_cols)
+
+
+def _check_names(keys: Any, feature_cols: Sequence[str]) -> None:
+    if set(keys) != set(feature_cols):
+        raise ShapeError(
+            f"feature_cols: the model takes a dict with the keys {', '.join(map(str, keys))}, and "
+            f"the feature columns are {', '.join(feature_cols)}. Inputs in a dict pair with "
+            "columns by name: set feature_cols to the keys, and rename columns to them."
+        )
+
+
+def _named(feature_cols: Sequence[str]) -> dict[str, Field]:
+    return {name: Field(name) for name in feature_cols}
+
+
+def _positional(feature_cols: Sequence[str]) -> Any:
+    fields = [Field(name) for name in feature_cols]
+    return fields[0] if len(fields) == 1 else tuple(fields)
+
+
+def _input_field(column: str, tensor: Any) -> Field:
+    shape = tuple(tensor.shape[1:])
+    known = all(size is not None for size in shape)
+    return Field(column, shape if known else None, keras.backend.standardize_dtype(tensor.dtype))

@@ -1,0 +1,77 @@
+"""Subclassed models that take a dict by column name, against Keras in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pytest
+from keras_reference import assert_same_weights, make_estimator
+from pyarrow import parquet
+
+from hvd_estimators.keras import KerasModel
+
+pytestmark = pytest.mark.integration
+
+FEATURES = ["wide", "narrow"]
+"""Not in the order of sorted keys."""
+
+
+def write(path: str, rows: int = 60) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    columns = {
+        "wide": rng.normal(size=(rows, 3)).astype(np.float32),
+        "narrow": rng.normal(size=rows).astype(np.float32),
+        "y": rng.normal(size=rows).astype(np.float32),
+    }
+    Path(path).mkdir(parents=True)
+    arrays = {k: pa.array(list(v)) if v.ndim > 1 else pa.array(v) for k, v in columns.items()}
+    parquet.write_table(pa.table(arrays), f"{path}/part-0.parquet", row_group_size=25)
+    return columns
+
+
+class ByName(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = keras.layers.Dense(2, activation="tanh")
+        self.narrow = keras.layers.Dense(2)
+        self.out = keras.layers.Dense(1)
+
+    def call(self, inputs: Any) -> Any:
+        return self.out(self.wide(inputs["wide"]) * self.narrow(inputs["narrow"]))
+
+
+def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: Path) -> None:
+    columns = write(store.get_train_data_path())
+    x = {"wide": columns["wide"], "narrow": columns["narrow"][:, None]}
+    keras.utils.set_random_seed(5)
+    alone, given = ByName(), ByName()
+    alone(x)
+    alone.compile(keras.optimizers.SGD(0.1), "mse")
+    # Not built in the way that it is given: the estimator has to find it out.
+    for name in ("wide", "narrow", "out"):
+        theirs = getattr(alone, name)
+        getattr(given, name).build((None, theirs.kernel.shape[0]))
+        getattr(given, name).set_weights(theirs.get_weights())
+    expected = alone.fit(x, columns["y"], batch_size=60, epochs=2, verbose=0).history
+    fitted = make_estimator(
+        store,
+        2,
+        model=given,
+        optimizer=keras.optimizers.SGD(0.1),
+        feature_cols=FEATURES,
+        label_cols=["y"],
+        batch_size=30,
+        epochs=2,
+    ).fit_on_parquet()
+    assert_same_weights(fitted.getModel(), alone)
+    np.testing.assert_allclose(fitted.getHistory()["loss"], expected["loss"], rtol=1e-4)
+    fitted.save(str(tmp_path / "model"))
+    outputs = alone.predict(x, verbose=0)
+    for found in (fitted, KerasModel.load(str(tmp_path / "model"))):
+        document, load = found._make_predictor()
+        (predicted,) = load(document)([columns[name] for name in FEATURES])
+        np.testing.assert_allclose(predicted, outputs, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,140 @@
+"""Which column is which input, of models that take a dict, a tuple or a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.keras.checks import DryRun
+from hvd_estimators.keras.inputs import input_structure
+from hvd_estimators.keras.model import KerasModel
+
+COLUMNS = {
+    "b": np.full((3, 2), 5.0, np.float32),
+    "a": np.full(3, 7.0, np.float32),
+    "y": np.ones(3, np.float32),
+}
+FEATURES = ["b", "a"]
+
+
+class Weighing(keras.Model):
+    """Returns 10 b + a, whatever form its inputs have."""
+
+    def __init__(self, pick: Callable[[Any], tuple[Any, Any]], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.pick = pick
+        self.many = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.one = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+
+    def call(self, inputs: Any) -> Any:
+        b, a = self.pick(inputs)
+        return 10 * self.many(b) + self.one(a)
+
+
+FORMS: dict[str, Callable[[Any], tuple[Any, Any]]] = {
+    "index": lambda inputs: (inputs["b"], inputs["a"]),
+    "method": lambda inputs: (inputs.get("b"), inputs.get("a")),
+    "tuple": lambda inputs: inputs,
+    "place": lambda inputs: (inputs[0], inputs[1]),
+}
+
+
+def make(form: str) -> Weighing:
+    model = Weighing(FORMS[form])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("built", [False, True])
+def test_subclassed_models_get_their_inputs_in_the_form_that_they_take(
+    form: str, built: bool, tmp_path: Any
+) -> None:
+    model, by_name = make(form), form in ("index", "method")
+    if built:
+        rows = [COLUMNS["b"], COLUMNS["a"][:, None]]
+        model(dict(zip(FEATURES, rows, strict=True)) if by_name else tuple(rows))
+    trial = DryRun(model, FEATURES, ["y"], None, None, copy=lambda: make(form))
+    trial.run(COLUMNS)
+    x, _ = trial.tensors.arrays(COLUMNS)
+    assert isinstance(x, dict) is by_name
+    np.testing.assert_array_equal(trial.model(x), np.full((3, 1), 107.0))
+    keys = FEATURES if by_name else None
+    fitted = KerasModel(
+        model=trial.model,
+        feature_columns=FEATURES,
+        label_columns=["y"],
+        _input_keys=keys,
+        output_shapes=[[1]],
+    )
+    fitted.save(str(tmp_path / "model"))
+    for found in (fitted, KerasModel.load(str(tmp_path / "model"))):
+        document, load = found._make_predictor()
+        (predicted,) = load(document)([COLUMNS["b"], COLUMNS["a"]])
+        np.testing.assert_array_equal(predicted, np.full((3, 1), 107.0))
+
+
+def test_a_functional_model_within_gets_columns_by_name() -> None:
+    # Given a tuple, it would take the first for that of the first key.
+    class Around(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            a, b = keras.Input((1,), name="a"), keras.Input((1,), name="b")
+            self.inner = keras.Model({"a": a, "b": b}, 10 * b + a)
+
+        def call(self, inputs: Any) -> Any:
+            return self.inner(inputs)
+
+    columns = {**COLUMNS, "b": COLUMNS["b"][:, 0]}
+    model = Around()
+    model.compile("sgd", "mse")
+    trial = DryRun(model, FEATURES, ["y"], None, None, copy=Around)
+    trial.run(columns)
+    np.testing.assert_array_equal(
+        trial.model(trial.tensors.arrays(columns)[0]), np.full((3, 1), 57.0)
+    )
+
+
+def test_inputs_in_a_dict_pair_by_name_or_are_refused() -> None:
+    a, b = keras.Input((1,), name="a"), keras.Input((2,), name="b")
+    functional = keras.Model({"b": b, "a": a}, keras.layers.Dense(1)(b) + a)
+    found = input_structure(functional, FEATURES)
+    assert {key: (f.column, f.shape) for key, f in found.items()} == {
+        "b": ("b", (2,)),
+        "a": ("a", (1,)),
+    }
+    called = make("index")
+    called({"b": COLUMNS["b"], "a": COLUMNS["a"][:, None]})
+    for model in (functional, called):
+        with pytest.raises(ShapeError, match=r"keys .*rename columns"):
+            input_structure(model, ["b", "c"])
+    single = keras.Model({"b": b}, keras.layers.Dense(1)(b))
+    assert input_structure(single, ["features"])["b"].column == "features"
+
+
+def test_what_fits_neither_form_is_told_both_errors() -> None:
+    def pick(inputs: Any) -> tuple[Any, Any]:
+        return inputs["b"], inputs["missing"]
+
+    def copy() -> keras.Model:
+        return Weighing(pick)
+
+    with pytest.raises(ShapeError, match=r"(?s)b \(3, 2\).*with a dict of column name.*missing"):
+        DryRun(copy(), FEATURES, ["y"], None, None, copy=copy).run(COLUMNS)
+
+
+def test_without_a_call_the_form_has_to_be_known() -> None:
+    model = make("index")
+    model.many.build((None, 2))
+    model.one.build((None, 1))
+    with pytest.raises(ParamError, match=r"tuple or a dict .* dry_run is False"):
+        DryRun(model, FEATURES, ["y"], None, None).look_at(COLUMNS)
+    model({"b": COLUMNS["b"], "a": COLUMNS["a"][:, None]})
+    trial = DryRun(model, FEATURES, ["y"], None, None)
+    trial.look_at(COLUMNS)
+    assert isinstance(trial.tensors.inputs, dict)
