@@ -23,15 +23,22 @@ from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
 
 __all__ = [
     "DryRun",
+    "added_losses",
     "call_on_zeros",
     "has_loss",
     "has_own_step",
     "kept_random_state",
+    "may_add_loss",
     "weighs_by_samples",
 ]
 
 # What TensorFlow raises for shapes, beside Python's own exceptions.
 _SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
+
+NO_LOSS = (
+    "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
+    "add_loss() in the model or in one of its layers."
+)
 
 # What a model raises that indexes or unpacks something else than it is given.
 _INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *_SHAPE_KINDS)
@@ -61,6 +68,8 @@ class DryRun:
     copy : callable, optional
         Returns another copy of the model, which is tried where the first cannot be called with a
         tensor or a tuple; it is then called with a dict of column name to tensor.
+    compares : bool
+        Whether labels are compared to outputs, by a loss or by metrics.
 
     Attributes
     ----------
@@ -84,11 +93,13 @@ class DryRun:
         compile: Callable[[keras.Model, Outputs | None], None] = lambda model, outputs: None,
         class_weight: Mapping[int, float] | None = None,
         copy: Callable[[], keras.Model] | None = None,
+        compares: bool = True,
     ) -> None:
         self.model = model
         self._class_weight = class_weight
         self._compile = compile
         self._copy = copy
+        self._compares = compares and not has_own_step(model)
         self._feature_cols = feature_cols
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
@@ -172,7 +183,7 @@ class DryRun:
             if self.outputs is None:
                 self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
-            if has_loss(self.model):
+            if self._has_any_loss(x):
                 self._check_loss(x, outputs, columns)
 
     def _input_fields(self) -> list[Field]:
@@ -202,6 +213,37 @@ class DryRun:
             called_by = "a dict of column name to tensor" if isinstance(other, dict) else "a tuple"
             self.model, self._inputs = before
             return f" (and with {called_by} {type(second).__name__}: {second})"
+
+    def _has_any_loss(self, x: Any) -> bool:
+        """Return whether there is a loss to try: of the model, or one that its layers add."""
+        model = self.model
+        self._check_added()
+        if has_loss(model) or has_own_step(model):
+            return has_loss(model)
+        if not added_losses(model):
+            try:
+                with traceless():
+                    model(x, training=True)
+            except Exception as error:
+                if leave_to_ranks(error, _SHAPE_KINDS):
+                    return False
+                raise ShapeError(
+                    "The model cannot be called with training=True: it raised "
+                    f"{type(error).__name__}: {error}."
+                ) from error
+            self._check_added()
+        if not added_losses(model):
+            raise ParamError(NO_LOSS)
+        return True
+
+    def _check_added(self) -> None:
+        """Refuse added losses that are one number per row: Keras sums them up."""
+        for loss in added_losses(self.model):
+            if loss.shape.rank:
+                raise ShapeError(
+                    f"add_loss: expected a number, found shape {tuple(loss.shape)}. Add the mean "
+                    "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."
+                )
 
     def check_metrics(self) -> None:
         """Make sure that ranks' metrics can be added up, after `run`; see `check_metrics`."""
@@ -233,8 +275,9 @@ class DryRun:
             self.outputs = Outputs.of(self.model, outputs, self._label_cols)
             flat = self.outputs.select(flat, self._label_cols)
         except ShapeError:
-            # A train step of the user's own need not compare labels to outputs.
-            if not has_own_step(self.model):
+            # A train step of the user's own, or losses of layers, need not compare labels to
+            # outputs.
+            if self._compares:
                 raise
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
         self._compile(self.model, self.outputs)
@@ -332,6 +375,22 @@ class DryRun:
 def has_loss(model: keras.Model) -> bool:
     """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
+
+
+def added_losses(model: keras.Model) -> list[Any]:
+    """Return what `add_loss` was given in the last call; regularizers of weights left out."""
+    found = list(model.losses)
+    regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+    return found[: len(found) - len(regularized)]
+
+
+def may_add_loss(model: keras.Model) -> bool:
+    """Return whether a model may call `add_loss`, as far as its classes tell."""
+    return any(
+        type(layer).__module__.partition(".")[0] != "keras"
+        or getattr(layer, "activity_regularizer", None) is not None
+        for layer in model._flatten_layers()
+    )
 
 
 def has_own_step(model: keras.Model) -> bool:

@@ -45,6 +45,13 @@ class CompileSettings:
         """The loss, or a structure of several; None where the model has none."""
         return self.given.get("loss", self.compiled.get("loss"))
 
+    @property
+    def compares(self) -> bool:
+        """Whether labels are compared to outputs, by a loss or by metrics."""
+        names = ("metrics", "weighted_metrics")
+        given = self.given if "loss" in self.given else {**self.compiled, **self.given}
+        return self.loss is not None or any(given.get(name) for name in names)
+
     def apply(self, model: keras.Model, outputs: Outputs | None) -> None:
         """Compile a model.
 

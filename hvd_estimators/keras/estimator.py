@@ -20,10 +20,12 @@ from hvd_estimators.keras.backend import (
     require_tensorflow,
 )
 from hvd_estimators.keras.checks import (
+    NO_LOSS,
     DryRun,
     has_loss,
     has_own_step,
     kept_random_state,
+    may_add_loss,
     weighs_by_samples,
 )
 from hvd_estimators.keras.class_weights import check_classes, class_weight
@@ -94,7 +96,7 @@ class KerasEstimator(HorovodEstimator):
     )
     loss = declare(
         "A loss for all labels, a list with one per label, or a dict by the names of labels or "
-        "outputs. Default: what the model is compiled with."
+        "outputs. Default: what the model is compiled with; none where it calls add_loss()."
     )
     loss_weights = declare(
         "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
@@ -142,9 +144,15 @@ class KerasEstimator(HorovodEstimator):
         )
 
     def _check_params(self) -> None:
+        get = self.getOrDefault
+        if not get("label_cols"):
+            raise ParamError(
+                "label_cols is not set. Set label_cols. A model that is compared to no labels can "
+                "be given any column for one, such as a feature column: a train_step of its own "
+                "gets (x, y) and leaves y alone, and losses of add_loss() need no y."
+            )
         super()._check_params()
         require_tensorflow()
-        get = self.getOrDefault
         model = get("model")
         if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
             raise ParamError(
@@ -159,8 +167,9 @@ class KerasEstimator(HorovodEstimator):
             self._check_own_compile()
         else:
             self._optimizer()
-        if get("loss") is None and not has_loss(model) and not has_own_step(model):
-            raise ParamError("loss is not set. Set loss, or compile the model with one.")
+        has_way = get("loss") is not None or has_loss(model) or has_own_step(model)
+        if not has_way and not may_add_loss(model):
+            raise ParamError(NO_LOSS)
         check_callbacks(get("callbacks"))
         checkpoint = get("checkpoint_callback")
         if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
@@ -372,6 +381,7 @@ class KerasEstimator(HorovodEstimator):
             compile_model,
             get("class_weight"),
             self._training_model,
+            compares=has_loss(get("model")) or settings.compares,
         )
 
     def _check_resume(self, model: keras.Model, path: str | None) -> None:

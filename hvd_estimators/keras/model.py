@@ -10,7 +10,7 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import call_on_zeros, has_own_step
+from hvd_estimators.keras.checks import call_on_zeros, has_loss, has_own_step
 from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.outputs import Outputs
@@ -57,9 +57,10 @@ class KerasModel(HorovodModel):
         columns = self.getOrDefault("feature_columns") or []
         labels = self.getOrDefault("label_columns") or []
         structure, floatx = self._inputs(), self.getOrDefault("_floatx")
+        compares = _compares(model)
 
         def load(document: bytes) -> Predictor:
-            return _KerasPredictor(document, structure, columns, labels, floatx)
+            return _KerasPredictor(document, structure, columns, labels, floatx, compares)
 
         return dump_model(model, self.getOrDefault("custom_objects")), load
 
@@ -75,7 +76,8 @@ class KerasModel(HorovodModel):
             )
         outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []
-        return [tuple(output.shape[1:]) for output in _of_labels(model, outputs, labels)]
+        found = _of_labels(model, outputs, labels, _compares(model))
+        return [tuple(output.shape[1:]) for output in found]
 
     def _inputs(self) -> Any:
         columns = self.getOrDefault("feature_columns") or []
@@ -103,6 +105,7 @@ class _KerasPredictor:
         columns: list[str],
         labels: list[str],
         floatx: str,
+        compares: bool,
     ) -> None:
         limit_threads()
         tf.config.set_visible_devices([], "GPU")
@@ -111,14 +114,21 @@ class _KerasPredictor:
         self._structure = structure
         self._columns = columns
         self._labels = labels
+        self._compares = compares
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         columns = dict(zip(self._columns, arrays, strict=True))
         x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure)
-        return _of_labels(self._model, self._model.predict_on_batch(x), self._labels)
+        outputs = self._model.predict_on_batch(x)
+        return _of_labels(self._model, outputs, self._labels, self._compares)
 
 
-def _of_labels(model: keras.Model, outputs: Any, labels: list[str]) -> list[Any]:
+def _compares(model: keras.Model) -> bool:
+    """Return whether labels had to pair with outputs while a model was trained."""
+    return not (has_own_step(model) or (model.compiled and not has_loss(model)))
+
+
+def _of_labels(model: keras.Model, outputs: Any, labels: list[str], compares: bool) -> list[Any]:
     """Return the outputs of the labels, in their order; all of them where they are not paired."""
     flat = keras.tree.flatten(outputs)
     if not labels:
@@ -126,6 +136,6 @@ def _of_labels(model: keras.Model, outputs: Any, labels: list[str]) -> list[Any]
     try:
         return Outputs.of(model, outputs, labels).select(flat, labels)
     except ShapeError:
-        if not has_own_step(model):
+        if compares:
             raise
         return list(flat)

@@ -1,4 +1,7 @@
-"""Subclassed models that take a dict by column name, against Keras in one process."""
+"""Subclassed models that take a dict by column name, and losses that layers add.
+
+Against Keras in one process.
+"""
 
 from __future__ import annotations
 
@@ -75,3 +78,56 @@ def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: P
         document, load = found._make_predictor()
         (predicted,) = load(document)([columns[name] for name in FEATURES])
         np.testing.assert_allclose(predicted, outputs, rtol=1e-4, atol=1e-6)
+
+
+class Rebuilds(keras.layers.Layer):
+    """Adds the loss of what it makes of its input, in training and elsewhere."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.code = keras.layers.Dense(2, kernel_regularizer=keras.regularizers.L2(0.01))
+        self.rebuilt = keras.layers.Dense(3)
+
+    def call(self, x: Any) -> Any:
+        code = self.code(x)
+        rebuilt = self.rebuilt(code)
+        self.add_loss(keras.ops.mean((rebuilt - x) ** 2))
+        self.add_loss(0.1 * keras.ops.mean(code**2))
+        return code, rebuilt
+
+
+def make_coder() -> keras.Model:
+    keras.utils.set_random_seed(6)
+    x = keras.Input((3,))
+    model = keras.Model(x, Rebuilds()(x))
+    model.compile(keras.optimizers.Adam(0.05))
+    return model
+
+
+def test_losses_that_layers_add_count_by_rows(store: Any) -> None:
+    # 51 rows on one rank and 50 on the other, all in one step.
+    columns = write(store.get_train_data_path(), 101)
+    alone = make_coder()
+    expected = alone.fit(
+        columns["wide"], columns["wide"], batch_size=101, epochs=3, shuffle=False, verbose=0
+    ).history
+    params: dict[str, Any] = {"optimizer": None, "loss": None, "model": make_coder()}
+    # No output is compared to what is named as label.
+    fitted = make_estimator(
+        store,
+        2,
+        feature_cols=["wide"],
+        label_cols=["wide"],
+        batch_size=75,
+        epochs=3,
+        **params,
+    ).fit_on_parquet()
+    assert_same_weights(fitted.getModel(), alone)
+    np.testing.assert_allclose(fitted.getHistory()["loss"], expected["loss"], rtol=1e-4)
+    # All outputs are columns, where names are given for them.
+    fitted.setOutputCols(["code", "rebuilt"])
+    document, load = fitted._make_predictor()
+    found = load(document)([columns["wide"]])
+    for ours, theirs in zip(found, alone.predict(columns["wide"], verbose=0), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert fitted.getOrDefault("output_shapes") == [[2], [3]]

@@ -1,4 +1,4 @@
-"""Which column is which input, of models that take a dict, a tuple or a tensor."""
+"""Which inputs models are called with on the driver, and whether they add a loss to learn from."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras.checks import DryRun
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.keras.checks import DryRun, may_add_loss
 from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.model import KerasModel
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.store import LocalStore
 
 COLUMNS = {
     "b": np.full((3, 2), 5.0, np.float32),
@@ -138,3 +141,88 @@ def test_without_a_call_the_form_has_to_be_known() -> None:
     trial = DryRun(model, FEATURES, ["y"], None, None)
     trial.look_at(COLUMNS)
     assert isinstance(trial.tensors.inputs, dict)
+
+
+class AddsLoss(keras.Model):
+    """Rebuilds its input: nothing is compared to its labels."""
+
+    def __init__(self, only_in_training: bool = False, by_row: bool = False) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(2)
+        self.only_in_training = only_in_training
+        self.by_row = by_row
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        rebuilt = self.dense(x)
+        if training or not self.only_in_training:
+            self.add_loss(keras.ops.mean((rebuilt - x) ** 2, axis=1 if self.by_row else None))
+        return rebuilt, x
+
+
+class Regularized(keras.Model):
+    """Has losses of its weights and of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def try_uncompared(model: keras.Model) -> DryRun:
+    model.compile("sgd")
+    trial = DryRun(model, ["b"], ["y"], None, None, compares=False)
+    trial.run(COLUMNS)
+    return trial
+
+
+@pytest.mark.parametrize("only_in_training", [False, True])
+def test_added_losses_stand_for_a_loss(only_in_training: bool) -> None:
+    trial = try_uncompared(AddsLoss(only_in_training))
+    # Outputs and labels are not as many, and need not be.
+    assert trial.output_shapes == [(2,), (2,)]
+    assert trial.outputs is None
+    with pytest.raises(ShapeError, match=r"2 outputs.*1 label"):
+        DryRun(AddsLoss(), ["b"], ["y"], None, None).run(COLUMNS)
+
+
+def test_there_has_to_be_a_loss_that_is_a_number() -> None:
+    with pytest.raises(ParamError, match=r"loss is not set.*compile the model.*add_loss"):
+        try_uncompared(Regularized())
+    dense = keras.layers.Dense(1, kernel_regularizer="l2")
+    assert not may_add_loss(keras.Sequential([keras.Input((2,)), dense]))
+    assert may_add_loss(keras.Sequential([keras.layers.ActivityRegularization(l2=0.1)]))
+    with pytest.raises(ShapeError, match=r"add_loss: expected a number, found shape \(3,\).*mean"):
+        try_uncompared(AddsLoss(by_row=True))
+
+
+class _OfKeras2:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"model": _OfKeras2()}, "model: it is of Keras 2 .*keras instead of tf_keras"),
+        ({"label_cols": None}, "label_cols is not set.*any column.*train_step.*add_loss"),
+        ({"label_cols": []}, "label_cols is not set.*any column"),
+        ({"loss": None}, "loss is not set.*compile the model.*add_loss"),
+    ],
+)
+def test_messages_say_what_to_do_instead(
+    tmp_path: Any, monkeypatch: Any, params: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(_OfKeras2, "__module__", "tf_keras.src.models.sequential")
+    given: dict[str, Any] = {
+        "store": LocalStore(str(tmp_path)),
+        "model": keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]),
+        "optimizer": "sgd",
+        "loss": "mse",
+        "feature_cols": ["b"],
+        "label_cols": ["y"],
+        "backend": LocalBackend(1),
+        **params,
+    }
+    with pytest.raises(ParamError, match=message):
+        KerasEstimator(**given).fit_on_parquet()
