@@ -36,13 +36,18 @@ def test_transformation_fn_changes_rows_before_they_reach_the_model(store: Any) 
 
 
 def test_rows_kept_in_memory_train_as_rows_read_again(store: Any) -> None:
-    write_rows(Path(store.get_train_data_path()), 150)
+    columns = write_rows(Path(store.get_train_data_path()), 150)
     cached, read = (
-        fit(store, 2, "adam", epochs=3, shuffle=True, inmemory_cache_all=cache)[0].getModel()
+        fit(store, 2, "adam", epochs=3, inmemory_cache_all=cache)[0].getModel()
         for cache in (True, False)
     )
     for a, b in zip(cached.parameters(), read.parameters(), strict=True):
         assert torch.equal(a, b)
+    # Shuffled they come in an order of their own. In steps over all rows no order counts.
+    whole = {"batch_size": 75, "epochs": 3, "shuffle": True, "inmemory_cache_all": True}
+    model, _ = fit(store, 2, "adam", **whole)
+    expected = train_alone(columns, [np.arange(150)], OPTIMIZERS["adam"], 3)
+    assert_same_weights(model.getModel(), expected)
 
 
 def test_fewer_and_more_steps_than_the_data_cut_and_cycle_the_epoch(store: Any) -> None:
