@@ -217,7 +217,7 @@ class HorovodEstimator(
             store.get_train_data_path(),
             store.get_val_data_path() if has_validation else None,
             self._needed_columns(),
-            allow_text=self._transformation() is not None,
+            allow_text=self._transformation() is not None or self._text_cols(),
         )
         return self._train(manifest, backend)
 
@@ -238,7 +238,7 @@ class HorovodEstimator(
             verbose=self.getOrDefault("verbose"),
             random_seed=self.getOrDefault("random_seed"),
             check_finite=self.getOrDefault("check_finite"),
-            allow_text=self._transformation() is not None,
+            allow_text=self._transformation() is not None or self._text_cols(),
             # Who does not shuffle counts on the order of the rows.
             shuffle_on_write=self.getOrDefault("shuffle") and self.getOrDefault("shuffle_on_write"),
         ) as dataset_idx:
@@ -306,10 +306,10 @@ class HorovodEstimator(
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
         if self._transformation() is not None or not self.getOrDefault("dry_run"):
             return None  # the first rows that are written tell what becomes of them
-        known = known_columns(dataset, self._needed_columns())
+        known = known_columns(dataset, self._needed_columns(), self._text_cols())
         if known is None:
             return None
-        zeros = {spec.name: np.zeros((DRY_RUN_ROWS, *spec.shape), spec.dtype) for spec in known}
+        zeros = {spec.name: _zeros(spec) for spec in known}
         try:
             return self._dry_run(zeros)
         except ShapeError:
@@ -429,8 +429,16 @@ class HorovodEstimator(
         get = self.getOrDefault
         weight = get("sample_weight_col")
         return self._make_transformation(
-            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else []))
+            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else [])),
+            tuple(self._text_cols()),
         )
+
+    def _text_cols(self) -> Mapping[str, bool]:
+        """Return the feature columns that may be text, to whether bytes are text in them, too.
+
+        A framework's estimator tells, where models take text.
+        """
+        return {}
 
     def _first_rows(self, manifest: DatasetManifest) -> Columns:
         """Return the first rows of a dataset as a model gets them."""
@@ -456,6 +464,11 @@ class HorovodEstimator(
         """Return the run's name: what is set, or one that no other run has."""
         now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
+
+
+def _zeros(spec: ColumnSpec) -> Array:
+    shape = (DRY_RUN_ROWS, *spec.shape)
+    return np.full(shape, "", object) if spec.kind == "text" else np.zeros(shape, spec.dtype)
 
 
 def _stack(series: Any, spec: ColumnSpec) -> Array:

@@ -131,7 +131,7 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         """Return what comes before the forward pass: the columns, and what is made of them."""
         transformation = None
         if self.getOrDefault("apply_transformation"):
-            transformation = self._make_transformation(features)
+            transformation = self._make_transformation(features, self._text_features())
         if transformation is None:
             return Inference(tuple(features), tuple(features))
         known = self._get_metadata() or {}
@@ -142,8 +142,13 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         )
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
-        """Return a column as the UDF takes it: numbers, arrays of them, or text to transform."""
-        return feature_array(dataset, name, allow_text=self.getOrDefault("apply_transformation"))
+        """Return a column as the UDF takes it: numbers, arrays of them, or text."""
+        is_text = self.getOrDefault("apply_transformation") or name in self._text_features()
+        return feature_array(dataset, name, allow_text=is_text)
+
+    def _text_features(self) -> tuple[str, ...]:
+        """Return the feature columns that the model takes as text; where models do."""
+        return ()
 
 
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:

@@ -38,13 +38,17 @@ class TransformationParams(DeclaredParams):
         convert=boolean,
     )
 
-    def _make_transformation(self, needed: Sequence[str]) -> Transformation | None:
+    def _make_transformation(
+        self, needed: Sequence[str], text: Sequence[str] = ()
+    ) -> Transformation | None:
         """Return what is made of rows; None if nothing.
 
         Parameters
         ----------
         needed : sequence of str
             Fields that must be there, and numbers, in the end.
+        text : sequence of str
+            Those that may be text, too.
         """
         get = self.getOrDefault
         by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
@@ -67,7 +71,7 @@ class TransformationParams(DeclaredParams):
                     "transformation, and there is none. Set transformation_fn."
                 )
             return None
-        return Transformation(by_row, by_batch, edited, removed, tuple(needed))
+        return Transformation(by_row, by_batch, edited, removed, tuple(needed), text=tuple(text))
 
     def _transformation_params(self) -> dict[str, Any]:
         """Return these params, those that are set, as an estimator gives them to its model."""

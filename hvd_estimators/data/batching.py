@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -10,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from hvd_estimators.data.columns import Array, Columns, num_rows, take
-from hvd_estimators.data.rows import Layout, Memory, Rows
+from hvd_estimators.data.rows import Layout, Memory, Rows, row_bytes
 from hvd_estimators.exceptions import DataError
 
 __all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_runs", "drawn_runs", "hold"]
@@ -131,8 +130,8 @@ def drawn_runs(
     sizes, rngs, memory
         See `cut_runs`.
     """
-    row_bytes = sum(block.nbytes for block in rows.blocks) // max(len(rows), 1)
-    runs = list(_run_sizes(sizes, min(RUN_BYTES // max(row_bytes, 1), _RUN_ROWS)))
+    num_bytes = row_bytes(rows.columns())
+    runs = list(_run_sizes(sizes, min(RUN_BYTES // max(num_bytes, 1), _RUN_ROWS)))
     for rng in rngs:
         order = rng.permutation(len(rows))
         start = 0
@@ -181,7 +180,7 @@ class _Stream:
         """Return how many rows have a size, at least one."""
         if not self._part:
             return 1
-        row = sum(array.itemsize * math.prod(array.shape[1:]) for array in self._part.values())
+        row = row_bytes(self._part)
         return min(max(num_bytes // max(row, 1), 1), most)
 
     def empty(self, rows: int) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ from hvd_estimators.data.files import Footer, read_footers, unreadable
 from hvd_estimators.data.layout import open_bytes
 from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.data.partitions import check_partition, partition_spec
-from hvd_estimators.data.types import column_spec, is_bytes, is_level
+from hvd_estimators.data.types import column_spec, is_bytes, is_level, text_options
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.store.base import Store
 
@@ -47,7 +47,7 @@ def read_manifest(
     val_path: str | None,
     names: Sequence[str],
     *,
-    allow_text: bool = False,
+    allow_text: bool | Mapping[str, bool] = False,
 ) -> DatasetManifest:
     """Describe Parquet files that `prepare_data` did not write.
 
@@ -60,8 +60,8 @@ def read_manifest(
     names : sequence of str
         The columns that are needed. A column that no file holds is looked for in the paths, as a
         Hive partition.
-    allow_text : bool
-        Take columns of strings and bytes, too.
+    allow_text : bool or mapping
+        Take columns of strings and bytes, too: all, or those named, to whether bytes are text.
 
     Returns
     -------
@@ -184,10 +184,13 @@ def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
         )
 
 
-def _spec(footers: Sequence[Footer], name: str, allow_text: bool) -> ColumnSpec:
+def _spec(
+    footers: Sequence[Footer], name: str, allow_text: bool | Mapping[str, bool]
+) -> ColumnSpec:
     first = footers[0]
     if first.holds(name):
-        return column_spec(name, first.type(name), first.file, allow_text=allow_text)
+        options = text_options(allow_text, name)
+        return column_spec(name, first.type(name), first.file, **options)
     if name not in first.partitions:
         raise ColumnError(
             f"The Parquet files have no column {name!r}; their columns are "

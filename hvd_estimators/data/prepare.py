@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 import numpy as np
 from pyspark.sql import DataFrame
@@ -20,6 +20,7 @@ from hvd_estimators.data.names import quoted, require_columns
 from hvd_estimators.data.plans import estimated_rows, keeps_order, source_plan
 from hvd_estimators.data.prepared import lend
 from hvd_estimators.data.schema import StoredColumn, stored_column
+from hvd_estimators.data.types import text_options
 from hvd_estimators.data.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.store import Store
@@ -46,7 +47,7 @@ def prepare_data(
     verbose: int = 0,
     random_seed: int | None = None,
     check_finite: bool = False,
-    allow_text: bool = False,
+    allow_text: bool | Mapping[str, bool] = False,
     shuffle_on_write: bool = True,
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
@@ -86,8 +87,9 @@ def prepare_data(
     check_finite : bool
         Refuse NaN and infinity, also such as arise where a vector's number is too large for a
         32-bit float.
-    allow_text : bool
-        Write columns of strings and bytes, too, which a ``transformation_fn`` makes numbers of.
+    allow_text : bool or dict
+        Write columns of strings and bytes, too, which a ``transformation_fn`` or a model makes
+        numbers of: all, or those that are named, to whether bytes are taken.
     shuffle_on_write : bool
         Write the rows in random order, so that training on them in the order of their files,
         through a small buffer, is training in random order, however they were sorted. False
@@ -126,9 +128,8 @@ def prepare_data(
     columns: list[StoredColumn] = []
     taken = set(names)
     for name in names:
-        column = stored_column(
-            df, name, compress_sparse=compress_sparse, allow_text=allow_text, taken=taken
-        )
+        text = text_options(allow_text, name)
+        column = stored_column(df, name, compress_sparse=compress_sparse, taken=taken, **text)
         columns.append(column)
         taken.update(column.spec.stored_names)
     if extra and columns[names.index(extra[0])].spec.kind != "scalar":

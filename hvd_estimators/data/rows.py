@@ -14,9 +14,13 @@ import numpy as np
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Layout", "Memory", "Rows"]
+__all__ = ["Layout", "Memory", "Rows", "row_bytes"]
 
 _ALIGNMENT = 64
+_MEASURED_ROWS = 1000
+_OBJECT_BYTES = 64
+"""What Python takes for a string beside its characters, and NumPy for its place."""
+
 _TILE_BYTES = 2**18
 """Bytes of a block that are filled column by column, so that they stay in the processor's cache."""
 
@@ -192,6 +196,23 @@ class Rows:
                         f"Column {name!r} has rows of shape {found.shape[1:]} and type "
                         f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
                     )
+
+
+def row_bytes(columns: Columns) -> int:
+    """Return how many bytes a row takes, about: text by its length in the first rows.
+
+    That is rounded up to a power of two, so that parts whose text differs a little count alike.
+    """
+    total = 0
+    for array in columns.values():
+        elements = math.prod(array.shape[1:])
+        if array.dtype.hasobject and array.size:
+            first = array[:_MEASURED_ROWS].reshape(-1)
+            mean = sum(len(value) for value in first) / len(first)
+            total += elements * (1 << math.ceil(math.log2(mean + _OBJECT_BYTES)))
+        else:
+            total += elements * array.itemsize
+    return total
 
 
 def _tile_rows(block: Array) -> int:

@@ -5,7 +5,7 @@ Runs on the driver.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 from pyspark.ml.functions import vector_to_array
@@ -16,6 +16,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.names import quoted, unused_name
+from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError
 
 __all__ = ["StoredColumn", "feature_array", "known_columns", "stored_column"]
@@ -82,6 +83,7 @@ def stored_column(
     *,
     compress_sparse: bool = False,
     allow_text: bool = False,
+    bytes_as_text: bool = True,
     taken: Collection[str] = (),
 ) -> StoredColumn:
     """Decide how a column is written.
@@ -97,6 +99,8 @@ def stored_column(
         Write vectors as indices and values of what is not zero.
     allow_text : bool
         Take strings and bytes, too.
+    bytes_as_text : bool
+        Do so with bytes.
     taken : collection of str
         Names that other columns are written under.
 
@@ -109,7 +113,8 @@ def stored_column(
     column = df[quoted(name)]
     if isinstance(data_type, VectorUDT):
         return _sparse(name, column, taken) if compress_sparse else _dense(name, column)
-    if allow_text and isinstance(data_type, (T.StringType, T.BinaryType)):
+    text_types = (T.StringType, T.BinaryType) if bytes_as_text else T.StringType
+    if allow_text and isinstance(data_type, text_types):
         return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
@@ -124,8 +129,19 @@ def stored_column(
     return StoredColumn(ColumnSpec(name, "scalar", dtype), (column.alias(name),))
 
 
-def known_columns(df: DataFrame, names: list[str]) -> list[ColumnSpec] | None:
+def known_columns(
+    df: DataFrame, names: list[str], allow_text: bool | Mapping[str, bool] = False
+) -> list[ColumnSpec] | None:
     """Return what the schema tells of columns, without running anything.
+
+    Parameters
+    ----------
+    df : DataFrame
+        Holds the columns.
+    names : list of str
+        The columns.
+    allow_text : bool or mapping
+        Take text, too; see `text_options`.
 
     Returns
     -------
@@ -135,7 +151,7 @@ def known_columns(df: DataFrame, names: list[str]) -> list[ColumnSpec] | None:
     """
     specs = []
     for name in names:
-        spec = stored_column(df, name).spec
+        spec = stored_column(df, name, **text_options(allow_text, name)).spec
         if spec.shape:
             width = df.schema[name].metadata.get("ml_attr", {}).get("num_attrs")
             if spec.kind != "vector" or not width:

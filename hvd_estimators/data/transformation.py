@@ -65,6 +65,8 @@ class Transformation:
         Fields that must be numbers in the end. Text among the others is dropped.
     all_needed : bool
         Whether all of these must be there.
+    text : tuple of str
+        Those of the needed fields that may be text, and then are Python objects.
     """
 
     row_function: RowFunction | None = None
@@ -73,6 +75,7 @@ class Transformation:
     removed: tuple[str, ...] = ()
     needed: tuple[str, ...] = ()
     all_needed: bool = True
+    text: tuple[str, ...] = ()
 
     def __call__(self, columns: Columns) -> dict[str, Array]:
         """Return the transformed columns.
@@ -107,16 +110,25 @@ class Transformation:
             if field.name not in arrays:
                 raise _missing(field.name, arrays)
             arrays[field.name] = _as_declared(arrays[field.name], field)
+        for name in self.text:
+            if name in arrays and arrays[name].dtype.kind in "OSU":
+                # As long as the longest text, arrays of NumPy's own types differ from part to part.
+                arrays[name] = arrays[name].astype(object)
         for name in self.needed:
             if name not in arrays:
                 if self.all_needed:
                     raise _missing(name, arrays)
-            elif arrays[name].dtype.kind not in "biuf":
+            elif not self._is_usable(name, arrays[name]):
                 raise DataError(
                     f"Column {name!r} is {arrays[name].dtype.name} after the transformation. Make "
                     "numbers of it."
                 )
-        return {name: array for name, array in arrays.items() if array.dtype.kind in "biuf"}
+        return {name: array for name, array in arrays.items() if self._is_usable(name, array)}
+
+    def _is_usable(self, name: str, array: Array) -> bool:
+        if name in self.text and array.dtype.hasobject:
+            return all(isinstance(value, (str, bytes)) for value in array.flat)
+        return array.dtype.kind in "biuf"
 
     def _by_row(self, columns: Columns, rows: int) -> dict[str, Array]:
         function = self.row_function

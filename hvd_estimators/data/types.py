@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pyarrow as pa
 
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
 
-__all__ = ["column_spec", "is_bytes", "is_level", "is_list_view", "num_leaves"]
+__all__ = ["column_spec", "is_bytes", "is_level", "is_list_view", "num_leaves", "text_options"]
 
 
 def _one_of(*names: str) -> Callable[[pa.DataType], bool]:
@@ -25,7 +26,12 @@ _is_list = _one_of("is_list", "is_large_list", "is_list_view", "is_large_list_vi
 
 
 def column_spec(
-    name: str, data_type: pa.DataType, file: str, *, allow_text: bool = False
+    name: str,
+    data_type: pa.DataType,
+    file: str,
+    *,
+    allow_text: bool = False,
+    bytes_as_text: bool = True,
 ) -> ColumnSpec:
     """Describe a column by its Arrow type.
 
@@ -42,6 +48,8 @@ def column_spec(
         The file that has it; for messages.
     allow_text : bool
         Take strings, and bytes as such (but for those of a fixed size).
+    bytes_as_text : bool
+        Do so with bytes; False makes arrays of them nevertheless.
 
     Returns
     -------
@@ -68,7 +76,9 @@ def column_spec(
             leaf = leaf[0].type
     if pa.types.is_dictionary(leaf):
         leaf = leaf.value_type
-    is_text = _is_string(leaf) or (is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf))
+    is_text = _is_string(leaf) or (
+        bytes_as_text and is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf)
+    )
     if allow_text and is_text and not shape:
         return ColumnSpec(name, "text", "object")
     if is_bytes(leaf):
@@ -91,6 +101,21 @@ def column_spec(
             f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out."
         )
     return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape))
+
+
+def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
+    """Return what `column_spec` is told about text in one column.
+
+    Parameters
+    ----------
+    allow_text : bool or mapping
+        Whether text is taken in all columns, or those in which it is, to whether bytes are text.
+    name : str
+        The column.
+    """
+    if isinstance(allow_text, bool):
+        return {"allow_text": allow_text, "bytes_as_text": True}
+    return {"allow_text": name in allow_text, "bytes_as_text": allow_text.get(name, True)}
 
 
 def is_level(element: pa.DataType) -> bool:

@@ -19,7 +19,7 @@ from hvd_estimators.keras.compiling import losses
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
-from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec
+from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 
 __all__ = [
     "DryRun",
@@ -169,7 +169,12 @@ class DryRun:
             except Exception as error:
                 called = self._call_otherwise(columns, stack, error)
                 if isinstance(called, str):
-                    if leave_to_ranks(error, _SHAPE_KINDS):
+                    remedy = _text_remedy(columns, self._inputs)
+                    # Numbers that are made of text raise what a missing GPU may raise, too.
+                    kinds = (
+                        (*_SHAPE_KINDS, tf.errors.UnimplementedError) if remedy else _SHAPE_KINDS
+                    )
+                    if leave_to_ranks(error, kinds):
                         self._go_without_call(f"it raised {type(error).__name__}: {error}")
                         return
                     arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
@@ -178,6 +183,7 @@ class DryRun:
                         f"The model cannot take the feature columns. It was called with {given} "
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
                         "the order of the model's inputs, in the shapes that it expects."
+                        f"{remedy}"
                     ) from error
                 x, outputs = called
             if self.outputs is None:
@@ -192,7 +198,7 @@ class DryRun:
 
     def _call(self, columns: Columns, stack: contextlib.ExitStack) -> tuple[Any, Any]:
         """Return what the model is called with, and what it returns."""
-        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs)
+        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs))
         stack.enter_context(_kept_variables(self.model))
         with traceless():
             return x, self.model(x, training=False)
@@ -302,7 +308,14 @@ class DryRun:
         self, fields: Sequence[Field], columns: Columns, param: str, end: str
     ) -> None:
         for field in fields:
-            shape = columns[field.column].shape[1:]
+            array = columns[field.column]
+            shape, is_text = array.shape[1:], array.dtype.kind in "OSU"
+            if field.dtype is not None and is_text != (field.dtype == "string"):
+                raise ShapeError(
+                    f"{param}: column {field.column!r} holds {'text' if is_text else array.dtype}, "
+                    f"and the model's {end} for it is of type {field.dtype}. Set columns in the "
+                    f"order of the model's {end}s; text takes keras.Input(..., dtype='string')."
+                )
             if not field.fits(shape):
                 raise ShapeError(
                     f"{param}: a row of column {field.column!r} has shape {shape}, and the model's "
@@ -419,9 +432,28 @@ def weighs_by_samples(loss: Any) -> bool | None:
 
 def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
     """Return the outputs of a model for two rows of zeros; the inputs have to tell their shapes."""
-    x = keras.tree.map_structure(lambda field: np.zeros((2, *field.shape), field.dtype), inputs)
+    x = alike(keras.tree.map_structure(lambda field: field.zeros(2), inputs))
     with kept_random_state(), tf.device("CPU:0"):
         return model(x, training=False)
+
+
+def _text_remedy(columns: Columns, inputs: Any) -> str:
+    text = [
+        field.column
+        for field in keras.tree.flatten(inputs)
+        if columns[field.column].dtype.kind in "OSU"
+    ]
+    if not text:
+        return ""
+    return (
+        f" The columns {_listed(text)} are text: make numbers of it in the model, with "
+        "keras.layers.TextVectorization, StringLookup or Hashing, or before, with "
+        "pyspark.ml.feature.StringIndexer or a transformation_fn."
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> bool:

@@ -30,7 +30,7 @@ from hvd_estimators.keras.checks import (
 )
 from hvd_estimators.keras.class_weights import check_classes, class_weight
 from hvd_estimators.keras.compiling import CompileSettings
-from hvd_estimators.keras.inputs import input_keys
+from hvd_estimators.keras.inputs import input_keys, input_structure, text_columns
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import (
@@ -211,6 +211,14 @@ class KerasEstimator(HorovodEstimator):
                 "backward_passes_per_step: expected 1 for a model with several optimizers, found "
                 f"{get('backward_passes_per_step')}."
             )
+
+    def _text_cols(self) -> Mapping[str, bool]:
+        """Return the columns of inputs of text, and all where the model does not tell its inputs.
+
+        Of these bytes stay arrays of numbers, as images are stored.
+        """
+        model = self.getOrDefault("model")
+        return text_columns(input_structure(model, self.getOrDefault("feature_cols")))
 
     def _check_frame(self, dataset: DataFrame) -> Any:
         # What needs no rows.

@@ -11,7 +11,7 @@ from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.outputs import symbolic
 from hvd_estimators.keras.tensors import Field
 
-__all__ = ["called_with", "input_keys", "input_structure", "other_structure"]
+__all__ = ["called_with", "input_keys", "input_structure", "other_structure", "text_columns"]
 
 
 def input_structure(
@@ -74,6 +74,18 @@ def called_with(model: keras.Model) -> Any:
     except (NotImplementedError, TypeError, ValueError):
         return None
     return config.get("input_shape") if isinstance(config, Mapping) else None
+
+
+def text_columns(inputs: Any) -> dict[str, bool]:
+    """Return the columns that may be text for a model, to whether they have to be.
+
+    Parameters
+    ----------
+    inputs : Field, or nested structure of Field
+        See `input_structure`.
+    """
+    fields = keras.tree.flatten(inputs)
+    return {field.column: field.dtype == "string" for field in fields if field.takes_text}
 
 
 def _of_subclassed(

@@ -12,9 +12,10 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.checks import call_on_zeros, has_loss, has_own_step
 from hvd_estimators.keras.devices import limit_threads
-from hvd_estimators.keras.inputs import input_structure
+from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_plainly
+from hvd_estimators.keras.tensors import alike
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
 
@@ -84,6 +85,9 @@ class KerasModel(HorovodModel):
         keys = self.getOrDefault("_input_keys")
         return input_structure(self.getOrDefault("model"), columns, keys)
 
+    def _text_features(self) -> tuple[str, ...]:
+        return tuple(text_columns(self._inputs()))
+
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump(value, self.getOrDefault("custom_objects"))
 
@@ -118,7 +122,7 @@ class _KerasPredictor:
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         columns = dict(zip(self._columns, arrays, strict=True))
-        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure)
+        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure))
         outputs = self._model.predict_on_batch(x)
         return _of_labels(self._model, outputs, self._labels, self._compares)
 

@@ -14,7 +14,7 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Array, Columns
 from hvd_estimators.keras.class_weights import class_weights, class_weights_of_tensor
 
-__all__ = ["ZEROS", "Field", "TensorSpec"]
+__all__ = ["ZEROS", "Field", "TensorSpec", "alike"]
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,20 @@ class Field:
     shape : tuple of int, or None
         Shape of a row; None for the column's own, in which a number counts as ``(1,)``.
     dtype : str or None
-        Type of the elements; None for Keras's float type where the column holds floats or
-        booleans, and the column's own otherwise.
+        Type of the elements, "string" for text; None for Keras's float type where the column
+        holds floats or booleans, and the column's own otherwise.
     """
 
     column: str
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 
-    def array(self, array: Array) -> Array:
-        """Return a column's array, rows first, as the model takes it."""
+    def array(self, array: Array) -> Any:
+        """Return a column's array, rows first, as the model takes it; text as a tensor."""
         shape, dtype = self._form(array.shape[1:], array.dtype)
+        if dtype == "string":
+            # Of text, NumPy's arrays are of objects, which Keras does not always take.
+            return tf.constant(array.reshape(len(array), *shape), tf.string)
         return array.astype(dtype, copy=False).reshape(len(array), *shape)
 
     def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
@@ -55,7 +58,19 @@ class Field:
         """Return whether rows of a column have as many elements as the tensor's."""
         return self.shape is None or math.prod(self.shape) == math.prod(shape)
 
+    @property
+    def takes_text(self) -> bool:
+        """Whether an input may be text: it is of that type, or the model does not tell."""
+        return self.dtype in (None, "string")
+
+    def zeros(self, rows: int) -> Any:
+        """Return rows of zeros, or of empty strings; the shape has to be known."""
+        shape = (rows, *(self.shape or ()))
+        return self.array(np.full(shape, "", object) if self.dtype == "string" else np.zeros(shape))
+
     def _form(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> tuple[tuple[int, ...], str]:
+        if dtype.kind in "OSU":
+            return (shape or (1,)) if self.shape is None else self.shape, "string"
         is_float = dtype.kind in "fb"
         return (
             (shape or (1,)) if self.shape is None else self.shape,
@@ -93,7 +108,7 @@ class TensorSpec:
 
     def arrays(self, columns: Columns) -> tuple[Any, ...]:
         """Return inputs, labels and weights (where there are any) of some rows."""
-        x = keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs)
+        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs))
         rows = len(next(iter(columns.values())))
         zeros = np.zeros((rows, 1), keras.config.floatx())
         y = keras.tree.map_structure(
@@ -139,6 +154,13 @@ class TensorSpec:
     def label_fields(self) -> Iterator[Field]:
         """Yield the fields of the labels, in the order of the structure."""
         yield from (field for field in keras.tree.flatten(self.labels) if field != ZEROS)
+
+
+def alike(structure: Any) -> Any:
+    """Return arrays as tensors where some of them, text, are: Keras does not take both."""
+    if not any(tf.is_tensor(part) for part in keras.tree.flatten(structure)):
+        return structure
+    return keras.tree.map_structure(tf.convert_to_tensor, structure)
 
 
 def _without_lists(structure: Any, function: Callable[[Field], tf.Tensor]) -> Any:

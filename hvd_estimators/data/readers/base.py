@@ -359,7 +359,8 @@ class PlannedDataModule(DataModule):
         row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in self.columns)
         open_groups = self.train_plan.open_groups
         total = self.train_plan.rows(self.cur_shard)
-        if self.transformation is None and total * row_bytes <= self.shuffle_buffer_bytes:
+        is_known = self.transformation is None and all(c.kind != "text" for c in self.columns)
+        if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
             open_groups = 1  # the buffer mixes all rows
         for pass_number in itertools.count(first_pass):
             if self.shuffle:
