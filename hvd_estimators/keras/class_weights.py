@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,29 +10,9 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.columns import Array
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.params import number
+from hvd_estimators.exceptions import DataError, ShapeError
 
-__all__ = ["check_classes", "class_weight", "class_weights", "class_weights_of_tensor"]
-
-
-def class_weight(name: str, value: Any) -> dict[int, float]:
-    """Accept a dict of class number to weight."""
-    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{expected}, found {value!r}.")
-    weights = {}
-    for key, weight in value.items():
-        try:
-            index = -1 if isinstance(key, (bool, np.bool_)) else operator.index(key)
-        except TypeError:
-            index = -1
-        if index < 0:
-            raise ParamError(f"{expected}, found the class {key!r}.")
-        weights[index] = number(0)(f"{name}[{index}]", weight)
-        if not np.isfinite(weights[index]):
-            raise ParamError(f"{name}[{index}]: expected a finite number, found {weight!r}.")
-    return weights
+__all__ = ["check_classes", "class_weights", "class_weights_of_tensor"]
 
 
 def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:

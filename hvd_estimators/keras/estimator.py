@@ -28,8 +28,9 @@ from hvd_estimators.keras.checks import (
     may_add_loss,
     weighs_by_samples,
 )
-from hvd_estimators.keras.class_weights import check_classes, class_weight
+from hvd_estimators.keras.class_weights import check_classes
 from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.converters import class_weights, environment, label_weights
 from hvd_estimators.keras.inputs import input_keys, input_structure, text_columns
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
@@ -44,24 +45,12 @@ from hvd_estimators.keras.serialization import (
 from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.params import declare, integer, numbers
+from hvd_estimators.params import declare, integer
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
 
 __all__ = ["KerasEstimator"]
 
 logger = logging.getLogger(__name__)
-
-
-def _environment(name: str, value: Any) -> dict[str, str | None]:
-    if not isinstance(value, Mapping):
-        raise ParamError(f"{name}: expected a dict of variable to value, found {value!r}.")
-    return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
-
-
-def _weights(name: str, value: Any) -> list[float] | dict[str, float]:
-    if isinstance(value, Mapping):
-        return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
-    return numbers(name, value)
 
 
 class KerasEstimator(HorovodEstimator):
@@ -100,7 +89,7 @@ class KerasEstimator(HorovodEstimator):
     )
     loss_weights = declare(
         "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
-        convert=_weights,
+        convert=label_weights,
     )
     metrics = declare(
         "A list of Keras metrics; of several labels a list with one, or a list, per label, or a "
@@ -117,13 +106,13 @@ class KerasEstimator(HorovodEstimator):
         "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the last one."
     )
     backend_env = declare(
-        "Environment variables of the ranks; None deletes one.", default={}, convert=_environment
+        "Environment variables of the ranks; None deletes one.", default={}, convert=environment
     )
     class_weight = declare(
         "Class number to weight, for a single label of class numbers or one-hot rows: rows count "
         "in training for the weight of their class, times that of sample_weight_col. Classes that "
         "are not named count for 1.",
-        convert=class_weight,
+        convert=class_weights,
     )
     tensorflow_dataset_prefetch_buffer_size = declare(
         "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
@@ -151,16 +140,11 @@ class KerasEstimator(HorovodEstimator):
                 "be given any column for one, such as a feature column: a train_step of its own "
                 "gets (x, y) and leaves y alone, and losses of add_loss() need no y."
             )
-        super()._check_params()
         require_tensorflow()
+        # What else is checked asks the model.
+        self._check_model()
+        super()._check_params()
         model = get("model")
-        if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
-            raise ParamError(
-                f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
-                "it of the package keras instead of tf_keras, and unset TF_USE_LEGACY_KERAS."
-            )
-        if not isinstance(model, keras.Model):
-            raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
         if get("optimizer") is None and not model.compiled:
             raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
         if has_own_compile(model):
@@ -188,6 +172,18 @@ class KerasEstimator(HorovodEstimator):
                 f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
                 f"{len(label_shapes)}."
             )
+
+    def _check_model(self) -> None:
+        model = self.getOrDefault("model")
+        if model is None:
+            raise ParamError("model is not set. Set model.")
+        if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
+            raise ParamError(
+                f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
+                "it of the package keras instead of tf_keras, and unset TF_USE_LEGACY_KERAS."
+            )
+        if not isinstance(model, keras.Model):
+            raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
 
     def _check_own_compile(self) -> None:
         """Make sure that a model that has its own ``compile`` can stay as it is compiled."""
