@@ -15,36 +15,26 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras.compiling import losses
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
+from hvd_estimators.keras.losses import (
+    NO_LOSS,
+    added_losses,
+    compares_elements,
+    has_loss,
+    has_own_step,
+    losses_by_output,
+)
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 
-__all__ = [
-    "DryRun",
-    "added_losses",
-    "call_on_zeros",
-    "has_loss",
-    "has_own_step",
-    "kept_random_state",
-    "may_add_loss",
-    "weighs_by_samples",
-]
+__all__ = ["DryRun", "call_on_zeros", "kept_random_state"]
 
 # What TensorFlow raises for shapes, beside Python's own exceptions.
 _SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
 
-NO_LOSS = (
-    "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
-    "add_loss() in the model or in one of its layers."
-)
-
 # What a model raises that indexes or unpacks something else than it is given.
 _INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *_SHAPE_KINDS)
-
-# Of Keras's losses those whose labels have another shape than the outputs.
-_SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
 
 class DryRun:
@@ -363,7 +353,7 @@ class DryRun:
         for _, output, label, loss in compared:
             # Labels that only broadcast to the output train on something nobody meant.
             sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
-            if sizes[0] != sizes[1] and _compares_elements(loss):
+            if sizes[0] != sizes[1] and compares_elements(loss):
                 raise ShapeError(
                     f"The loss compares outputs and labels element by element ({shapes}). {remedy}"
                 )
@@ -378,56 +368,11 @@ class DryRun:
                 self.outputs.labels,
                 keras.tree.flatten(outputs),
                 keras.tree.flatten(labels),
-                _losses(self.model.loss, self.outputs),
+                losses_by_output(self.model.loss, self.outputs),
                 strict=True,
             )
             if name is not None
         ]
-
-
-def has_loss(model: keras.Model) -> bool:
-    """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
-    return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
-
-
-def added_losses(model: keras.Model) -> list[Any]:
-    """Return what `add_loss` was given in the last call; regularizers of weights left out."""
-    found = list(model.losses)
-    regularized = [v for v in model.trainable_variables if v.regularizer is not None]
-    return found[: len(found) - len(regularized)]
-
-
-def may_add_loss(model: keras.Model) -> bool:
-    """Return whether a model may call `add_loss`, as far as its classes tell."""
-    return any(
-        type(layer).__module__.partition(".")[0] != "keras"
-        or getattr(layer, "activity_regularizer", None) is not None
-        for layer in model._flatten_layers()
-    )
-
-
-def has_own_step(model: keras.Model) -> bool:
-    """Return whether a model trains in a way of its own."""
-    return type(model).train_step is not keras.Model.train_step
-
-
-def weighs_by_samples(loss: Any) -> bool | None:
-    """Return whether losses divide by the sum of sample weights, not by rows.
-
-    Parameters
-    ----------
-    loss : object
-        What `compile` is given.
-
-    Returns
-    -------
-    bool or None
-        None if losses differ in that, or one of them is no mean at all.
-    """
-    found = {str(getattr(entry, "reduction", "sum_over_batch_size")) for entry in losses(loss)}
-    if found <= {"sum_over_batch_size", "mean"}:
-        return False
-    return True if found == {"mean_with_sample_weight"} else None
 
 
 def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
@@ -460,27 +405,6 @@ def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> 
     if not shape or other is None or None in shape:
         return False
     return math.prod(size or 0 for size in shape) == math.prod(other)
-
-
-def _losses(loss: Any, outputs: Outputs) -> list[Any]:
-    """Return the loss of each output, in the order of their places."""
-    if isinstance(loss, dict):
-        names = zip(outputs.names, outputs.layers, strict=True)
-        return [loss.get(name, loss.get(layer)) for name, layer in names]
-    flat = keras.tree.flatten(loss)
-    return flat if len(flat) == len(outputs.labels) else flat[:1] * len(outputs.labels)
-
-
-def _compares_elements(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that needs labels in the shape of outputs."""
-    try:
-        resolved = keras.losses.get(loss)
-    except ValueError:
-        return False
-    function = getattr(resolved, "fn", resolved)
-    module = str(getattr(function, "__module__", ""))
-    name = str(getattr(function, "__name__", ""))
-    return module.startswith("keras.") and name not in _SPARSE
 
 
 @contextlib.contextmanager

@@ -19,19 +19,18 @@ from hvd_estimators.keras.backend import (
     model_optimizers,
     require_tensorflow,
 )
-from hvd_estimators.keras.checks import (
-    NO_LOSS,
-    DryRun,
-    has_loss,
-    has_own_step,
-    kept_random_state,
-    may_add_loss,
-    weighs_by_samples,
-)
+from hvd_estimators.keras.checks import DryRun, kept_random_state
 from hvd_estimators.keras.class_weights import check_classes
 from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.converters import class_weights, environment, label_weights
 from hvd_estimators.keras.inputs import input_keys, input_structure, text_columns
+from hvd_estimators.keras.losses import (
+    NO_LOSS,
+    has_loss,
+    has_own_step,
+    may_add_loss,
+    weighs_by_samples,
+)
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import (

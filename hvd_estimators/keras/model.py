@@ -10,9 +10,10 @@ import tensorflow as tf
 from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import call_on_zeros, has_loss, has_own_step
+from hvd_estimators.keras.checks import call_on_zeros
 from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.losses import has_loss, has_own_step
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_plainly
 from hvd_estimators.keras.tensors import alike

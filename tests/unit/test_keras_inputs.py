@@ -11,8 +11,9 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.keras.checks import DryRun, may_add_loss
+from hvd_estimators.keras.checks import DryRun
 from hvd_estimators.keras.inputs import input_structure
+from hvd_estimators.keras.losses import may_add_loss
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.store import LocalStore

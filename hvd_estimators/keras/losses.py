@@ -1,0 +1,98 @@
+"""What is asked of a model's losses: whether there are any, and what they make of rows.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+
+from hvd_estimators.keras.compiling import losses
+from hvd_estimators.keras.outputs import Outputs
+
+__all__ = [
+    "NO_LOSS",
+    "added_losses",
+    "compares_elements",
+    "has_loss",
+    "has_own_step",
+    "losses_by_output",
+    "may_add_loss",
+    "weighs_by_samples",
+]
+
+NO_LOSS = (
+    "loss is not set, and the model adds none. Set loss, compile the model with one, or call "
+    "add_loss() in the model or in one of its layers."
+)
+
+# Of Keras's losses those whose labels have another shape than the outputs.
+_SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
+
+
+def has_loss(model: keras.Model) -> bool:
+    """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
+    return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
+
+
+def added_losses(model: keras.Model) -> list[Any]:
+    """Return what `add_loss` was given in the last call; regularizers of weights left out."""
+    found = list(model.losses)
+    regularized = [v for v in model.trainable_variables if v.regularizer is not None]
+    return found[: len(found) - len(regularized)]
+
+
+def may_add_loss(model: keras.Model) -> bool:
+    """Return whether a model may call `add_loss`, as far as its classes tell."""
+    return any(
+        type(layer).__module__.partition(".")[0] != "keras"
+        or getattr(layer, "activity_regularizer", None) is not None
+        for layer in model._flatten_layers()
+    )
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Return whether a model trains in a way of its own."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+def weighs_by_samples(loss: Any) -> bool | None:
+    """Return whether losses divide by the sum of sample weights, not by rows.
+
+    Parameters
+    ----------
+    loss : object
+        What `compile` is given.
+
+    Returns
+    -------
+    bool or None
+        None if losses differ in that, or one of them is no mean at all.
+    """
+    found = {str(getattr(entry, "reduction", "sum_over_batch_size")) for entry in losses(loss)}
+    if found <= {"sum_over_batch_size", "mean"}:
+        return False
+    return True if found == {"mean_with_sample_weight"} else None
+
+
+def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
+    """Return the loss of each output, in the order of their places."""
+    if isinstance(loss, dict):
+        names = zip(outputs.names, outputs.layers, strict=True)
+        return [loss.get(name, loss.get(layer)) for name, layer in names]
+    flat = keras.tree.flatten(loss)
+    return flat if len(flat) == len(outputs.labels) else flat[:1] * len(outputs.labels)
+
+
+def compares_elements(loss: Any) -> bool:
+    """Return whether a loss is one of Keras's that needs labels in the shape of outputs."""
+    try:
+        resolved = keras.losses.get(loss)
+    except ValueError:
+        return False
+    function = getattr(resolved, "fn", resolved)
+    module = str(getattr(function, "__module__", ""))
+    name = str(getattr(function, "__name__", ""))
+    return module.startswith("keras.") and name not in _SPARSE
