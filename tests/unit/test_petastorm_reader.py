@@ -1,6 +1,7 @@
 """How row ranges are handed to Petastorm's worker pools."""
 
 import collections
+import contextlib
 import itertools
 import threading
 import time
@@ -110,6 +111,16 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     assert list(cache.iterdir()) == []
 
 
+def petastorm_workers():
+    """Return the processes of pools; what other tests have started may have ended, too."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "petastorm" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_worker_process_is_an_error(tmp_path, workers):
     with opened(
@@ -120,8 +131,7 @@ def test_a_killed_worker_process_is_an_error(tmp_path, workers):
     ) as module:
         runs = module.train_runs()
         next(runs)
-        children = psutil.Process().children(recursive=True)
-        pool = [child for child in children if "petastorm" in " ".join(child.cmdline())]
+        pool = petastorm_workers()
         assert len(pool) == workers
         pool[0].kill()
         with pytest.raises(ReaderError, match=rf"worker processes .* {pool[0].pid} \(SIGKILL\)"):
