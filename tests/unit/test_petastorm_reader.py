@@ -1,14 +1,11 @@
 """How row ranges are handed to Petastorm's worker pools."""
 
-import collections
-import contextlib
 import itertools
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from foreign import describe, write
 
@@ -19,7 +16,6 @@ pytest.importorskip(
 from hvd_estimators.data.readers import ranges
 from hvd_estimators.data.readers.petastorm import PetastormDataModule, _RangeVentilator
 from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.exceptions import ReaderError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -109,34 +105,6 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     for found in [first, *passes]:
         assert sorted(found) == list(range(rows))
     assert list(cache.iterdir()) == []
-
-
-def petastorm_workers():
-    """Return the processes of pools; what other tests have started may have ended, too."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if "petastorm" in " ".join(child.cmdline()):
-                found.append(child)
-    return found
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_killed_worker_process_is_an_error(tmp_path, workers):
-    with opened(
-        tmp_path / "data",
-        60,
-        reader_pool_type="process",
-        train_reader_worker_count=workers,
-    ) as module:
-        runs = module.train_runs()
-        next(runs)
-        pool = petastorm_workers()
-        assert len(pool) == workers
-        pool[0].kill()
-        with pytest.raises(ReaderError, match=rf"worker processes .* {pool[0].pid} \(SIGKILL\)"):
-            collections.deque(runs, maxlen=0)
-    assert not any(child.is_running() for child in pool)
 
 
 @pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])
