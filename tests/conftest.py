@@ -17,6 +17,15 @@ os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 os.environ["HVD_ESTIMATORS_TESTS"] = str(os.getpid())
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what takes many minutes, unless ``-m`` names it."""
+    if "soak" in config.option.markexpr:
+        return
+    left_out = [item for item in items if item.get_closest_marker("soak")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
 @pytest.fixture(scope="session")
 def spark() -> Iterator[object]:
     """A session with three task slots, shared by all tests."""
