@@ -41,6 +41,8 @@ def spark() -> Iterator[object]:
         .getOrCreate()
     )
     session.sparkContext.setLogLevel("OFF")
+    # pyspark.ml starts a session of its own where a model is saved and there is none.
+    assert session.sparkContext.master == "local[3]", "a test used Spark without this fixture"
     yield session
     session.stop()
 

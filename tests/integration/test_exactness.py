@@ -198,6 +198,7 @@ class ByName(torch.nn.Module):
         return Answers(label=self.net(x), aux=x, weight=self.other(x)[:, 0] + shift)
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process(
     store: Any, tmp_path: Path, backend: str | None

@@ -47,6 +47,7 @@ class ByName(keras.Model):
         return self.out(self.wide(inputs["wide"]) * self.narrow(inputs["narrow"]))
 
 
+@pytest.mark.usefixtures("spark")
 def test_models_that_take_a_dict_train_as_in_one_process(store: Any, tmp_path: Path) -> None:
     columns = write(store.get_train_data_path())
     x = {"wide": columns["wide"], "narrow": columns["narrow"][:, None]}

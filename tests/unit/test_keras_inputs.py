@@ -54,6 +54,7 @@ def make(form: str) -> Weighing:
     return model
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("built", [False, True])
 def test_subclassed_models_get_their_inputs_in_the_form_that_they_take(

@@ -1,11 +1,15 @@
 """How row ranges are handed to Petastorm's worker pools."""
 
+import collections
+import contextlib
 import itertools
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
+import psutil
+import pyarrow as pa
 import pytest
 from foreign import describe, write
 
@@ -14,8 +18,15 @@ pytest.importorskip(
 )
 
 from hvd_estimators.data.readers import ranges
-from hvd_estimators.data.readers.petastorm import PetastormDataModule, _RangeVentilator
+from hvd_estimators.data.readers.petastorm import (
+    _NEXT,
+    _PART,
+    PetastormDataModule,
+    _in_sequence,
+    _RangeVentilator,
+)
 from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.exceptions import ReaderError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,6 +47,7 @@ def test_reading_is_not_over_before_the_last_range_has_been_processed():
         over.append(ventilator.completed())
         ventilator.processed_item()
         over.append(ventilator.completed())
+        ventilator.make_room()
 
     ventilator = Ventilator(1, process_at_once)
     ventilator.start()
@@ -59,10 +71,33 @@ def test_reading_runs_ahead_by_a_bounded_number_of_ranges():
     ventilator._thread.join(0.1)
     assert items == [0, 1]
 
+    # What comes too early waits for the range before it, and takes its room.
     ventilator.processed_item()
+    ventilator._thread.join(0.1)
+    assert items == [0, 1]
+
+    ventilator.make_room()
     ventilator._thread.join(10)
     assert items == [0, 1, 2]
     assert not ventilator.completed()
+
+
+def test_tables_that_come_out_of_order_wait_for_those_before_them():
+    def table(sequence, part, following):
+        numbers = {_PART: f"{sequence} {part}", _NEXT: f"{following[0]} {following[1]}"}
+        return pa.table({"x": [10 * sequence + part]}).replace_schema_metadata(numbers)
+
+    def arriving():
+        for numbers in ((1, 0, (2, 0)), (0, 1, (1, 0)), (2, 0, (3, 0)), (0, 0, (0, 1))):
+            log.append(f"in {numbers[0]}.{numbers[1]}")
+            yield table(*numbers)
+
+    log = []
+    for found in _in_sequence(arriving(), lambda: log.append("room")):
+        log.append(found["x"][0].as_py())
+
+    assert log[:4] == ["in 1.0", "in 0.1", "in 2.0", "in 0.0"]
+    assert log[4:] == [0, "room", 1, "room", 10, "room", 20]
 
 
 def opened(folder, rows, **options):
@@ -105,6 +140,34 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     for found in [first, *passes]:
         assert sorted(found) == list(range(rows))
     assert list(cache.iterdir()) == []
+
+
+def petastorm_workers():
+    """Return the processes of pools; what other tests have started may have ended, too."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "petastorm" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_killed_worker_process_is_an_error(tmp_path, workers):
+    with opened(
+        tmp_path / "data",
+        60,
+        reader_pool_type="process",
+        train_reader_worker_count=workers,
+    ) as module:
+        runs = module.train_runs()
+        next(runs)
+        pool = petastorm_workers()
+        assert len(pool) == workers
+        pool[0].kill()
+        with pytest.raises(ReaderError, match=rf"worker processes .* {pool[0].pid} \(SIGKILL\)"):
+            collections.deque(runs, maxlen=0)
+    assert not any(child.is_running() for child in pool)
 
 
 @pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])

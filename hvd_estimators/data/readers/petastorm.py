@@ -8,7 +8,7 @@ import itertools
 import tempfile
 import threading
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -111,7 +111,7 @@ class PetastormDataModule(PlannedDataModule):
         )
         reader = self._open_reader(files, items, workers, together)
         try:
-            for table in _in_sequence(reader):
+            for table in _in_sequence(reader, reader.ventilator.make_room):
                 file = table.schema.metadata[_FILE].decode()
                 yield table_to_columns(table, self.columns, file)
         finally:
@@ -153,15 +153,24 @@ def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterato
     yield from rest
 
 
-def _in_sequence(reader: _PlannedReader) -> Iterator[pa.Table]:
-    """Yield tables in the order in which they were asked for; process pools answer in any."""
+def _in_sequence(
+    tables: Iterable[pa.Table], make_room: Callable[[], None]
+) -> Generator[pa.Table, None, None]:
+    """Yield tables in the order in which they were asked for; process pools answer in any.
+
+    `make_room` is called when the last table of an item is at hand, so that what waits here for
+    the tables of a slow worker, or of one that has died, is bounded.
+    """
     early: dict[tuple[int, int], pa.Table] = {}
     wanted = (0, 0)
-    for table in reader:
+    for table in tables:
         early[_numbers(table, _PART)] = table
         while (table := early.pop(wanted, None)) is not None:
+            following = _numbers(table, _NEXT)
+            if following[0] > wanted[0]:
+                make_room()
             yield table
-            wanted = _numbers(table, _NEXT)
+            wanted = following
 
 
 def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
@@ -186,7 +195,8 @@ class _PlannedReader(Reader):
 
     def _create_ventilator(self, *args: Any) -> _RangeVentilator:
         in_flight = 1 if self._one_at_a_time else self._workers_pool.workers_count + 2
-        return _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
+        self.ventilator = _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
+        return self.ventilator
 
 
 class _RangeVentilator(Ventilator):
@@ -212,6 +222,9 @@ class _RangeVentilator(Ventilator):
 
     def processed_item(self) -> None:
         self._processed += 1
+
+    def make_room(self) -> None:
+        """Let one more range be read."""
         self._room.release()
 
     def completed(self) -> bool:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import time
 import warnings
 from collections.abc import Sequence
 from subprocess import Popen
 from typing import Any
+
+import zmq
 
 with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
@@ -24,6 +27,12 @@ __all__ = ["make_pool"]
 
 _LAST_WORDS_MS = 1000
 """How long something that a dead worker sent may take to arrive."""
+
+_LOOK_SECONDS = 1.0
+"""How long workers that send results are not looked after."""
+
+_RETRY_SECONDS = 0.05
+"""How long work waits that no worker has room for."""
 
 
 def make_pool(pool_type: str, workers: int) -> Any:
@@ -79,6 +88,7 @@ class WatchedProcessPool(ProcessPool):
     """Petastorm's processes, with an error if one dies; it would wait for its results for ever."""
 
     _results_receiver_poller: Any
+    _stopping = False
 
     def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
         super().start(worker_class, worker_args, ventilator)
@@ -86,23 +96,41 @@ class WatchedProcessPool(ProcessPool):
             self._results_receiver_poller, self._workers
         )
 
+    def ventilate(self, *args: Any, **kwargs: Any) -> None:
+        # Petastorm's own goes on for 20 seconds where no worker is left to take it.
+        self._ventilated_items += 1
+        while not self._stopping:
+            with contextlib.suppress(zmq.Again):
+                self._ventilator_send.send_pyobj((args, kwargs), flags=zmq.NOBLOCK)
+                return
+            time.sleep(_RETRY_SECONDS)
+
+    def stop(self) -> None:
+        self._stopping = True
+        super().stop()
+
 
 class _WatchfulPoller:
-    """Polls, and looks after the processes when nothing comes."""
+    """Polls, and looks after the processes now and then, and when nothing comes."""
 
     def __init__(self, poller: Any, processes: Sequence[Popen[bytes]]) -> None:
         self._poller = poller
         self._processes = processes
+        self._next_look = 0.0
 
     def poll(self, timeout: float) -> Any:
         ready = self._poller.poll(timeout)
-        if ready:
+        if ready and time.monotonic() < self._next_look:
             return ready
+        self._next_look = time.monotonic() + _LOOK_SECONDS
         # Workers go on until they are told to stop, which is when nobody polls any more.
         dead = [process for process in self._processes if process.poll() is not None]
         if not dead:
             return ready
-        ready = self._poller.poll(_LAST_WORDS_MS)
+        # One that was not killed sent an exception first. It comes at last: the others fall
+        # silent, since they are handed nothing more while a range is missing.
+        killed = any(process.returncode < 0 for process in dead)
+        ready = [] if killed else ready or self._poller.poll(_LAST_WORDS_MS)
         if ready:
             return ready
         ended = ", ".join(f"{process.pid} ({_end(process.returncode)})" for process in dead)
