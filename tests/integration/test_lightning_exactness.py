@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning_ranks import StandingBackend
-from lightning_reference import Regression, fit, standing_ranks
+from lightning_reference import Regression, fit
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.callbacks import (
     EarlyStopping,
@@ -30,12 +27,6 @@ from reference import (
 )
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    with standing_ranks(tmp_path_factory.mktemp("ranks"), sys.modules[__name__]) as standing:
-        yield standing
 
 
 def assert_equal_bits(a: torch.nn.Module, b: torch.nn.Module) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from lightning_ranks import StandingBackend
-from lightning_reference import InThisProcess, Regression, RegressionSteps, fit, standing_ranks
+from lightning_reference import InThisProcess, Regression, RegressionSteps, fit
 from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import MLFlowLogger
@@ -28,12 +25,6 @@ from reference import (
 from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    with standing_ranks(tmp_path_factory.mktemp("ranks"), sys.modules[__name__]) as standing:
-        yield standing
 
 
 def test_a_plain_module_trains_under_callbacks_and_metrics(backend: Any, store: Any) -> None:

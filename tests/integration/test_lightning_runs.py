@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from lightning_ranks import StandingBackend
-from lightning_reference import InThisProcess, Regression, fit, standing_ranks
+from lightning_reference import InThisProcess, Regression, fit
 from pytorch_lightning import LightningDataModule
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 from reference import (
@@ -26,12 +23,6 @@ from reference import (
 from hvd_estimators.exceptions import ParamError
 
 pytestmark = pytest.mark.integration
-
-
-@pytest.fixture(scope="module")
-def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
-    with standing_ranks(tmp_path_factory.mktemp("ranks"), sys.modules[__name__]) as standing:
-        yield standing
 
 
 class Noisy(Regression):
