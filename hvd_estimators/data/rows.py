@@ -24,6 +24,9 @@ _OBJECT_BYTES = 64
 _TILE_BYTES = 2**18
 """Bytes of a block that are filled column by column, so that they stay in the processor's cache."""
 
+_MANY_COLUMNS = 10
+"""From how many columns on transposing takes less time than filling a block column by column."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -221,8 +224,14 @@ def _tile_rows(block: Array) -> int:
 
 def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:
     """Copy some rows of columns, from one on, to the columns of a block."""
-    for target, name in zip(tile.T, names, strict=True):
+    many = len(names) >= _MANY_COLUMNS
+    # Beside many others a value is far from the column's next one, and each takes a cache line. So
+    # they are put together first, and NumPy transposes them, which writes line after line.
+    targets = np.empty((len(names), len(tile)), tile.dtype) if many else tile.T
+    for target, name in zip(targets, names, strict=True):
         target[...] = columns[name][start : start + len(tile)]
+    if many:
+        tile[...] = targets.T
 
 
 def _new_buffer(size: int) -> memoryview:

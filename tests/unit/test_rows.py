@@ -1,0 +1,41 @@
+"""Columns that share a block of rows."""
+
+import numpy as np
+import pytest
+
+from hvd_estimators.data import rows
+from hvd_estimators.data.rows import Layout, Memory, Rows
+
+ROWS = 57
+
+
+def make_columns(width, dtype):
+    """Return columns whose values tell their row and their column, beside one of another type."""
+    numbers = np.arange(ROWS)
+    columns = {f"c{i}": (numbers * width + i).astype(dtype) for i in range(width)}
+    return {"number": numbers, **columns}
+
+
+@pytest.mark.parametrize("width", [1, 2, 9, 10, 33])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "bool"])
+def test_rows_that_are_filled_and_put_are_those_of_the_columns(monkeypatch, width, dtype):
+    # Several tiles, of which the last is smaller.
+    monkeypatch.setattr(rows, "_TILE_BYTES", 20 * width * np.dtype(dtype).itemsize)
+    given = make_columns(width, dtype)
+    # A column may be every other value of something.
+    given["c0"] = np.repeat(given["c0"], 2)[::2]
+    block = Rows.empty(given, Layout.of(given), ROWS, Memory())
+    block.fill(given)
+    found = block.columns()
+    assert list(found) == list(given)
+    for name, values in given.items():
+        assert found[name].dtype == values.dtype
+        np.testing.assert_array_equal(found[name], values)
+
+    places = np.random.default_rng(1).permutation(ROWS)[:41]
+    others = {name: values[:41][::-1] for name, values in given.items()}
+    block.put(places, others, Memory())
+    expected = {name: values.copy() for name, values in given.items()}
+    for name, values in expected.items():
+        values[places] = others[name]
+        np.testing.assert_array_equal(found[name], values)
