@@ -2,8 +2,8 @@
 
 ``hvd-estimators build-horovod`` is the command. What a build needs for given versions is in
 `hvd_estimators.build_recipe`, how the machine is asked for them in `hvd_estimators.build_tools`,
-what is changed in the wheel afterwards in `hvd_estimators.build_redirect`; here is the run: the
-cache, pip, and what is said meanwhile.
+what is changed in the source in `hvd_estimators.build_mends` and in the wheel afterwards in
+`hvd_estimators.build_redirect`; here is the run: the cache, pip, and what is said meanwhile.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
+from hvd_estimators.build_mends import mend_source, unpack_source
 from hvd_estimators.build_recipe import BuildRecipe
 from hvd_estimators.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
 from hvd_estimators.build_tools import (
@@ -175,13 +176,13 @@ def build_wheel(
                 report(f"fetching build tools for this build only: {' '.join(missing)}")
                 command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
                 _run_logged(command, environment, output, report, "Fetching the build tools")
+            source = _fetch_source(work, recipe, pip, environment, output, report)
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
                 report("  CUDA needs NCCL too: from libnccl-dev, or where HOROVOD_NCCL_HOME says")
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
             # pip's own cache knows a wheel by its name alone, not by the framework it is for.
-            command += ["--no-cache-dir", "--no-binary", "horovod", "--wheel-dir", scratch]
-            command += [f"horovod=={recipe.horovod}"]
+            command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
             _run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
         built = _wheel_in(work)
         if built is None:
@@ -217,6 +218,28 @@ def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -
             "this machine, build Horovod anew: hvd-estimators build-horovod --force"
         )
     report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
+
+
+def _fetch_source(
+    work: Path,
+    recipe: BuildRecipe,
+    pip: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO,
+    report: Report,
+) -> Path:
+    """Let pip fetch Horovod's source, unpack it and mend it; return its folder."""
+    archives, unpacked = work / "archives", work / "source"
+    unpacked.mkdir()
+    command = [*pip, "download", "--no-build-isolation", "--no-deps", "--no-binary", "horovod"]
+    command += ["--dest", str(archives), f"horovod=={recipe.horovod}"]
+    _run_logged(command, environment, output, report, "Fetching Horovod's source")
+    archive = next(iter(archives.glob("horovod-*.tar.gz")), None)
+    if archive is None:
+        raise BuildError(f"pip ended well but downloaded no source of Horovod {recipe.horovod}.")
+    source = unpack_source(archive, unpacked)
+    mend_source(source)
+    return source
 
 
 def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[str, str]:

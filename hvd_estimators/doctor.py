@@ -13,6 +13,7 @@ from enum import Enum
 
 from packaging.version import Version
 
+from hvd_estimators.build_mends import MENDS_REVISION
 from hvd_estimators.doctor_probes import Facts, collect
 from hvd_estimators.doctor_processes import ProbeError
 
@@ -176,6 +177,9 @@ def _horovod(facts: Facts) -> Iterator[Row]:
         elif "gloo" not in build.features:
             found = f"{version}, built without Gloo"
             yield Row(component, found, Status.PROBLEM, f"{BUILD_COMMAND} --force")
+        elif facts.horovod_mends < MENDS_REVISION:
+            found = f"{version}, built without what ranks need to listen where others reach them"
+            yield Row(component, found, Status.PROBLEM, BUILD_COMMAND)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from hvd_estimators.build_mends import installed_mends
 from hvd_estimators.build_tools import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.doctor_processes import ProbeError, run_python, two_rank_allreduce
 
@@ -82,6 +83,8 @@ class Facts:
         Last words of each installed component that cannot be imported.
     horovod : mapping of str to HorovodFacts
         Per installed framework; empty without Horovod.
+    horovod_mends : int
+        Revision of the changes that Horovod was compiled with; 0 without them.
     allreduce : float or ProbeError or None
         Seconds that two ranks took to start and reduce, or why they did not; None if not tried.
     gpus : tuple of str
@@ -95,6 +98,7 @@ class Facts:
     versions: Mapping[str, str] = field(default_factory=dict)
     import_errors: Mapping[str, str] = field(default_factory=dict)
     horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
+    horovod_mends: int = 0
     allreduce: float | ProbeError | None = None
     gpus: tuple[str, ...] = ()
     torch_cuda: bool = False
@@ -122,6 +126,7 @@ def collect() -> Facts:
         versions=versions,
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
+        horovod_mends=installed_mends(),
         allreduce=_try_allreduce(works) if works else None,
         gpus=_gpus(),
         torch_cuda="torch" in versions and cuda_of("torch") is not None,

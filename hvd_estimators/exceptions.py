@@ -16,6 +16,7 @@ __all__ = [
     "ShapeError",
     "SlotsError",
     "StoreError",
+    "UnreachableError",
     "WorkerFailedError",
 ]
 
@@ -50,6 +51,10 @@ class ReaderError(HvdEstimatorsError, RuntimeError):
 
 class SlotsError(HvdEstimatorsError, RuntimeError):
     """The cluster cannot run as many ranks at the same time as were asked for."""
+
+
+class UnreachableError(HvdEstimatorsError, ConnectionError):
+    """The hosts of a job do not reach each other."""
 
 
 class DependencyError(HvdEstimatorsError, ImportError):

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 import zipfile
@@ -20,6 +21,7 @@ import pytest
 
 from hvd_estimators import build, build_tools
 from hvd_estimators.build import build_horovod, build_wheel, default_cache_dir, install_wheel
+from hvd_estimators.build_mends import MENDS, MENDS_REVISION
 from hvd_estimators.build_recipe import BuildRecipe
 from hvd_estimators.build_redirect import redirect_horovod_spark
 from hvd_estimators.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
@@ -38,20 +40,45 @@ def folder(tmp_path):
 
 
 @pytest.fixture
-def fake_pip(tmp_path):
-    """Make a command that stands in for ``python -m pip`` and does what its `body` says.
+def fake_pip(tmp_path, archive):
+    """Make a command that stands in for ``python -m pip`` and builds as its `body` says.
 
-    The body finds the value of ``--wheel-dir`` in `wheel_dir`.
+    The body finds the value of ``--wheel-dir`` in `wheel_dir`. A download is `archive`.
     """
 
     def make(body):
         script = tmp_path / "fake_pip.py"
-        head = "import os, pathlib, sys, time\n"
-        head += "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n"
-        script.write_text(head + body)
+        script.write_text(DOWNLOAD.format(archive=str(archive)) + BUILD + body)
         return [sys.executable, str(script)]
 
     return make
+
+
+DOWNLOAD = """\
+import os, pathlib, shutil, sys, time
+if sys.argv[1] == "download":
+    folder = sys.argv[sys.argv.index("--dest") + 1]
+    os.makedirs(folder)
+    shutil.copy({archive!r}, folder)
+    sys.exit()
+"""
+BUILD = "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n"
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Pack what the mends look for in Horovod's source."""
+    source = tmp_path / "horovod-0.28.1"
+    for path in {mend.path for mend in MENDS}:
+        text = "// between\n".join(mend.before for mend in MENDS if mend.path == path)
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(text)
+    (source / "setup.py").touch()
+    (source / "horovod/__init__.py").touch()
+    packed = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(packed, "w:gz") as tar:
+        tar.add(source, source.name)
+    return packed
 
 
 def make_wheel(path, text):
@@ -217,6 +244,31 @@ class TestBuildWheel:
         assert no_wheels(folder)
         assert not scratch_folders(folder)
 
+    def test_the_mended_source_is_what_is_built(self, folder, fake_pip):
+        pip = fake_pip(
+            "source = pathlib.Path(sys.argv[-1])\n"
+            "files = [*source.rglob('*.cc'), *source.rglob('*_mends.py')]\n"
+            f"(wheel_dir / {WHEEL_NAME!r}).write_text(''.join(p.read_text() for p in files))"
+        )
+
+        built = build_wheel(RECIPE, folder, pip=pip).read_text()
+
+        for mend in MENDS:
+            assert mend.after in built, mend
+        assert f"REVISION = {MENDS_REVISION}\n" in built
+
+    def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
+        with tarfile.open(archive, "w:gz") as tar:
+            setup = archive.with_name("setup.py")
+            setup.touch()
+            tar.add(setup, "horovod-0.28.1/setup.py")
+
+        with pytest.raises(BuildError, match=r"(?s)not as it is known: \S+\.cc has 0 times.*PyPI"):
+            build_wheel(RECIPE, folder, pip=fake_pip("sys.exit('compiled')"))
+
+        assert no_wheels(folder)
+        assert not scratch_folders(folder)
+
     def test_a_build_without_a_wheel_is_an_error(self, folder, fake_pip):
         with pytest.raises(BuildError, match="made no wheel"):
             build_wheel(RECIPE, folder, pip=fake_pip(""))
@@ -230,16 +282,17 @@ class TestBuildWheel:
         assert (folder / WHEEL_NAME).read_text() == "from before"
 
     def test_missing_build_tools_are_fetched_for_the_build_alone(
-        self, folder, tmp_path, monkeypatch
+        self, folder, tmp_path, monkeypatch, archive
     ):
         monkeypatch.setattr(build, "missing_build_packages", lambda: ["cmake", "cffi"])
         calls = tmp_path / "calls"
         pip = tmp_path / "fake_pip.py"
         pip.write_text(
-            "import os, pathlib, sys\n"
+            "import sys\n"
             f"with open({str(calls)!r}, 'a') as calls:\n"
             "    print(*sys.argv[1:], file=calls)\n"
-            "if sys.argv[1] == 'install':\n"
+            + DOWNLOAD.format(archive=str(archive))
+            + "if sys.argv[1] == 'install':\n"
             "    os.makedirs(os.path.join(sys.argv[sys.argv.index('--target') + 1], 'bin'))\n"
             "else:\n"
             "    assert os.path.isdir(os.environ['PATH'].split(':')[0]), 'tools are not on PATH'\n"
@@ -249,10 +302,12 @@ class TestBuildWheel:
 
         build_wheel(RECIPE, folder, pip=[sys.executable, str(pip)])
 
-        install, wheel = calls.read_text().splitlines()
+        install, download, wheel = calls.read_text().splitlines()
         assert re.fullmatch(r"install --target \S+ cmake cffi", install)
+        assert download.startswith("download ")
+        assert download.endswith(" horovod==0.28.1")
         assert wheel.startswith("wheel ")
-        assert wheel.endswith(" horovod==0.28.1")
+        assert wheel.endswith("/horovod-0.28.1")
 
     def test_the_users_own_horovod_choices_do_not_reach_the_build(
         self, folder, fake_pip, monkeypatch

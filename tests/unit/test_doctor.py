@@ -4,14 +4,17 @@ import contextlib
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from hvd_estimators import doctor
+from hvd_estimators import build_mends, doctor
+from hvd_estimators.build_mends import MENDS_REVISION, installed_mends, require_mends
 from hvd_estimators.doctor import Status, diagnose
 from hvd_estimators.doctor_probes import Facts, HorovodFacts
 from hvd_estimators.doctor_processes import ProbeError, run_python, two_rank_allreduce
+from hvd_estimators.exceptions import DependencyError
 
 VERSIONS = {
     "pyspark": "3.5.9",
@@ -32,6 +35,7 @@ HEALTHY = Facts(
         "torch": HorovodFacts("2.13.0+cpu", ("gloo",)),
         "tensorflow": HorovodFacts("2.21.0", ("gloo",)),
     },
+    horovod_mends=MENDS_REVISION,
     allreduce=2.5,
 )
 
@@ -56,6 +60,23 @@ def row(facts, component):
 
 def problems(facts):
     return {row.component for row in diagnose(facts) if row.status is Status.PROBLEM}
+
+
+def test_a_horovod_as_it_was_released_is_a_problem():
+    facts = replace(HEALTHY, horovod_mends=0)
+
+    assert problems(facts) == {"Horovod for torch", "Horovod for tensorflow"}
+    assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
+
+
+def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
+    assert installed_mends() == MENDS_REVISION
+
+    as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(build_mends, "find_spec", lambda name: as_released)
+    assert installed_mends() == 0
+    with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
+        require_mends()
 
 
 def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):

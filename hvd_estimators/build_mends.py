@@ -1,0 +1,256 @@
+"""What is changed in Horovod's source before it is compiled, and how a wheel tells that it was.
+
+Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
+
+* Gloo listens on the address in ``HVD_ESTIMATORS_GLOO_ADDRESS``, and without one on the interface
+  in ``HOROVOD_GLOO_IFACE``, for the first process set too. As released, that one is left without
+  an interface, so that every rank takes the address that its host's name resolves to: it crashes
+  where there is none, and cannot be reached where that is ``127.0.1.1``. An interface alone would
+  not do: Gloo takes the first of its addresses, which need not be one that others reach.
+* A host name that does not resolve is an error with a message, and no use of memory that was never
+  written.
+* Every request to the rendezvous server carries the job's secret, from
+  ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hvd_estimators.exceptions import BuildError, DependencyError
+
+__all__ = [
+    "ADDRESS_VARIABLE",
+    "MENDS",
+    "MENDS_REVISION",
+    "TOKEN_VARIABLE",
+    "Mend",
+    "installed_mends",
+    "mend_source",
+    "require_mends",
+    "unpack_source",
+]
+
+ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
+"""Environment variable with the numeric address on which a rank's Gloo listens."""
+
+TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
+"""Environment variable with what a rank shows the rendezvous server, as a bearer token."""
+
+MENDS_REVISION = 1
+"""What a wheel says of itself in `_MARKER`; raise it when a mend is added or changed."""
+
+_MARKER = "horovod/hvd_estimators_mends.py"
+_MARKER_TEXT = f'''\
+"""Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
+
+REVISION = {MENDS_REVISION}
+'''
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change of one place in Horovod's source.
+
+    Parameters
+    ----------
+    path : str
+        The file, relative to the source's folder.
+    before, after : str
+        The text, which is there exactly once, and what takes its place.
+    """
+
+    path: str
+    before: str
+    after: str
+
+
+_CONTEXT = "horovod/common/gloo/gloo_context.cc"
+_STORE = "horovod/common/gloo/http_store.cc"
+_DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
+_SIGN = "// Changed by hvd-estimators build-horovod"
+
+MENDS = (
+    Mend(
+        _CONTEXT,
+        "int ParseNextInt(std::stringstream& ss) {\n",
+        f"""\
+{_SIGN}: the address goes before the interface.
+static attr ListeningAttributes(const std::string& iface) {{
+  attr device_attr;
+  const char* address = std::getenv("{ADDRESS_VARIABLE}");
+  if (address != nullptr && *address != '\\0') {{
+    device_attr.hostname = address;
+  }} else {{
+    device_attr.iface = iface;
+  }}
+  device_attr.ai_family = AF_UNSPEC;
+  return device_attr;
+}}
+
+int ParseNextInt(std::stringstream& ss) {{
+""",
+    ),
+    Mend(
+        _CONTEXT,
+        """\
+  gloo_iface_ = gloo_iface;
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+
+  device_attr.ai_family = AF_UNSPEC;
+""",
+        f"""\
+  gloo_iface_ = gloo_iface;
+  {_SIGN}
+  attr device_attr = ListeningAttributes(gloo_iface_);
+""",
+    ),
+    Mend(
+        _CONTEXT,
+        """\
+  }
+
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+""",
+        f"""\
+  }}
+
+  {_SIGN}: the interface is the global context's.
+  gloo_iface_ = global_context.gloo_iface_;
+  attr device_attr = ListeningAttributes(gloo_iface_);
+""",
+    ),
+    *(
+        Mend(
+            _DEVICE.format(kind=kind),
+            """\
+  auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);
+  GLOO_ENFORCE_NE(rv, -1);
+""",
+            f"""\
+  auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);
+  {_SIGN}: no result may be used after an error.
+  GLOO_ENFORCE_EQ(rv, 0, "Cannot resolve ", attr.hostname, ": ", gai_strerror(rv));
+""",
+        )
+        for kind in ("tcp", "uv")
+    ),
+    Mend(
+        _STORE,
+        "// Perform http request to rendezvous server with retry logic\n",
+        f"""\
+{_SIGN}
+static std::vector<std::string> AuthorizationHeaders() {{
+  const char* token = std::getenv("{TOKEN_VARIABLE}");
+  if (token == nullptr || *token == '\\0') {{
+    return {{}};
+  }}
+  return {{std::string("Authorization: Bearer ") + token}};
+}}
+
+// Perform http request to rendezvous server with retry logic
+""",
+    ),
+    Mend(
+        _STORE,
+        "request.send(method, body);",
+        "request.send(method, body, AuthorizationHeaders());",
+    ),
+    Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+)
+
+
+def unpack_source(archive: Path, folder: Path) -> Path:
+    """Unpack a source distribution and return the folder of its ``setup.py``.
+
+    Parameters
+    ----------
+    archive : Path
+        A ``.tar.gz`` as pip downloads it.
+    folder : Path
+        An empty folder to unpack into.
+
+    Raises
+    ------
+    BuildError
+        The archive cannot be read or is not a source distribution.
+    """
+    try:
+        with tarfile.open(archive) as packed:
+            if hasattr(tarfile, "data_filter"):
+                packed.extractall(folder, filter="data")
+            else:  # Python before 3.10.12 and 3.11.4
+                packed.extractall(folder)
+    except (tarfile.TarError, OSError) as error:
+        raise BuildError(f"Horovod's source {archive} cannot be unpacked: {error}") from error
+    found = next(iter(folder.glob("*/setup.py")), None)
+    if found is None:
+        raise BuildError(f"{archive} is not a source distribution: it holds no setup.py.")
+    return found.parent
+
+
+def mend_source(source: Path) -> None:
+    """Change Horovod's source, and let what is built from it say so.
+
+    Parameters
+    ----------
+    source : Path
+        The folder of Horovod's ``setup.py``.
+
+    Raises
+    ------
+    BuildError
+        The source is not that of the version that the mends are for. Nothing is changed then.
+    """
+    texts: dict[Path, str] = {}
+    for mend in MENDS:
+        path = source / mend.path
+        text = texts.get(path) or (path.read_text() if path.is_file() else "")
+        count = text.count(mend.before)
+        if count != 1:
+            raise BuildError(
+                f"Horovod's source is not as it is known: {mend.path} has {count} times, not once, "
+                f"what is to be changed:\n{mend.before}\nBuild the release that pip finds on PyPI, "
+                "not a changed one."
+            )
+        texts[path] = text.replace(mend.before, mend.after)
+    for path, text in texts.items():
+        path.write_text(text)
+    (source / _MARKER).write_text(_MARKER_TEXT)
+
+
+def installed_mends() -> int:
+    """Return the revision of the mends of the installed Horovod; 0 without them, or without it.
+
+    Imports nothing of Horovod.
+    """
+    spec = find_spec("horovod")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        marker = Path(place) / Path(_MARKER).name
+        if marker.is_file():
+            found = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
+            return int(found.group(1)) if found else 0
+    return 0
+
+
+def require_mends() -> None:
+    """Make sure that the installed Horovod was compiled with the mends.
+
+    Raises
+    ------
+    DependencyError
+        If it was not.
+    """
+    if installed_mends() < MENDS_REVISION:
+        raise DependencyError(
+            "The installed Horovod was built without the changes that ranks need: they choose the "
+            "address on which they listen, and prove to the rendezvous server who they are. "
+            "Build it anew on every machine: hvd-estimators build-horovod"
+        )
