@@ -6,7 +6,7 @@ What makes it and the columns that it takes and gives are in `hvd_estimators.mod
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from hvd_estimators.data.columns import Array
 from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Inference", "Predictor", "is_scalar", "make_udf"]
+__all__ = ["Inference", "Predictor", "is_scalar", "make_udf", "predictor_key"]
 
 Predictor = Callable[[list[Array]], list[Array]]
 """Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
@@ -36,6 +36,8 @@ class Inference:
     ----------
     columns : tuple of str
         The columns that it is given.
+    may_be_nan : tuple of str
+        Those in which NaN is a number: where nulls are, another column says that follows them.
     features : tuple of str
         Those, after the transformation, that the predictor is given.
     shapes : tuple of tuple of int
@@ -52,6 +54,7 @@ class Inference:
 
     columns: tuple[str, ...]
     features: tuple[str, ...]
+    may_be_nan: tuple[str, ...] = ()
     shapes: tuple[tuple[int, ...], ...] = ()
     batch_rows: int | None = None
     scores: ClassScores | None = None
@@ -79,6 +82,32 @@ class Inference:
             wanted = self.scores.fields(self.shapes[0])
             series += [_to_series(made[name], shape) for name, shape in wanted.items()]
         return series
+
+    def arrays(self, series: Sequence[pd.Series]) -> dict[str, Array]:
+        """Return the columns of a batch.
+
+        Parameters
+        ----------
+        series : sequence of pd.Series
+            The columns, and where some may hold NaN the position of the first of these that is
+            null in each row, or -1.
+
+        Raises
+        ------
+        DataError
+            If there are nulls, or arrays that differ in length.
+        """
+        if self.may_be_nan:
+            *series, positions = series
+            nulls = positions[positions >= 0]
+            if len(nulls):
+                raise _has_nulls(self.may_be_nan[int(nulls.iloc[0])])
+        arrays = {}
+        for name, column in zip(self.columns, series, strict=True):
+            if name not in self.may_be_nan and column.isna().any():
+                raise _has_nulls(name)
+            arrays[name] = _to_array(column, name)
+        return arrays
 
     def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
         """Return the outputs for some rows, after the transformation if there is one."""
@@ -112,8 +141,7 @@ def make_udf(
     inference : Inference
         What to do with a batch.
     """
-    # Of one document, models with other settings make other predictors.
-    key = hashlib.sha256(document + cloudpickle.dumps(load)).hexdigest()
+    key = predictor_key(document, load)
     fields = inference.fields
     single = len(fields) == 1
     if single:
@@ -128,10 +156,7 @@ def make_udf(
         for batch in batches:
             # PySpark gives one column as it is, and several as a tuple.
             series = batch if isinstance(batch, tuple) else (batch,)
-            columns = {
-                name: _to_array(column, name)
-                for column, name in zip(series, inference.columns, strict=True)
-            }
+            columns = inference.arrays(series)
             found = inference(predictor, columns) if len(series[0]) else _empty(inference)
             if single:
                 yield found[0]
@@ -140,7 +165,8 @@ def make_udf(
 
     result: Any = pd.Series if single else pd.DataFrame
     # PySpark reads the kind of UDF from the hints.
-    taken: Any = pd.Series if len(inference.columns) == 1 else tuple[pd.Series, ...]
+    is_single = len(inference.columns) + bool(inference.may_be_nan) == 1
+    taken: Any = pd.Series if is_single else tuple[pd.Series, ...]
     predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
     return pandas_udf(predict, return_type)  # type: ignore[call-overload]
 
@@ -158,8 +184,18 @@ def _empty(inference: Inference) -> list[pd.Series]:
 def _spark_type(shape: tuple[int, ...]) -> T.DataType:
     data_type: T.DataType = T.DoubleType()
     for _ in () if is_scalar(shape) else shape:
-        data_type = T.ArrayType(data_type, containsNull=False)
+        # Pandas' NaN is a null to Spark, wherever it is.
+        data_type = T.ArrayType(data_type)
     return data_type
+
+
+def predictor_key(document: bytes, load: Callable[[bytes], Predictor]) -> str:
+    """Return what tells a predictor from others: a digest of all that it is made of.
+
+    Of one document, models with other settings make other predictors: ``load`` is pickled with all
+    that it refers to.
+    """
+    return hashlib.sha256(document + cloudpickle.dumps(load)).hexdigest()
 
 
 # Python workers serve many tasks: a model is unpickled once in each of them.
@@ -173,9 +209,11 @@ def _cached_predictor(key: str, document: bytes, load: Callable[[bytes], Predict
     return _predictors[key]
 
 
+def _has_nulls(name: str) -> DataError:
+    return DataError(f"Column {name!r} holds nulls; fill or drop them before transform().")
+
+
 def _to_array(series: pd.Series, name: str) -> Array:
-    if series.isna().any():
-        raise DataError(f"Column {name!r} holds nulls; fill or drop them before transform().")
     if series.dtype != object or not len(series) or isinstance(series.iloc[0], (str, bytes)):
         return series.to_numpy()
     try:

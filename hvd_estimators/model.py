@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,9 +12,10 @@ from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from hvd_estimators.classification import ClassificationParams
-from hvd_estimators.data.names import clashing, require_columns, unused_name
+from hvd_estimators.data.names import clashing, quoted, require_columns
 from hvd_estimators.data.schema import feature_array
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
@@ -99,29 +101,47 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
                 f"{outputs}."
             )
         inference = self._inference(dataset, features, shapes)
-        arrays = [self._feature_column(dataset, name) for name in inference.columns]
         document, load = self._make_predictor()
-        predicted = make_udf(document, load, inference)(*arrays)
+        given = self._given_columns(dataset, inference)
+        predicted = make_udf(document, load, inference)(*given)
+        # Not a projection, into which Spark would push a filter on the predictions, and so run the
+        # model in the filter and once more. An array of one is exploded to the row that it is of,
+        # past which only those filters go that are on other columns.
+        made = f"__predicted_{uuid.uuid4().hex}"
+        with_made = dataset.select("*", F.explode(F.array(predicted)).alias(made))
         types = self.getOrDefault("output_types") or [None] * len(outputs)
-        fields = inference.fields
-        if len(fields) == 1:
-            return dataset.withColumn(outputs[0], _as_type(predicted, shapes[0], types[0]))
-        struct = unused_name("__predicted", [*dataset.columns, *added])
-        with_struct = dataset.withColumn(struct, predicted)
         wanted = [*zip(outputs, types, strict=True), *((n, None) for n in class_columns.values())]
+        fields = inference.fields
         columns = {
-            name: _as_type(F.col(struct)[field], shape, data_type)
+            name: _as_type(F.col(made)[field] if len(fields) > 1 else F.col(made), shape, data_type)
             for (field, shape), (name, data_type) in zip(fields.items(), wanted, strict=True)
         }
-        return with_struct.withColumns(columns).drop(struct)
+        return with_made.withColumns(columns).drop(made)
+
+    def _given_columns(self, dataset: DataFrame, inference: Inference) -> list[Column]:
+        """Return what the UDF is called with: its columns, and where there are nulls in some."""
+        given = [self._feature_column(dataset, name) for name in inference.columns]
+        if not inference.may_be_nan:
+            return given
+        # To pandas NaN and null are the same.
+        positions = [
+            F.when(F.col(quoted(name)).isNull(), F.lit(position))
+            for position, name in enumerate(inference.may_be_nan)
+        ]
+        return [*given, F.coalesce(*positions, F.lit(-1))]
 
     def _inference(
         self, dataset: DataFrame, features: list[str], shapes: list[tuple[int, ...]]
     ) -> Inference:
         """Return what is to be done with a batch of rows."""
         inference = self._applied(dataset, features)
+        floats = (T.FloatType, T.DoubleType, T.DecimalType)
+        may_be_nan = (
+            n for n in inference.columns if isinstance(dataset.schema[n].dataType, floats)
+        )
         return replace(
             inference,
+            may_be_nan=tuple(may_be_nan),
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=self._class_scores(shapes),
@@ -152,6 +172,19 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
 
 
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:
+    column = _with_nan(column, 0 if is_scalar(shape) else len(shape))
     if data_type is not None:
         return column.cast(data_type)
     return column if is_scalar(shape) or len(shape) > 1 else array_to_vector(column)
+
+
+def _with_nan(column: Column, depth: int) -> Column:
+    """Return predictions with NaN again, which has become null on the way from pandas."""
+    nan = F.lit(float("nan"))
+    if depth == 0:
+        return F.coalesce(column, nan)
+    mended = F.transform(column, lambda entry: _with_nan(entry, depth - 1))
+    if depth > 1:
+        return mended
+    # Faster where there is none: null says that the array holds a null.
+    return F.when(F.array_contains(column, nan).isNull(), mended).otherwise(column)

@@ -31,7 +31,28 @@ def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
     """Return those of some names that Spark cannot tell from one."""
     if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
         return [other for other in others if other == name]
-    return [other for other in others if other.casefold() == name.casefold()]
+    return [other for other in others if _alike(other, name)]
+
+
+def _alike(name: str, other: str) -> bool:
+    """Return whether Spark's resolver takes names for one: Java's equalsIgnoreCase, by characters.
+
+    Not Python's casefold, to which "ß" is "ss", and the Turkish i without a dot no "i".
+    """
+    return len(name) == len(other) and all(
+        a == b or _upper(a) == _upper(b) or _lower(_upper(a)) == _lower(_upper(b))
+        for a, b in zip(name, other, strict=True)
+    )
+
+
+def _upper(character: str) -> str:
+    upper = character.upper()
+    return upper if len(upper) == 1 else character
+
+
+def _lower(character: str) -> str:
+    # Of the one capital (the Turkish İ) that becomes two characters, Java takes the first.
+    return character.lower()[0]
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:

@@ -1,0 +1,139 @@
+"""What transform() adds: evaluated once, NaN as NaN, and no column of the user's lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from hvd_estimators.data.names import clashing
+from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.torch import TorchModel
+
+pytestmark = pytest.mark.spark
+
+
+class Noting(torch.nn.Module):
+    """Gives rows back in a shape, and notes in a file how many there were."""
+
+    def __init__(self, path: Path | None = None, shape: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.path, self.shape = path, shape
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(f"{len(x)}\n")
+        return x.reshape(len(x), *self.shape)
+
+
+def make_model(module: torch.nn.Module, shape: tuple[int, ...] = (), **params: Any) -> TorchModel:
+    return TorchModel(
+        **{
+            "model": module,
+            "feature_columns": ["x"],
+            "label_columns": ["y"],
+            "output_shapes": [list(shape)],
+            **params,
+        }
+    )
+
+
+@pytest.fixture
+def case_sensitive(spark: Any) -> Iterator[None]:
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    yield
+    spark.conf.unset("spark.sql.caseSensitive")
+
+
+@pytest.mark.parametrize("classifies", [False, True])
+def test_a_model_runs_once_for_each_row_whatever_is_filtered(
+    spark: Any, tmp_path: Path, classifies: bool
+) -> None:
+    path = tmp_path / "rows"
+    params = {"predictionCol": "prediction", "outputs_are": "values"} if classifies else {}
+    frame = spark.range(100).select("id", (F.col("id") - 50.0).alias("x"))
+    predicted = make_model(Noting(path), **params).transform(frame)
+
+    def run(chosen: Any) -> tuple[int, int]:
+        path.unlink(missing_ok=True)
+        found = len(chosen.collect())
+        return found, sum(map(int, path.read_text().split()))
+
+    assert run(predicted.where("y__output > 0")) == (49, 100)
+    assert run(predicted.na.drop().where("y__output between 0 and 9")) == (10, 100)
+    # A condition on another column is tested before the model runs.
+    assert run(predicted.where("y__output < 0 and id < 10")) == (10, 10)
+    assert run(predicted.select("x", (F.col("y__output") - F.col("x")).alias("z"))) == (100, 100)
+
+
+def test_nan_is_a_number_before_and_after_the_model_and_null_an_error(spark: Any) -> None:
+    nan = float("nan")
+    frame = spark.createDataFrame([(0, nan), (1, 1.5)], ["id", "x"]).coalesce(1)
+    model = make_model(Noting())
+    first, second = (row["y__output"] for row in model.transform(frame).orderBy("id").collect())
+    assert math.isnan(first)
+    assert second == 1.5
+    for data_type in ("double", "decimal(4,2)", "int"):
+        null = spark.range(3).select(F.when(F.col("id") != 1, 2.0).cast(data_type).alias("x"))
+        with pytest.raises(Exception, match="Column 'x' holds nulls; fill or drop them before"):
+            model.transform(null).collect()
+
+
+@pytest.mark.parametrize(
+    ("shape", "data_type"),
+    [((3,), "vector"), ((3,), "array<double>"), ((1, 3), "array<array<double>>")],
+)
+def test_outputs_may_hold_nan(spark: Any, shape: tuple[int, ...], data_type: str) -> None:
+    frame = spark.createDataFrame([([1.0, float("nan"), 3.0],), ([4.0, 5.0, 0.0],)], ["x"])
+    chosen = {} if data_type == "vector" else {"output_types": [data_type]}
+    predicted = make_model(Noting(shape=shape), shape, **chosen).transform(frame)
+    assert dict(predicted.dtypes)["y__output"] == data_type
+    for row in predicted.collect():
+        output = row["y__output"]
+        found = output.toArray() if data_type == "vector" else np.array(output)
+        np.testing.assert_array_equal(found.reshape(-1), row["x"])
+
+
+def test_columns_of_the_user_are_never_replaced(spark: Any) -> None:
+    names = ["x", "__predicted", "__PREDICTED_", "id"]
+    frame = spark.range(3).select(*(F.col("id").cast("double").alias(name) for name in names))
+    two = {"predictionCol": "prediction", "outputs_are": "values"}
+    predicted = make_model(Noting(), **two).transform(frame)
+    assert predicted.columns == [*names, "y__output", "prediction"]
+    assert [tuple(row) for row in predicted.collect()] == [(float(i),) * 6 for i in range(3)]
+    for taken in ("Y__OUTPUT", "y__output"):
+        with pytest.raises(ColumnError, match=f"'y__output' cannot be added, there is '{taken}'"):
+            make_model(Noting()).transform(frame.withColumnRenamed("id", taken))
+
+
+def test_names_that_case_tells_apart_stand_side_by_side(spark: Any, case_sensitive: None) -> None:
+    frame = spark.range(2).select(
+        F.col("id").cast("double").alias("x"), F.lit("a").alias("Y__OUTPUT")
+    )
+    rows = make_model(Noting()).transform(frame).collect()
+    assert [row.asDict() for row in rows] == [
+        {"x": x, "Y__OUTPUT": "a", "y__output": x} for x in (0.0, 1.0)
+    ]
+
+
+def test_names_are_compared_as_spark_compares_them(spark: Any) -> None:
+    frame, resolver = spark.range(1), spark._jsparkSession.sessionState().conf().resolver()
+    # With a sharp s, a Turkish i without and with its dot, and a final sigma.
+    sizes = ["SIZE", "size", "s\u0131ze", "s\u0130ze"]
+    names = [
+        "stra\u00dfe",
+        "STRASSE",
+        "\u03bf\u03b4\u03bf\u03c2",
+        "\u039f\u0394\u039f\u03a3",
+        *sizes,
+    ]
+    for name in names:
+        assert clashing(frame, name, names) == [n for n in names if resolver.apply(name, n)]
+    assert clashing(frame, "size", sizes) == sizes
