@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import errno
 import os
 import pickle
 import shutil
@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +21,16 @@ from typing import Any
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, WorkerFailedError
+from hvd_estimators.launch.output import OutputReader
 from hvd_estimators.launch.worker import CALL_FILE, OUTCOME_FILE
 
 __all__ = ["RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
 
-_TAIL_LINES = 60
-_EXIT_SECONDS = 10.0
+_NOT_STARTED = "not started"
+_EXIT_SECONDS = 3.0
+# What says that a program is not there, or is none.
+_NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.ELOOP)
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,12 @@ class RankOutcome:
         The pickled return value; None if the rank failed.
     error_type : str
         Name of the exception, ``"exit"`` where the process ended without one, ``"aborted"`` where
-        it was ended because another rank had failed; empty for a result.
+        it was ended because another rank had failed, ``"not started"`` where there is no such
+        Python; empty for a result.
     error : str
         The traceback, or what is known instead.
     output_tail : str
-        The end of what the process printed.
+        The end of what the process printed: some lines, of bounded length.
     ended_at : float
         Seconds since the epoch.
     """
@@ -80,12 +83,16 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     ------
     WorkerFailedError
         If a rank failed, with what the rank that failed first has to say.
+    DependencyError
+        If it failed because its machine has no such Python.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
         ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
         return [pickle.loads(outcome.result) for outcome in ordered if outcome.result is not None]
     first = min(failed, key=_blame)
+    if first.error_type == _NOT_STARTED:
+        raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
     # A rank prints its traceback too, as the last thing it does.
@@ -108,8 +115,9 @@ def _blame(outcome: RankOutcome) -> tuple[int, float]:
 class RankProcess:
     """A fresh Python process that runs one call as one rank. Used as a context manager.
 
-    It runs in a process group of its own, which is killed when the block ends, and by itself when
-    the parent dies.
+    It runs in a session of its own. When the block ends, or this process, the rank and all that
+    it started are ended, by its guardian (`hvd_estimators.launch.guardian`). Its standard input is
+    empty.
 
     Parameters
     ----------
@@ -122,7 +130,7 @@ class RankProcess:
     env : mapping
         Its whole environment.
     on_line : callable, optional
-        Called with each line that it prints.
+        Called with each line that it prints, from another thread; a long line is cut in the middle.
     executable : str, optional
         The Python to run. Default: this one.
     """
@@ -142,23 +150,22 @@ class RankProcess:
         self._env = dict(env)
         self._on_line = on_line
         self._executable = executable or sys.executable
-        self._tail: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
 
     def __enter__(self) -> Self:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._start_error = ""
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
-        (Path(self._directory) / CALL_FILE).write_bytes(self._call)
-        self._process = subprocess.Popen(
-            [self._executable, "-u", "-m", "hvd_estimators.launch.worker", self._directory],
-            env=self._env,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read_output, daemon=True)
-        self._reader.start()
+        reading, writing = os.pipe()
+        # Never written to: it closes when this process ends, however it does.
+        self._lifeline = os.fdopen(writing, "wb", buffering=0)
+        try:
+            (Path(self._directory) / CALL_FILE).write_bytes(self._call)
+            self._start(reading)
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            os.close(reading)
         return self
 
     def __exit__(
@@ -167,12 +174,11 @@ class RankProcess:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._end()
 
     def running(self) -> bool:
         """Return whether the process has not ended yet."""
-        return self._process.poll() is None
+        return self._process is not None and self._process.poll() is None
 
     def abort(self) -> RankOutcome:
         """Kill the process, because another rank failed."""
@@ -183,9 +189,10 @@ class RankProcess:
 
     def outcome(self) -> RankOutcome:
         """Return how the process ended, or is about to; waits for it."""
+        if self._process is None:
+            return self._failure(_NOT_STARTED, self._start_error)
         status = self._process.wait()
         ended_at = time.time()
-        # What the rank started may hold its output open.
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():
@@ -195,27 +202,57 @@ class RankProcess:
             return self._failure(values[0], values[1], path.stat().st_mtime)
         return RankOutcome(self.rank, self.host, values[0], ended_at=ended_at)
 
+    def _start(self, lifeline: int) -> None:
+        command = ["-u", "-m", "hvd_estimators.launch.worker", self._directory, str(lifeline)]
+        try:
+            self._process = subprocess.Popen(
+                [self._executable, *command],
+                env=self._env,
+                # Who reads from it finds its end at once.
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+        except OSError as error:
+            if error.errno not in _NO_PROGRAM:
+                raise
+            self._start_error = (
+                f"cannot start the Python {self._executable!r}: {error.strerror}. Set executable "
+                "to a Python that is there on all machines, with this package installed."
+            )
+            return
+        assert self._process.stdout is not None
+        self._output = OutputReader(self._process.stdout.fileno(), self._on_line)
+
     def _failure(self, error_type: str, error: str, ended_at: float | None = None) -> RankOutcome:
-        tail = "".join(self._tail)
+        tail = self._output.tail() if self._process is not None else ""
         return RankOutcome(
             self.rank, self.host, None, error_type, error, tail, ended_at or time.time()
         )
 
-    def _read_output(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._tail.append(line)
-            if self._on_line is not None:
-                self._on_line(line)
-
     def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._reader.join(timeout=_EXIT_SECONDS)
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None and not (self._reader.is_alive() and stream.readable()):
-                stream.close()
+        """End the rank, if it runs, and all that it started."""
+        self._lifeline.close()
+        if self._process is None:
+            return
+        try:
+            # The guardian does it.
+            self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            # Also where the user interrupts for the second time.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        if self._output.finish() and self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _end(self) -> None:
+        self._kill()
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def _describe_exit(status: int) -> str:

@@ -1,23 +1,24 @@
 """The main program of a rank: runs one pickled function and leaves its outcome in a file.
 
-Started by `RankProcess` as ``python -m hvd_estimators.launch.worker DIRECTORY``. Imports neither
-PySpark nor a framework.
+Started by `RankProcess` as ``python -m hvd_estimators.launch.worker DIRECTORY DESCRIPTOR``. Imports
+neither PySpark nor a framework.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import pickle
-import shutil
-import signal
 import sys
-import threading
 import traceback
 from pathlib import Path
 from typing import NoReturn
 
 import cloudpickle
+
+from hvd_estimators.launch.guardian import split_off_guardian
+from hvd_estimators.launch.output import shortened
 
 __all__ = ["CALL_FILE", "OUTCOME_FILE", "main"]
 
@@ -36,31 +37,21 @@ def main(directory: str) -> int:
     int
         The exit status: 0, or 1 if the function raised.
     """
-    threading.Thread(target=_die_with_parent, args=(directory,), daemon=True).start()
     outcome: tuple[str, ...] | tuple[str, bytes]
     try:
         with open(Path(directory) / CALL_FILE, "rb") as file:
             fn, args, kwargs = cloudpickle.load(file)
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
-        traceback.print_exc()
-        outcome = ("error", type(error).__name__, traceback.format_exc())
+        # A message may hold a whole batch, or model.
+        text = shortened(traceback.format_exc())
+        with contextlib.suppress(Exception):
+            sys.stderr.write(text)
+        outcome = ("error", type(error).__name__, text)
     partial = Path(directory) / f"{OUTCOME_FILE}.partial"
     partial.write_bytes(pickle.dumps(outcome))
     os.replace(partial, Path(directory) / OUTCOME_FILE)
     return 0 if outcome[0] == "result" else 1
-
-
-def _die_with_parent(directory: str) -> None:
-    """Delete the call and kill this process and all that it started once its parent has gone.
-
-    The parent holds the other end of standard input and never writes to it, so that reading ends
-    only when the parent does, however it ends.
-    """
-    while os.read(sys.stdin.fileno(), 1024):
-        pass
-    shutil.rmtree(directory, ignore_errors=True)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _exit(status: int) -> NoReturn:
@@ -73,4 +64,5 @@ def _exit(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    split_off_guardian(sys.argv[1], int(sys.argv[2]))
     _exit(main(sys.argv[1]))

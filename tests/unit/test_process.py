@@ -5,15 +5,14 @@ import pickle
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 
 import cloudpickle
-import psutil
 import pytest
+from processes import ended, pids, wait_until
 
-from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, WorkerFailedError
 from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call, results_in_order
 
 # A rank must not import this module, and pytest with it.
@@ -22,26 +21,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.timeout(60)
 
 
-def run(fn, *args, env=None, on_line=None):
+def run(fn, *args):
     """Run a function as rank 3 and return its outcome."""
-    call = pickle_call(fn, args, {})
-    with RankProcess(3, "here", call, {**os.environ, **(env or {})}, on_line) as process:
+    with RankProcess(3, "here", pickle_call(fn, args, {}), os.environ) as process:
         return process.outcome()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-
-
-def ended(pid):
-    """Return whether a process has gone, or waits only for somebody to take note of it."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def sleep_and_tell(path):
@@ -51,11 +34,6 @@ def sleep_and_tell(path):
     partial.write_text(f"{os.getpid()} {child.pid}")
     partial.rename(path)
     time.sleep(300)
-
-
-def pids(path):
-    wait_until(path.exists)
-    return [int(pid) for pid in path.read_text().split()]
 
 
 def test_the_outcome_holds_what_the_function_returned():
@@ -133,47 +111,6 @@ def test_a_call_or_a_result_that_cannot_be_pickled_is_a_failure_with_its_reason(
     assert "cannot pickle" in run(lambda: (i for i in [])).error
 
 
-def test_the_end_of_a_long_output_is_kept_and_every_line_is_passed_on():
-    lines = []
-
-    def chatter():
-        for number in range(5000):
-            print("line", number)
-        sys.stderr.write("last words, without a newline")
-        raise ValueError
-
-    outcome = run(chatter, on_line=lines.append)
-
-    assert lines[:5000] == [f"line {number}\n" for number in range(5000)]
-    assert "line 4999\nlast words, without a newline" in outcome.output_tail
-    assert "line 4000\n" not in outcome.output_tail
-
-
-def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
-    def chatter():
-        print(*range(50), sep="\n")
-        os._exit(1)
-
-    outcome = run(chatter, on_line=lambda line: time.sleep(0.01))
-
-    assert outcome.output_tail.endswith("\n48\n49\n")
-
-
-def test_output_that_is_no_text_does_not_disturb():
-    outcome = run(lambda: sys.stdout.buffer.write(b"\xff\xfe\n"))
-
-    assert pickle.loads(outcome.result) == 3
-
-
-def test_what_a_rank_started_ends_with_it(tmp_path):
-    def start():
-        return subprocess.Popen(["sleep", "300"]).pid
-
-    outcome = run(start)
-
-    wait_until(lambda: ended(pickle.loads(outcome.result)))
-
-
 @pytest.mark.parametrize("how", ["abort", "leave the block"])
 def test_a_rank_that_is_not_wanted_any_more_ends_with_all_it_started(tmp_path, how):
     path = tmp_path / "pids"
@@ -195,42 +132,31 @@ def test_aborting_a_rank_that_has_ended_keeps_its_outcome():
         assert pickle.loads(process.abort().result) == 5
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
-def test_a_rank_ends_with_all_it_started_when_its_parent_is_killed(tmp_path, end):
-    path = tmp_path / "pids"
-    (tmp_path / "parent.py").write_text(
-        textwrap.dedent(
-            f"""
-            import os, subprocess, time
-            from hvd_estimators.launch.process import RankProcess, pickle_call
+@pytest.mark.parametrize(
+    ("read", "error_type"), [("input()", "EOFError"), ("breakpoint()", "BdbQuit")]
+)
+def test_what_reads_from_standard_input_finds_its_end(read, error_type):
+    assert run(eval, read).error_type == error_type
 
-            def rank():
-                child = subprocess.Popen(["sleep", "300"])
-                with open({str(path)!r} + ".partial", "w") as file:
-                    file.write(f"{{os.getpid()}} {{child.pid}}")
-                os.rename({str(path)!r} + ".partial", {str(path)!r})
-                time.sleep(300)
 
-            with RankProcess(0, "here", pickle_call(rank, (), {{}}), os.environ) as process:
-                process.outcome()
-            """
-        )
-    )
+@pytest.mark.parametrize("executable", ["missing/python", "text", "folder"])
+def test_a_python_that_cannot_be_started_is_named(tmp_path, executable, monkeypatch):
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "folder").mkdir()
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    parent = subprocess.Popen(
-        [sys.executable, str(tmp_path / "parent.py")], env={**os.environ, "TMPDIR": str(scratch)}
-    )
-    try:
-        rank, grandchild = pids(path)
-        assert not ended(rank)
-        parent.send_signal(end)
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+    path = str(tmp_path / executable)
+    descriptors = os.listdir("/proc/self/fd")
 
-        wait_until(lambda: ended(rank) and ended(grandchild))
-        assert list(scratch.iterdir()) == []
-    finally:
-        parent.kill()
-        parent.wait()
+    with RankProcess(3, "here", b"", os.environ, executable=path) as process:
+        assert not process.running()
+        failure = process.outcome()
+
+    with pytest.raises(DependencyError, match=f"Rank 3 on here cannot start the Python '{path}'"):
+        results_in_order([outcome(0, "aborted"), failure])
+    assert list(scratch.iterdir()) == []
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):

@@ -1,0 +1,167 @@
+"""A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
+
+A rank cannot watch for that itself: a thread of Python's waits for the interpreter lock, which a C
+extension may hold for minutes. So the process that a rank's parent starts splits in two before it
+does anything else: the guardian, which only waits, and its child, which is the rank. Whichever of
+the three ends first, and however it ends, the others below it end, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+__all__ = ["split_off_guardian"]
+
+_PARENT_POLL_SECONDS = 0.5
+# Helpers of a rank that has ended, such as multiprocessing's resource tracker, tidy up after it.
+_GRACE_SECONDS = 0.3
+_KILL_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def split_off_guardian(directory: str, lifeline: int) -> None:
+    """Go on as the rank, the child of a guardian. Returns only in the rank.
+
+    To be called while the process has one thread. The guardian ends as the rank does, with the
+    same status or by the same signal, once all processes that the rank started have ended. On
+    Linux it adopts those whose parents have gone, in whatever session or process group they are.
+
+    Parameters
+    ----------
+    directory : str
+        Deleted if the parent goes before the rank.
+    lifeline : int
+        Descriptor of the reading end of a pipe, whose other end the parent alone holds. The rank
+        is killed when it closes, or when the parent has ended although a fork of it keeps that
+        end open.
+    """
+    guardian, parent = os.getpid(), os.getppid()
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    waking, wake = os.pipe()
+    os.set_blocking(wake, False)
+    # So that poll() returns when a child ends.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    rank = os.fork()
+    if rank:
+        try:
+            _guard(rank, directory, lifeline, waking, parent)
+        except BaseException:
+            traceback.print_exc()
+        # The rank dies with its guardian.
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for descriptor in (waking, wake, lifeline):
+        os.close(descriptor)
+    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:
+        os._exit(1)
+
+
+def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    poller = select.poll()
+    poller.register(lifeline, select.POLLIN)
+    poller.register(waking, select.POLLIN)
+    wanted = True
+    while (status := _reap(rank)) is None:
+        ready = {descriptor for descriptor, _ in poller.poll(_PARENT_POLL_SECONDS * 1000)}
+        if waking in ready:
+            os.read(waking, 4096)
+        # Nobody writes to the lifeline.
+        if lifeline in ready or os.getppid() != parent:
+            wanted = False
+            os.kill(rank, signal.SIGKILL)
+            status = os.waitpid(rank, 0)[1]
+            break
+    _end_descendants()
+    if not wanted:
+        shutil.rmtree(directory, ignore_errors=True)
+        if sys.platform != "linux":
+            os.killpg(0, signal.SIGKILL)
+    _end_like(status)
+
+
+def _reap(rank: int) -> int | None:
+    """Take note of all children that have ended; return the rank's status if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if pid == rank:
+                found = status
+    return found
+
+
+def _end_descendants() -> None:
+    """End what the rank left behind: asked first, killed after a moment."""
+    started = time.monotonic()
+    asked: set[int] = set()
+    while time.monotonic() - started < _KILL_SECONDS:
+        descendants = _descendants(os.getpid())
+        patient = time.monotonic() - started < _GRACE_SECONDS
+        for pid in descendants:
+            if not patient or pid not in asked:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGTERM if patient else signal.SIGKILL)
+        asked.update(descendants)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(_POLL_SECONDS)
+            continue
+        return
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Return the processes that another one started, and those that these started; on Linux."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # PID (name) state parent ...; a name may hold anything.
+            parent = path.read_bytes().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        own = children.get(waiting.pop(), [])
+        found += own
+        waiting += own
+    return found
+
+
+def _end_like(status: int) -> NoReturn:
+    """End this process as another one ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        # One core file is enough.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+
+
+def _control_process(option: int, value: int) -> None:
+    """Call Linux's ``prctl``, which Python has no function for; does nothing elsewhere."""
+    if sys.platform == "linux":
+        with contextlib.suppress(ImportError, OSError, AttributeError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)

@@ -1,0 +1,178 @@
+"""Ranks end with what they belong to, whatever they are doing, and take along what they started."""
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from multiprocessing import shared_memory
+from pathlib import Path
+
+import cloudpickle
+import psutil
+import pytest
+from processes import ended, pids, wait_until
+
+from hvd_estimators.launch.process import RankProcess, pickle_call
+
+# A rank must not import this module, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = pytest.mark.timeout(60)
+
+PARENT = """
+import os, pickle, sys
+from pathlib import Path
+from hvd_estimators.launch.process import RankProcess
+
+with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ) as process:
+    if sys.argv[2] == "fork" and not os.fork():
+        Path(sys.argv[3]).write_text(str(os.getpid()))
+        signal_never_comes = os.pipe()[0]
+        os.read(signal_never_comes, 1)
+    process.outcome()
+"""
+
+
+def start_and_hold_the_lock(path):
+    """Start children that share this one's session or not, tell of all, and hold Python's lock."""
+    children = [
+        subprocess.Popen(["sleep", "300"], start_new_session=apart) for apart in (False, True)
+    ]
+    partial = Path(f"{path}.partial")
+    partial.write_text(" ".join(str(pid) for pid in (os.getpid(), *(c.pid for c in children))))
+    partial.rename(path)
+    ctypes.PyDLL(None).sleep(300)
+
+
+@pytest.fixture
+def parent(tmp_path):
+    """Start a process that runs a rank, and return it, the rank and the rank's children."""
+    started = []
+
+    def start(how="alone"):
+        program, call, path = (tmp_path / name for name in ("parent.py", "call", "pids"))
+        program.write_text(textwrap.dedent(PARENT))
+        call.write_bytes(pickle_call(start_and_hold_the_lock, (str(path),), {}))
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        command = [sys.executable, str(program), str(call), how, str(tmp_path / "fork")]
+        process = subprocess.Popen(command, env={**os.environ, "TMPDIR": str(scratch)})
+        started.append(process)
+        return process, pids(path)
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+def test_a_rank_that_holds_the_lock_ends_when_its_parent_is_killed(tmp_path, parent, end):
+    process, ranks = parent()
+    assert not any(map(ended, ranks))
+
+    process.send_signal(end)
+
+    wait_until(lambda: all(map(ended, ranks)))
+    wait_until(lambda: list((tmp_path / "scratch").iterdir()) == [])
+
+
+def test_a_rank_ends_with_its_parent_though_a_fork_of_it_lives_on(tmp_path, parent):
+    process, ranks = parent("fork")
+    (fork,) = pids(tmp_path / "fork")
+
+    process.kill()
+
+    wait_until(lambda: all(map(ended, ranks)))
+    assert not ended(fork)
+    os.kill(fork, signal.SIGKILL)
+
+
+def test_a_rank_ends_when_its_guardian_is_killed(tmp_path):
+    path = tmp_path / "pids"
+    call = pickle_call(start_and_hold_the_lock, (str(path),), {})
+    with RankProcess(0, "here", call, os.environ) as process:
+        rank, child, apart = pids(path)
+        psutil.Process(rank).parent().kill()
+        outcome = process.outcome()
+
+        assert "killed by SIGKILL" in outcome.error
+        wait_until(lambda: ended(rank) and ended(child))
+    os.kill(apart, signal.SIGKILL)
+
+
+def test_a_rank_that_holds_the_lock_is_aborted(tmp_path):
+    path = tmp_path / "pids"
+    call = pickle_call(start_and_hold_the_lock, (str(path),), {})
+    with RankProcess(0, "here", call, os.environ) as process:
+        ranks = pids(path)
+
+        assert process.abort().error_type == "aborted"
+        assert all(map(ended, ranks))
+
+
+@pytest.mark.parametrize("ignoring", [False, True])
+def test_children_that_a_rank_leaves_behind_end_with_it_and_delay_nothing(ignoring):
+    """They hold its output open, one of them in a session of its own, one without a parent."""
+
+    def start():
+        trap = "trap '' TERM; " if ignoring else ""
+        script = f"{trap}echo $$; while true; do sleep 300; done"
+        children = [
+            subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=apart)
+            for apart in (False, True)
+        ]
+        orphan = subprocess.run(
+            ["sh", "-c", f"{trap}setsid sleep 300 >&2 & echo $!"],
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+        return [int(child.stdout.readline()) for child in children], int(orphan.stdout)
+
+    started = time.monotonic()
+    with RankProcess(3, "here", pickle_call(start, (), {}), os.environ) as process:
+        result = pickle.loads(process.outcome().result)
+
+        children, orphan = result
+        assert all(map(ended, [*children, orphan]))
+    assert time.monotonic() - started < 15
+
+
+def test_helpers_tidy_up_after_a_rank_that_was_killed():
+    def leave_shared_memory():
+        memory = shared_memory.SharedMemory(create=True, size=100)
+        print(memory.name)
+        sys.stdout.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with RankProcess(3, "here", pickle_call(leave_shared_memory, (), {}), os.environ) as process:
+        outcome = process.outcome()
+
+    name = outcome.output_tail.splitlines()[0]
+    assert name.startswith("psm_")
+    assert not Path("/dev/shm", name).exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGTERM, signal.SIGINT])
+def test_the_signal_that_ended_a_rank_is_named(number):
+    def end():
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    with RankProcess(3, "here", pickle_call(end, (), {}), os.environ) as process:
+        assert f"killed by {number.name}" in process.outcome().error
+
+
+def test_a_rank_may_start_and_await_processes_of_its_own():
+    def work():
+        codes = [subprocess.run(["sh", "-c", f"exit {i}"], check=False).returncode for i in (0, 7)]
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            return codes, pool.map(abs, [-1, -2])
+
+    with RankProcess(3, "here", pickle_call(work, (), {}), os.environ) as process:
+        assert pickle.loads(process.outcome().result) == ([0, 7], [1, 2])
