@@ -1,0 +1,56 @@
+"""Ranks on two hosts, whatever the hosts call themselves and whatever their names resolve to."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+import two_hosts
+from two_hosts import SAME_ADDRESS, Cluster
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = two_hosts.why_not()
+    if reason:
+        pytest.skip(reason)
+    with two_hosts.hosts_and_cluster() as made, made.driver():
+        yield made
+
+
+def sum_over_ranks() -> tuple[int, str, float]:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
+    return hvd.local_size(), socket.gethostname(), float(total)
+
+
+def run_job(env: dict[str, str | None] | None = None) -> list[tuple[int, str, float]]:
+    from hvd_estimators.launch.spark import SparkBackend
+
+    return SparkBackend(2, env=env).run(sum_over_ranks)
+
+
+@pytest.mark.parametrize(
+    ("names", "address"),
+    [
+        (("nowhere1", "nowhere2"), None),
+        (("debian1", "debian2"), "127.0.1.1"),
+        (("docker1", "docker2"), SAME_ADDRESS),
+    ],
+    ids=["unresolvable", "127.0.1.1", "another interface"],
+)
+def test_ranks_reduce_whatever_their_hosts_names_are(
+    cluster: Cluster, names: tuple[str, str], address: str | None
+) -> None:
+    for host, name in zip((cluster.first, cluster.second), names, strict=True):
+        host.rename(name, address)
+
+    results = cluster.run(run_job)
+
+    assert sorted(results) == sorted((1, name, 3.0) for name in names)

@@ -1,0 +1,327 @@
+"""A standalone Spark cluster on hosts of its own: network namespaces behind one switch.
+
+`hosts_and_cluster` makes three hosts: two with a Spark worker of one task slot each, the first with
+the master and the driver too, and a stranger. Each has its own host name and hosts file, both of
+which can be changed while all runs. Run as a program, this file is the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pyspark
+
+NETWORK, NETWORK6, NETWORK_ONLY6 = "10.177.0", "fd77", "fd78"
+SAME_ADDRESS = "172.31.255.1"
+"""An address that both hosts have, each on an interface that leads nowhere, as Docker's bridge."""
+
+_START_SECONDS = 120.0
+_SPARK_HOME = str(Path(pyspark.__file__).parent)
+_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+
+# Ends what runs in the namespaces and deletes them when its standard input ends: with the tests,
+# however they end.
+_CLEANER = """
+import os, shutil, signal, subprocess, sys, time
+sys.stdin.read()
+for name in sys.argv[1:]:
+    for _ in range(100):
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True)
+        if not done.stdout.split():
+            break
+        for pid in map(int, done.stdout.split()):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    shutil.rmtree("/etc/netns/" + name, ignore_errors=True)
+"""
+
+
+def why_not() -> str | None:
+    """Return why namespaces cannot be made here; None where they can."""
+    if sys.platform != "linux" or shutil.which("ip", path=_PATH) is None:
+        return "network namespaces need Linux and its ip command"
+    name = f"hvd-trial-{os.getpid()}"
+    made = _ip("netns", "add", name, check=False)
+    if made.returncode:
+        return f"network namespaces need root's rights: {made.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+class Host:
+    """A network namespace with a host name, a hosts file and addresses of its own.
+
+    Attributes
+    ----------
+    address, address6, only6 : str
+        Its addresses on the shared network, and the one on a second network without IPv4, whose
+        interface is ``six0``.
+    """
+
+    def __init__(self, prefix: str, switch: str, number: int) -> None:
+        self.namespace, self._switch, self._number = f"{prefix}-{number}", switch, number
+        self.address = f"{NETWORK}.{number}"
+        self.address6, self.only6 = f"{NETWORK6}::{number}", f"{NETWORK_ONLY6}::{number}"
+        self._etc = Path("/etc/netns", self.namespace)
+        self._etc.mkdir(parents=True)
+        (self._etc / "hosts").write_text("127.0.0.1 localhost\n")
+        (self._etc / "nsswitch.conf").write_text("hosts: files\n")
+        _ip("netns", "add", self.namespace)
+        _ip("-n", self.namespace, "link", "set", "lo", "up")
+        self._add_link("eth0", "first", f"{self.address}/24", f"{self.address6}/64")
+        self._add_link("six0", "second", f"{self.only6}/64")
+        _ip("-n", self.namespace, "link", "add", "bridge0", "type", "bridge")
+        _ip("-n", self.namespace, "addr", "add", f"{SAME_ADDRESS}/16", "dev", "bridge0")
+        _ip("-n", self.namespace, "link", "set", "bridge0", "up")
+        # Holds the host name and the hosts file for all that runs on this host.
+        naming = f"hostname host{number}; echo up; exec sleep 1d"
+        self._keeper = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", naming],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert self._keeper.stdout is not None
+        assert self._keeper.stdout.readline() == b"up\n"
+
+    def rename(self, name: str, address: str | None) -> None:
+        """Give the host another name, which resolves there to an address, or (None) does not."""
+        line = f"{address} {name}\n" if address else ""
+        # Written in place: the file is mounted over /etc/hosts of what runs there already.
+        (self._etc / "hosts").write_text(f"127.0.0.1 localhost\n{line}")
+        self.run("hostname", name)
+
+    def run(self, *command: str, timeout: float = 60.0) -> str:
+        """Run a command there and return what it prints; an error if it fails."""
+        done = subprocess.run(
+            self.inside(command), capture_output=True, text=True, timeout=timeout, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def start(self, *command: str, log: Path, **env: str) -> subprocess.Popen[bytes]:
+        """Start a command there, with its output in a file."""
+        with log.open("ab") as output:
+            return subprocess.Popen(
+                self.inside(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "SPARK_LOCAL_IP": self.address, **env},
+                start_new_session=True,
+            )
+
+    def inside(self, command: Sequence[str], user: int | None = None) -> list[str]:
+        """Return the command that runs another one there, as another user if one is given."""
+        enter = ["nsenter", "--target", str(self._keeper.pid), "--net", "--uts", "--mount"]
+        numbers = [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        return [*enter, "--", *(["setpriv", *numbers] if user else []), *command]
+
+    def set_link(self, state: str) -> None:
+        """Unplug the host from the network (``down``) at the switch, or plug it in (``up``)."""
+        _ip("-n", self._switch, "link", "set", f"first{self._number}", state)
+
+    def pids(self) -> list[int]:
+        """Return the processes that run there."""
+        found = map(int, _ip("netns", "pids", self.namespace).stdout.split())
+        return [pid for pid in found if pid != self._keeper.pid]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every process there: SIGSTOP and SIGCONT make the host stand still."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def _add_link(self, interface: str, bridge: str, *addresses: str) -> None:
+        port = f"{bridge}{self._number}"
+        _ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", interface)
+        _ip("-n", self._switch, "link", "set", interface, "netns", self.namespace)
+        _ip("-n", self._switch, "link", "set", port, "master", bridge, "up")
+        for address in addresses:
+            nodad = ["nodad"] if ":" in address else []
+            _ip("-n", self.namespace, "addr", "add", address, "dev", interface, *nodad)
+        _ip("-n", self.namespace, "link", "set", interface, "up")
+
+
+class Job:
+    """A function that runs in the driver."""
+
+    def __init__(self, connection: Connection, cluster: Cluster) -> None:
+        self._connection, self._cluster = connection, cluster
+
+    def result(self, timeout: float = 120.0) -> Any:
+        """Return what it returned, or raise what it raised."""
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"the job did not end in {timeout} s\n{self._cluster.logs()}")
+        kind, value = cloudpickle.loads(self._connection.recv_bytes())
+        if kind == "error":
+            raise value
+        return value
+
+
+class Cluster:
+    """The hosts and what runs on them.
+
+    Attributes
+    ----------
+    first, second, stranger : Host
+        The driver's and a worker's host, the other worker's, and one that has nothing to do with
+        them.
+    folder : Path
+        Shared by all of them, as all files are.
+    """
+
+    def __init__(self, first: Host, second: Host, stranger: Host, folder: Path) -> None:
+        self.first, self.second, self.stranger, self.folder = first, second, stranger, folder
+        self.master = f"spark://{first.address}:7077"
+        self._connection: Connection | None = None
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Job:
+        """Start ``fn(*args)`` in the driver, where a Spark session is active; one at a time."""
+        assert self._connection is not None
+        self._connection.send_bytes(cloudpickle.dumps((fn, args)))
+        return Job(self._connection, self)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
+        """Return what ``fn(*args)`` returns in the driver."""
+        return self.submit(fn, *args).result(timeout)
+
+    def logs(self) -> str:
+        """Return the end of what each process wrote."""
+        files = sorted(self.folder.glob("*.log")) + sorted(self.folder.glob("work/*/*/std*"))
+        return "\n".join(f"== {file}\n{file.read_text()[-3000:]}" for file in files)
+
+    @contextlib.contextmanager
+    def driver(self, **conf: str) -> Iterator[None]:
+        """Run a driver, with Spark's defaults and an own configuration, until the block ends."""
+        settings = [f"{name}={value}" for name, value in conf.items()]
+        place = str(Path(tempfile.mkdtemp(dir=self.folder), "driver"))
+        with socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(place)
+            listening.listen(1)
+            listening.settimeout(0.1)
+            process = self.first.start(
+                *(sys.executable, __file__, place, self.master, *settings),
+                log=self.folder / "driver.log",
+                PYSPARK_PYTHON=sys.executable,
+            )
+            try:
+                self._connection = self._accept(listening, process)
+                yield
+            finally:
+                if self._connection is not None:
+                    self._connection.close()
+                    self._connection = None
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(20)
+                process.kill()
+                process.wait()
+
+    def _accept(self, listening: socket.socket, process: subprocess.Popen[bytes]) -> Connection:
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            assert process.poll() is None, self.logs()
+            assert time.monotonic() < deadline, self.logs()
+            with contextlib.suppress(TimeoutError):
+                connected, _ = listening.accept()
+                connected.setblocking(True)
+                return Connection(connected.detach())
+
+    def start_spark(self) -> None:
+        """Start the master and the workers."""
+        spark_class = f"{_SPARK_HOME}/bin/spark-class"
+        deploy = "org.apache.spark.deploy"
+        env = {"SPARK_DAEMON_MEMORY": "256m", "PYSPARK_PYTHON": sys.executable}
+        log = self.folder / "master.log"
+        place = ["--host", self.first.address, "--port", "7077", "--webui-port", "0"]
+        self.first.start(spark_class, f"{deploy}.master.Master", *place, log=log, **env)
+        assert _until(lambda: "New state: ALIVE" in log.read_text()), self.logs()
+        for host in (self.first, self.second):
+            log = self.folder / f"worker-{host.address}.log"
+            place = ["--host", host.address, "--webui-port", "0", "--cores", "1", "--memory", "1g"]
+            place += ["--work-dir", str(self.folder / "work" / host.address)]
+            host.start(spark_class, f"{deploy}.worker.Worker", *place, self.master, log=log, **env)
+
+
+@contextlib.contextmanager
+def hosts_and_cluster() -> Iterator[Cluster]:
+    """Make the hosts and start Spark on them; all is stopped and deleted when the block ends."""
+    prefix = f"hvd-{os.getpid()}"
+    switch = f"{prefix}-switch"
+    folder = Path(tempfile.mkdtemp(prefix="hvd-estimators-hosts-"))
+    folder.chmod(0o755)
+    names = [f"{prefix}-{number}" for number in (1, 2, 3)]
+    cleaner = subprocess.Popen(
+        [sys.executable, "-c", _CLEANER, *names, switch],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        _ip("netns", "add", switch)
+        for bridge in ("first", "second"):
+            _ip("-n", switch, "link", "add", bridge, "type", "bridge")
+            _ip("-n", switch, "link", "set", bridge, "up")
+        cluster = Cluster(*(Host(prefix, switch, number) for number in (1, 2, 3)), folder)
+        cluster.start_spark()
+        yield cluster
+    finally:
+        assert cleaner.stdin is not None
+        cleaner.stdin.close()
+        cleaner.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _ip(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    assert not check or done.returncode == 0, f"ip {' '.join(arguments)}: {done.stderr}"
+    return done
+
+
+def _until(condition: Callable[[], bool], seconds: float = _START_SECONDS) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _serve(address: str, master: str, *settings: str) -> None:
+    """Be the driver: run what is asked for, one function after the other."""
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
+    builder = builder.config("spark.executor.memory", "512m")
+    for setting in settings:
+        builder = builder.config(*setting.split("=", 1))
+    spark = builder.getOrCreate()
+    with Client(address) as connection, contextlib.suppress(EOFError):
+        while True:
+            fn, args = cloudpickle.loads(connection.recv_bytes())
+            try:
+                answer = cloudpickle.dumps(("result", fn(*args)))
+            except BaseException as error:
+                answer = cloudpickle.dumps(("error", error))
+            connection.send_bytes(answer)
+    spark.stop()
+
+
+if __name__ == "__main__":
+    _serve(*sys.argv[1:])
