@@ -7,8 +7,8 @@ import datetime
 import logging
 import secrets
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from pyspark.ml import Estimator
@@ -25,7 +25,7 @@ from hvd_estimators.data.prepared import hold
 from hvd_estimators.data.schema import known_columns
 from hvd_estimators.data.sharding import ShardPlan, plan_shards
 from hvd_estimators.data.transformation import Transformation
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError, ShapeError
 from hvd_estimators.grids import GridParams
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
@@ -45,11 +45,14 @@ from hvd_estimators.progress import show_progress
 from hvd_estimators.reading import ReadingParams
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
 from hvd_estimators.store import Store
+from hvd_estimators.training.handover import Handover, Trainer, train_stored
 from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
 logger = logging.getLogger(__name__)
+
+FittedModel = TypeVar("FittedModel", bound=HorovodModel)
 
 # Not a width that models often have, lest rows and columns be taken for each other.
 DRY_RUN_ROWS = 11
@@ -63,6 +66,9 @@ class HorovodEstimator(
     GridParams,
 ):
     """Base of the estimators."""
+
+    # What opens a trained state, for messages.
+    _state_reader = "the framework"
 
     num_proc = declare(
         "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
@@ -360,19 +366,33 @@ class HorovodEstimator(
                 "train_minibatch_fn that treats ranks differently can cause that."
             )
         state = results[0].state
-        assert state is not None
+        if state is None:
+            raise ResultsError(
+                "Rank 0 returned no trained state. A backend has to return the ranks' results in "
+                "the order of the ranks."
+            )
         return state
 
     def _run(
         self,
         backend: Backend,
-        train: Any,
+        train: Trainer,
         spec: TrainSpec,
+        make_model: Callable[[Sequence[TrainResult]], FittedModel],
         env: Mapping[str, str | None] | None = None,
-    ) -> Sequence[TrainResult]:
-        """Run the trainer on every rank, showing progress, and return the ranks' results."""
-        with show_progress(spec.verbose, backend.driver_host()) as progress_env:
-            return backend.run(train, args=(spec,), kwargs={}, env={**(env or {}), **progress_env})
+    ) -> FittedModel:
+        """Run the trainer on every rank, showing progress, and make the model of the results."""
+        with Handover(spec, self._state_reader) as handover:
+            with (
+                handover.naming_what_is_kept(trained=False),
+                show_progress(spec.verbose, backend.driver_host()) as progress_env,
+            ):
+                call = handover.put(train)
+                results = backend.run(
+                    train_stored, args=(call,), kwargs={}, env={**(env or {}), **progress_env}
+                )
+            with handover.naming_what_is_kept(trained=True):
+                return make_model(handover.read(results))
 
     def _data_spec(self, manifest: DatasetManifest, num_ranks: int) -> DataSpec:
         """Plan who reads what, and how."""

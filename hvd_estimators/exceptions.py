@@ -13,6 +13,7 @@ __all__ = [
     "HvdEstimatorsError",
     "ParamError",
     "ReaderError",
+    "ResultsError",
     "ShapeError",
     "SlotsError",
     "StoreError",
@@ -55,6 +56,10 @@ class SlotsError(HvdEstimatorsError, RuntimeError):
 
 class UnreachableError(HvdEstimatorsError, ConnectionError):
     """The hosts of a job do not reach each other."""
+
+
+class ResultsError(HvdEstimatorsError, RuntimeError):
+    """What the ranks returned did not reach the driver, or nothing could be made of it there."""
 
 
 class DependencyError(HvdEstimatorsError, ImportError):

@@ -129,11 +129,15 @@ class TrainResult:
         Digest of the final parameters; the same on all ranks.
     state : bytes or None
         What the driver makes the fitted model of, with the learning rate as the user gave it, in
-        the framework's own form. Rank 0 only.
+        the framework's own form. Rank 0 only; between the ranks and the driver a file of the store
+        takes its place.
     history : tuple of EpochRecord
         One record per epoch of the whole run.
+    state_digest : str
+        SHA-256 of that file; empty where there is none.
     """
 
     weights_digest: str
     state: bytes | None
     history: tuple[EpochRecord, ...]
+    state_digest: str = ""

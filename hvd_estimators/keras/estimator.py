@@ -78,6 +78,8 @@ class KerasEstimator(HorovodEstimator):
         If a rank fails.
     """
 
+    _state_reader = "keras.saving.load_model(path), or load_weights(path), with a proper suffix"
+
     optimizer = declare(
         "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
         "compiled with."
@@ -248,8 +250,13 @@ class KerasEstimator(HorovodEstimator):
             prefetch=get("tensorflow_dataset_prefetch_buffer_size"),
         )
         environment = {"KERAS_BACKEND": "tensorflow", **get("backend_env")}
-        results = self._run(backend, train, spec, environment)
-        return self._create_model(results, spec, dry_run.output_shapes)
+        return self._run(
+            backend,
+            train,
+            spec,
+            lambda results: self._create_model(results, spec, dry_run.output_shapes),
+            environment,
+        )
 
     def _create_model(
         self,

@@ -13,12 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark import BarrierTaskContext
+from pyspark import BarrierTaskContext, Broadcast
 
+from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.process import RankOutcome, RankProcess
@@ -34,10 +35,16 @@ from hvd_estimators.launch.rendezvous import (
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-__all__ = ["OUTCOME_SCHEMA", "Job", "hosts_without", "outcomes", "run_task"]
+__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "Job", "hosts_without", "outcomes", "run_task"]
 
-OUTCOME_SCHEMA = "rank int, host string, chunk int, bytes binary"
+OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
 """Columns of what `run_task` yields, as a Spark DDL string."""
+
+LESS_RESULTS = (
+    "Return less, or write it to storage and return where; the driver collects more with a larger "
+    "spark.driver.memory and spark.driver.maxResultSize."
+)
+"""What to do about results that are too large."""
 
 _POLL_SECONDS = 0.1
 _ABORT_POLLS = 10
@@ -49,9 +56,13 @@ _CHUNK_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Job:
-    """What every task needs; crosses from the driver to the tasks."""
+    """What every task needs; crosses from the driver to the tasks.
 
-    call: bytes
+    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most.
+    """
+
+    call: bytes | Broadcast[bytes]
+    max_bytes: int
     driver_env: dict[str, str] = field(repr=False)
     env: dict[str, str | None] = field(repr=False)
     driver_path: tuple[str, ...]
@@ -69,15 +80,35 @@ def hosts_without(
         yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()]})
 
 
-def outcomes(rows: Iterable[Any]) -> list[RankOutcome]:
-    """Put together what all tasks yielded. Runs on the driver."""
-    chunks: dict[int, list[tuple[int, bytes]]] = {}
+def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
+    """Put together what all tasks yielded. Runs on the driver.
+
+    Raises
+    ------
+    ResultsError
+        If not all of it has come, though no rank has failed: where the driver's JVM runs out of
+        memory while it collects, Spark returns the rows so far as if they were all.
+    """
+    chunks: dict[int, dict[int, bytes]] = {}
+    wanted: dict[int, int] = {}
     for row in rows:
-        chunks.setdefault(row["rank"], []).append((row["chunk"], bytes(row["bytes"])))
-    return [
-        RankOutcome(**pickle.loads(b"".join(part for _, part in sorted(parts))))
-        for parts in chunks.values()
+        chunks.setdefault(row["rank"], {})[row["chunk"]] = bytes(row["bytes"])
+        wanted[row["rank"]] = row["chunks"]
+    found = [
+        RankOutcome(**pickle.loads(b"".join(parts[chunk] for chunk in sorted(parts))))
+        for rank, parts in chunks.items()
+        if len(parts) == wanted[rank]
     ]
+    if len(found) < num_ranks and not any(outcome.failed for outcome in found):
+        missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in found})
+        raise ResultsError(
+            f"All ranks have ended, and what ranks {', '.join(map(str, missing))} returned did not "
+            f"reach the driver, whose memory it probably did not fit in. {LESS_RESULTS}"
+        )
+    for outcome in found:
+        if outcome.error_type == ResultsError.__name__:
+            raise ResultsError(outcome.error)
+    return found
 
 
 def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
@@ -114,7 +145,7 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
         rendezvous.tell_done(slot.rank)
         if first:
             _wait_for_all(rendezvous, len(slots))
-    document = pickle.dumps(asdict(outcome))
+    document = pickle.dumps(asdict(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
         yield pa.RecordBatch.from_pydict(
@@ -122,9 +153,22 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
                 "rank": pa.array([slot.rank], pa.int32()),
                 "host": [host],
                 "chunk": pa.array([chunk], pa.int32()),
+                "chunks": pa.array([len(starts)], pa.int32()),
                 "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
             }
         )
+
+
+def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
+    """Return an outcome, or the error that its result is too large for the driver."""
+    size = len(outcome.result or b"")
+    if size <= max_bytes:
+        return outcome
+    error = (
+        f"Rank {outcome.rank} returned {size / 2**20:,.0f} MiB, and the driver can collect "
+        f"{max_bytes / 2**20:,.1f} MiB of each rank. {LESS_RESULTS}"
+    )
+    return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
 
 
 def _wait_for_all(rendezvous: Rendezvous, num_ranks: int) -> None:
@@ -145,7 +189,8 @@ def _supervise(
         if sender is not None:
             sender.send(kind="output", rank=rank, line=line)
 
-    with RankProcess(rank, host, job.call, env, relay, job.executable) as process:
+    call = job.call if isinstance(job.call, bytes) else job.call.value
+    with RankProcess(rank, host, call, env, relay, job.executable) as process:
         deadline = float("inf")
         polls = 0
         while process.running():

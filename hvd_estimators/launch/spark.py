@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pyspark import Broadcast
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.2
 _EXECUTOR_WAIT_SECONDS = 10.0
+# Well below the size at which PySpark makes a broadcast variable of a function.
+_INLINE_BYTES = 2**19
+# A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
+_COPIES_OF_RESULTS = 6
 
 
 class SparkBackend(Backend):
@@ -183,16 +188,26 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         self.check()
+        session = _session()
+        with _shared(session.sparkContext, pickle_call(fn, args, kwargs or {})) as call:
+            return self._run(session, call, env)
+
+    def _run(
+        self,
+        session: SparkSession,
+        call: bytes | Broadcast[bytes],
+        env: Mapping[str, str | None] | None,
+    ) -> list[Any]:
+        num_proc = self.num_processes()
         job = Job(
-            call=pickle_call(fn, args, kwargs or {}),
+            call=call,
+            max_bytes=_collectable_bytes(session.sparkContext) // num_proc,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,
         )
-        session = _session()
-        num_proc = self.num_processes()
         frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
             functools.partial(run_task, job=job),
             OUTCOME_SCHEMA,
@@ -209,7 +224,33 @@ class SparkBackend(Backend):
                         "wait for these, or set a longer start_timeout."
                     ) from error
                 raise
-        return results_in_order(outcomes(rows))
+        return results_in_order(outcomes(rows, num_proc))
+
+
+@contextlib.contextmanager
+def _shared(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[bytes]]:
+    """Yield a call as the tasks get it; what that takes on disk is gone when the block ends.
+
+    Of a function above 1 MiB PySpark makes a broadcast variable by itself, whose file stays for as
+    long as the application.
+    """
+    if len(call) <= _INLINE_BYTES:
+        yield call
+        return
+    broadcast = context.broadcast(call)
+    try:
+        yield broadcast
+    finally:
+        broadcast.destroy()
+
+
+def _collectable_bytes(context: SparkContext) -> int:
+    """Return how many bytes of results the driver's JVM can collect."""
+    assert context._jvm is not None
+    limit = int(context._jvm.java.lang.Runtime.getRuntime().maxMemory()) // _COPIES_OF_RESULTS
+    given = context._jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
+    # What Spark counts is somewhat more than what a rank returned.
+    return min(limit, int(given * 0.9) if given > 0 else limit)
 
 
 def _session() -> SparkSession:

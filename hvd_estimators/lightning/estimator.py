@@ -256,8 +256,14 @@ class LightningEstimator(torch_estimator.TorchEstimator):
                 "val_async_data_loader_queue_size": get("val_async_data_loader_queue_size"),
             },
         )
-        results = self._run(backend, train, spec)
-        model = self._create_model(results, spec.run.run_id, column_metadata(data.columns))
+        model = self._run(
+            backend,
+            train,
+            spec,
+            lambda results: self._create_model(
+                results, spec.run.run_id, column_metadata(data.columns)
+            ),
+        )
         if output_shapes and not model.isSet("output_shapes"):
             model._set(output_shapes=[list(shape) for shape in output_shapes])
         return model

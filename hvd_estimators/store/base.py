@@ -238,6 +238,11 @@ class Store(ABC):
         if self.exists(path):
             self.fs.rm(path, recursive=True)
 
+    def delete_empty(self, path: str) -> None:
+        """Delete a directory if there is nothing in it."""
+        if self.fs.isdir(path) and not self.fs.ls(path, detail=False):
+            self.fs.rmdir(path)
+
     def _data_path(self, path: str | None, default: str) -> str:
         return self.get_full_path(path) if path else f"{self.prefix_path}/{default}"
 

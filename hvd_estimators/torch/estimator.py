@@ -70,6 +70,8 @@ class TorchEstimator(HorovodEstimator):
         If a rank fails.
     """
 
+    _state_reader = "torch.load(path)"
+
     input_shapes = declare(
         "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
         "columns' shapes.",
@@ -159,8 +161,9 @@ class TorchEstimator(HorovodEstimator):
             metrics=self._metric_groups(),
             train_minibatch_fn=get("train_minibatch_fn"),
         )
-        results = self._run(backend, train, spec)
-        return self._create_model(results, spec, output_shapes)
+        return self._run(
+            backend, train, spec, lambda results: self._create_model(results, spec, output_shapes)
+        )
 
     def _create_model(
         self,

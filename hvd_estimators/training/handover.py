@@ -1,0 +1,246 @@
+"""What passes between the driver and the ranks of a fit as files of the store, of any size.
+
+Spark sends functions by way of the driver's disk and collects results through its JVM, where both
+have to fit several times over. So a model that goes to the ranks, and the state that comes back,
+are files in the run's folder, and what Spark carries is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import logging
+import pickle
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError, StoreError
+from hvd_estimators.spec import TrainResult, TrainSpec
+from hvd_estimators.store.base import Store
+
+__all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
+
+logger = logging.getLogger(__name__)
+
+Trainer = Callable[[Any], TrainResult]
+"""Trains on one rank, given a `TrainSpec`, and returns the state on rank 0."""
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """A trainer and what it is told, in a file; crosses to the ranks.
+
+    Attributes
+    ----------
+    store : Store
+        Holds the file.
+    path : str
+        The file.
+    digest : str
+        SHA-256 of its content, so that nothing else is ever unpickled.
+    state_path : str
+        Where rank 0 writes the state that it has trained.
+    """
+
+    store: Store
+    path: str
+    digest: str
+    state_path: str
+
+
+def train_stored(call: StoredCall) -> TrainResult:
+    """Run a stored trainer, and leave the state that it returns in the store. Runs on every rank.
+
+    Returns
+    -------
+    TrainResult
+        What the trainer returned, with the digest of the state's file in the place of the state.
+    """
+    document = _verified(call.store, call.path, call.digest)
+    train, spec = _Unpickler(document, call.store).load()
+    del document
+    result: TrainResult = train(spec)
+    if result.state is None:
+        return result
+    with call.store.open_atomic(call.state_path) as file:
+        file.write(result.state)
+    return replace(result, state=None, state_digest=hashlib.sha256(result.state).hexdigest())
+
+
+class Handover:
+    """The files of one fit. Runs on the driver, as a context manager that deletes them.
+
+    What a failure must not take along is a state that was trained where the run keeps no
+    checkpoint: it stays, and the error says where.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        What the trainer is told.
+    reader : str
+        What opens a trained state, for a user who has to.
+    """
+
+    def __init__(self, spec: TrainSpec, reader: str) -> None:
+        self._spec = spec
+        self._store = spec.store
+        self._reader = reader
+        self._folder = f"{spec.run.run_path}/handover-{uuid.uuid4().hex}"
+        self._state_path = f"{self._folder}/state"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _logged("The files of a fit could not be deleted"):
+            if exc is None or not self._is_only_copy():
+                self._store.delete(self._folder)
+                run = self._spec.run
+                if run.checkpoint_path is None:
+                    self._store.delete_empty(run.run_path)
+            else:
+                self._store.delete(f"{self._folder}/call")
+
+    def put(self, train: Trainer) -> StoredCall:
+        """Write the call that every rank is to make."""
+        path = f"{self._folder}/call"
+        with self._store.open_atomic(path) as file:
+            writer = _HashingWriter(file)
+            _Pickler(writer, self._store).dump((train, self._spec))
+        return StoredCall(self._store, path, writer.digest.hexdigest(), self._state_path)
+
+    def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
+        """Return the ranks' results with the state that rank 0 has written."""
+        first = results[0]
+        if not first.state_digest:
+            return list(results)
+        state = _verified(self._store, self._state_path, first.state_digest)
+        return [replace(first, state=state), *results[1:]]
+
+    @contextlib.contextmanager
+    def naming_what_is_kept(self, *, trained: bool) -> Iterator[None]:
+        """Tell in what the block raises where the work is, and how to get at it.
+
+        Parameters
+        ----------
+        trained : bool
+            Whether the ranks have ended. What is not this package's own error then becomes a
+            `ResultsError`; before, it may be a backend's own and stays what it is.
+        """
+        try:
+            yield
+        except HvdEstimatorsError as error:
+            hint = self._hint()
+            if hint:
+                _append(error, hint)
+            raise
+        except Exception as error:
+            if not trained:
+                hint = self._hint()
+                if hint:
+                    logger.error("%s", hint)
+                raise
+            raise ResultsError(
+                "The ranks have trained the model, and the driver could not make it of what they "
+                f"left ({type(error).__name__}: {error}). {self._hint()}".rstrip()
+            ) from error
+
+    def _is_only_copy(self) -> bool:
+        checkpoint = self._spec.run.checkpoint_path
+        has_checkpoint = checkpoint is not None and self._store.exists(checkpoint)
+        return not has_checkpoint and self._store.exists(self._state_path)
+
+    def _hint(self) -> str:
+        """Return what is kept of the run, for a message; nothing if nothing is."""
+        run = self._spec.run
+        with _logged("The store could not be asked what is kept"):
+            if run.checkpoint_path is not None and self._store.exists(run.checkpoint_path):
+                return (
+                    f"What was trained is kept as run_id={run.run_id!r} (its checkpoint is "
+                    f"{run.checkpoint_path!r}): fit() with that run_id and otherwise the same "
+                    "params goes on from there and repeats no epoch that was finished."
+                )
+            if self._store.exists(self._state_path):
+                return (
+                    f"What was trained is kept as run_id={run.run_id!r}, in {self._state_path!r}, "
+                    f"which {self._reader} opens. The store keeps no checkpoints "
+                    "(save_runs=False), so that it is the only copy; nothing deletes it but you."
+                )
+        return ""
+
+
+@contextlib.contextmanager
+def _logged(message: str) -> Iterator[None]:
+    """Let what the store raises not take the place of an error that matters more."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", message, error)
+
+
+def _append(error: HvdEstimatorsError, hint: str) -> None:
+    message = f"{error}\n{hint}"
+    error.args = (message, *error.args[1:])
+    if isinstance(error, ImportError):
+        error.msg = message
+
+
+def _verified(store: Store, path: str, digest: str) -> bytes:
+    document = store.read(path)
+    if hashlib.sha256(document).hexdigest() != digest:
+        raise StoreError(
+            f"{path!r} holds something else than what was written there ({len(document)} bytes). "
+            "Set a store of which all machines see the same, and that nobody else changes."
+        )
+    return document
+
+
+class _HashingWriter(io.RawIOBase):
+    """Writes to a file and computes the digest of what it writes."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__()
+        self._file = file
+        self.digest = hashlib.sha256()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        written: int = self._file.write(data)
+        return written
+
+
+# The store's options may be secrets. They travel with the call itself, as all that Spark is given,
+# and not in a file that others may read.
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: Any, store: Store) -> None:
+        super().__init__(file)
+        self._names = {id(store): "store", id(store.storage_options): "storage_options"}
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, document: bytes, store: Store) -> None:
+        super().__init__(io.BytesIO(document))
+        self._values = {"store": store, "storage_options": store.storage_options}
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._values[pid]

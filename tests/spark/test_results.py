@@ -1,0 +1,111 @@
+"""What goes to ranks and comes back: of any size, and without files that stay behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.spark
+
+WIDTH = 250_000
+
+
+@pytest.fixture
+def small_driver(spark: Any) -> Iterator[None]:
+    """A driver that collects 1 MiB and no more."""
+    conf = spark.sparkContext._jsc.sc().conf()
+    conf.set("spark.driver.maxResultSize", "1m")
+    yield
+    conf.remove("spark.driver.maxResultSize")
+
+
+def temporary_files(spark: Any) -> set[Path]:
+    """Return what this application has in Spark's temporary folders, but for shuffled rows."""
+    context = spark.sparkContext
+    folders = [Path(context._temp_dir)]
+    folders += map(
+        Path,
+        context._jvm.org.apache.spark.SparkEnv.get()
+        .blockManager()
+        .diskBlockManager()
+        .localDirsString(),
+    )
+    found = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
+    return {path for path in found if not path.name.startswith("shuffle_")}
+
+
+class Wide(torch.nn.Module):
+    """Half a million parameters, of which a row trains two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = torch.nn.Embedding(2 * WIDTH, 1)
+
+    def forward(self, index: torch.Tensor) -> torch.Tensor:
+        return self.weights(index.long()).sum(-1)
+
+
+@pytest.mark.parametrize("save_runs", [True, False])
+def test_a_model_larger_than_what_the_driver_collects_is_trained(
+    spark: Any, tmp_path: Path, small_driver: None, save_runs: bool
+) -> None:
+    store = Store.create(str(tmp_path / "store"), save_runs=save_runs)
+    frame = spark.range(8).select(
+        (F.col("id") * 60_000).cast("double").alias("x"), F.lit(1.0).alias("y")
+    )
+    net = Wide()
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        column_dtypes={"x": "float64"},
+        scale_learning_rate=False,
+        batch_size=4,
+        verbose=0,
+    )
+    before = temporary_files(spark)
+
+    trained = estimator.fit(frame).getModel()
+
+    assert temporary_files(spark) <= before
+    change = (trained.weights.weight - net.weights.weight).squeeze(1).detach()
+    # Adam's first step is the learning rate, towards the label, for each parameter with a gradient.
+    rows = torch.arange(8) * 60_000
+    expected = torch.zeros(2 * WIDTH)
+    expected[rows] = 0.01 * torch.sign(1.0 - net.weights.weight.detach()[rows, 0])
+    torch.testing.assert_close(change, expected, atol=1e-6, rtol=1e-4)
+    kept = {path.name for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert not any("state" in name or "call" in name for name in kept)
+    assert ("checkpoint" in kept) == save_runs
+
+
+def test_results_that_the_driver_cannot_collect_are_refused(spark: Any, small_driver: None) -> None:
+    backend = SparkBackend(2)
+
+    assert list(map(len, backend.run(bytes, [300_000]))) == [300_000] * 2
+    with pytest.raises(ResultsError, match=r"returned 1 MiB, and .* 0.4 MiB of each.*Return less"):
+        backend.run(bytes, [700_000])
+
+
+def test_what_ranks_are_given_is_not_left_on_disk(spark: Any) -> None:
+    backend, given = SparkBackend(2), bytes(range(256)) * 2**13
+    before = temporary_files(spark)
+    for _ in range(3):
+        assert backend.run(len, [given]) == [2**21] * 2
+    assert temporary_files(spark) <= before

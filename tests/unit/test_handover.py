@@ -1,0 +1,161 @@
+"""What passes between the driver and the ranks as files: nothing is lost, and nothing left."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
+from hvd_estimators.spec import EpochRecord, TrainResult
+from hvd_estimators.store.base import RunPaths
+from hvd_estimators.training.handover import Handover, train_stored
+
+STATE = bytes(range(256)) * 100
+
+
+@dataclasses.dataclass
+class Spec:
+    """The parts of a TrainSpec that matter here."""
+
+    store: Store
+    run: RunPaths
+    options: dict[str, Any]
+    scale: int = 3
+
+
+def trainer(spec: Spec) -> TrainResult:
+    history = (EpochRecord(0, {"loss": float(spec.scale)}),)
+    return TrainResult("digest", STATE * spec.scale, history)
+
+
+def other_rank(spec: Spec) -> TrainResult:
+    return TrainResult("digest", None, ())
+
+
+def tells_options(spec: Spec) -> TrainResult:
+    assert spec.options["storage_options"] == spec.store.storage_options
+    return TrainResult(spec.options["storage_options"]["key"] + " twice", None, ())
+
+
+def make_spec(folder: Path, **store: Any) -> Spec:
+    made = Store.create(str(folder / "store"), **store)
+    return Spec(made, made.run_paths("mine"), {"storage_options": made.storage_options})
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def write_checkpoint(spec: Spec) -> None:
+    assert spec.run.checkpoint_path is not None
+    with spec.store.open_atomic(spec.run.checkpoint_path) as file:
+        file.write(b"checkpoint")
+
+
+@pytest.mark.parametrize("save_runs", [True, False])
+def test_what_ranks_return_is_small_and_the_state_comes_back(
+    tmp_path: Path, save_runs: bool
+) -> None:
+    spec = make_spec(tmp_path, save_runs=save_runs)
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        call = handover.put(trainer)
+        answer = train_stored(call)
+        assert answer.state is None
+        assert len(files(tmp_path)) == 2
+        results = handover.read([answer, train_stored(handover.put(other_rank))])
+    assert results[0].state == STATE * 3
+    assert results[0].history[0].train == {"loss": 3.0}
+    assert results[1].state is None
+    assert files(tmp_path) == set()
+    assert Path(spec.run.run_path).exists() == save_runs
+
+
+def test_the_options_of_a_store_are_not_in_the_file(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, storage_options={"key": "a secret of somebody"})
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        call = handover.put(tells_options)
+        assert b"a secret" not in Path(call.path).read_bytes()
+        assert train_stored(call).weights_digest == "a secret of somebody twice"
+
+
+def test_a_file_that_somebody_changed_is_not_unpickled(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        call = handover.put(trainer)
+        answer = train_stored(call)
+        for path in (call.path, call.state_path):
+            content = Path(path).read_bytes()
+            Path(path).write_bytes(content[:-1] + b"x")
+        with pytest.raises(StoreError, match="something else than what was written"):
+            train_stored(call)
+        with pytest.raises(StoreError, match="something else than what was written"):
+            handover.read([answer])
+
+
+@pytest.mark.parametrize("error", [MemoryError("no room"), ParamError("no such thing")])
+@pytest.mark.parametrize("save_runs", [True, False])
+def test_late_errors_tell_where_the_work_is(
+    tmp_path: Path, save_runs: bool, error: Exception
+) -> None:
+    spec = make_spec(tmp_path, save_runs=save_runs)
+    kind = ParamError if isinstance(error, ParamError) else ResultsError
+
+    def fit() -> None:
+        with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+            handover.read([train_stored(handover.put(trainer))])
+            if save_runs:
+                write_checkpoint(spec)
+            with handover.naming_what_is_kept(trained=True):
+                raise error
+
+    with pytest.raises(kind) as caught:
+        fit()
+    message = str(caught.value)
+    assert str(error) in message
+    assert "run_id='mine'" in message
+    if save_runs:
+        # The checkpoint says as much: the state's file is not needed.
+        assert "fit() with that run_id" in message
+        assert files(tmp_path) == {"store/runs/mine/checkpoints/checkpoint"}
+        return
+    (kept,) = files(tmp_path)
+    assert str(tmp_path / kept) in message
+    assert "a hammer opens" in message
+    assert (tmp_path / kept).read_bytes() == STATE * 3
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoint: bool) -> None:
+    spec = make_spec(tmp_path)
+
+    def fit() -> None:
+        with (
+            Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
+            handover.naming_what_is_kept(trained=False),
+        ):
+            handover.put(trainer)
+            if has_checkpoint:
+                write_checkpoint(spec)
+            raise WorkerFailedError("it broke", rank=1)
+
+    with pytest.raises(WorkerFailedError, match="it broke") as caught:
+        fit()
+    assert caught.value.rank == 1
+    assert ("run_id='mine'" in str(caught.value)) == has_checkpoint
+    assert files(tmp_path) == (
+        {"store/runs/mine/checkpoints/checkpoint"} if has_checkpoint else set()
+    )
+
+
+def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    with (
+        pytest.raises(KeyError),
+        Handover(spec, "a hammer") as handover,  # type: ignore[arg-type]
+        handover.naming_what_is_kept(trained=False),
+    ):
+        raise KeyError("of the backend")

@@ -1,0 +1,60 @@
+"""What Spark collected of the ranks is counted: nothing that is missing goes unnoticed."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.launch.barrier import outcomes
+from hvd_estimators.launch.process import RankOutcome
+
+
+def rows(outcome: RankOutcome, chunks: int = 2) -> list[dict[str, Any]]:
+    document = pickle.dumps(asdict(outcome))
+    size = -(-len(document) // chunks)
+    return [
+        {
+            "rank": outcome.rank,
+            "chunk": chunk,
+            "chunks": chunks,
+            "bytes": document[chunk * size : (chunk + 1) * size],
+        }
+        for chunk in range(chunks)
+    ]
+
+
+FIRST = RankOutcome(0, "a", b"first")
+SECOND = RankOutcome(1, "b", b"second")
+
+
+def test_outcomes_are_put_together_in_whatever_order_they_come() -> None:
+    given = [*rows(SECOND)[::-1], *rows(FIRST, 3)]
+
+    assert sorted(outcomes(given, 2), key=lambda o: o.rank) == [FIRST, SECOND]
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [([], "0, 1"), (rows(SECOND), "0"), ([*rows(FIRST), rows(SECOND)[1]], "1")],
+    ids=["none", "a rank", "a chunk"],
+)
+def test_what_did_not_reach_the_driver_is_an_error(given: Any, missing: str) -> None:
+    with pytest.raises(ResultsError, match=rf"what ranks {missing} returned .* Return less, or"):
+        outcomes(given, 2)
+
+
+def test_a_failed_rank_counts_for_more_than_a_missing_one() -> None:
+    failed = RankOutcome(1, "b", None, "ValueError", "it broke")
+
+    assert outcomes(rows(failed), 2) == [failed]
+
+
+def test_a_result_that_was_too_large_to_send_is_an_error() -> None:
+    failed = RankOutcome(1, "b", None, "ResultsError", "Rank 1 returned 5 MiB")
+
+    with pytest.raises(ResultsError, match="Rank 1 returned 5 MiB"):
+        outcomes([*rows(FIRST), *rows(failed)], 2)
