@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 from pyspark import BarrierTaskContext, Broadcast
 
-from hvd_estimators.exceptions import ResultsError
+from hvd_estimators.exceptions import ResultsError, UnreachableError
+from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, listening_environment
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.process import RankOutcome, RankProcess
+from hvd_estimators.launch.reachability import Offer, ProbeListener, agree
 from hvd_estimators.launch.rendezvous import (
     Rendezvous,
     Server,
@@ -115,48 +117,68 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     for _ in batches:
         pass
-    context = BarrierTaskContext.get()
-    host = socket.gethostname()
-    resources = context.resources()
-    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
-    first = context.partitionId() == 0
-    with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Server()) if first else None
-        # One exchange tells everything: each takes about a second in Spark.
-        mine = {"host": host, "port": server.port if server else None}
-        peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
-        hosts = [peer["host"] for peer in peers]
-        slots = assign_ranks(hosts)
-        slot = slots[context.partitionId()]
-        if server is not None:
-            server.expect(slots)
-        one_host = len(set(hosts)) == 1
-        address = "127.0.0.1" if one_host else context.getTaskInfos()[0].address.split(":")[0]
-        rendezvous = Rendezvous(address, peers[0]["port"])
-        env = child_environment(
-            os.environ,
-            job.driver_env,
-            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
-            rank_environment(slot, rendezvous),
-            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
-            job.env,
-        )
-        outcome = _supervise(slot.rank, host, job, env, rendezvous)
-        rendezvous.tell_done(slot.rank)
-        if first:
-            _wait_for_all(rendezvous, len(slots))
+    outcome = _run_rank(BarrierTaskContext.get(), job)
     document = pickle.dumps(asdict(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
         yield pa.RecordBatch.from_pydict(
             {
-                "rank": pa.array([slot.rank], pa.int32()),
-                "host": [host],
+                "rank": pa.array([outcome.rank], pa.int32()),
+                "host": [outcome.host],
                 "chunk": pa.array([chunk], pa.int32()),
                 "chunks": pa.array([len(starts)], pa.int32()),
                 "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
             }
         )
+
+
+def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
+    task = context.partitionId()
+    resources = context.resources()
+    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Server()) if task == 0 else None
+        with _probe_listener(context, job) as probes:
+            # One exchange tells everything on one host: each takes about a second in Spark.
+            mine = {"offer": asdict(probes.offer()), "port": server.port if server else None}
+            peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+            offers = [Offer(**peer["offer"]) for peer in peers]
+            try:
+                places = agree(offers, task, context.allGather)
+            except UnreachableError as error:
+                return RankOutcome(
+                    task,
+                    offers[task].name,
+                    None,
+                    UnreachableError.__name__,
+                    str(error),
+                    ended_at=time.time(),
+                )
+        slots = assign_ranks(places.hosts)
+        slot = slots[task]
+        if server is not None:
+            server.expect(slots)
+        rendezvous = Rendezvous(places.addresses[0], peers[0]["port"])
+        env = child_environment(
+            os.environ,
+            job.driver_env,
+            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+            rank_environment(slot, rendezvous),
+            listening_environment(places.addresses[task]),
+            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
+            job.env,
+        )
+        outcome = _supervise(slot.rank, slot.hostname, job, env, rendezvous)
+        rendezvous.tell_done(slot.rank)
+        if server is not None:
+            _wait_for_all(rendezvous, len(slots))
+    return outcome
+
+
+def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
+    known = context.getTaskInfos()[context.partitionId()].address
+    interface = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
+    return ProbeListener.on_this_host(known.rpartition(":")[0].strip("[]"), interface or "")
 
 
 def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:

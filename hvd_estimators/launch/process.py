@@ -21,7 +21,7 @@ from typing import Any
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import DependencyError, WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, UnreachableError, WorkerFailedError
 from hvd_estimators.launch.output import OutputReader
 from hvd_estimators.launch.worker import CALL_FILE, OUTCOME_FILE
 
@@ -85,6 +85,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If a rank failed, with what the rank that failed first has to say.
     DependencyError
         If it failed because its machine has no such Python.
+    UnreachableError
+        If the ranks' hosts do not reach each other.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -93,6 +95,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     first = min(failed, key=_blame)
     if first.error_type == _NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
+    if first.error_type == UnreachableError.__name__:
+        raise UnreachableError(first.error)
     others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
     # A rank prints its traceback too, as the last thing it does.

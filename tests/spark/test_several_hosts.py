@@ -9,6 +9,8 @@ import pytest
 import two_hosts
 from two_hosts import SAME_ADDRESS, Cluster
 
+from hvd_estimators.exceptions import UnreachableError
+
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
@@ -42,8 +44,10 @@ def run_job(env: dict[str, str | None] | None = None) -> list[tuple[int, str, fl
         (("nowhere1", "nowhere2"), None),
         (("debian1", "debian2"), "127.0.1.1"),
         (("docker1", "docker2"), SAME_ADDRESS),
+        (("same", "same"), None),
+        (("same", "same"), "127.0.1.1"),
     ],
-    ids=["unresolvable", "127.0.1.1", "another interface"],
+    ids=["unresolvable", "127.0.1.1", "another interface", "equal", "equal and 127.0.1.1"],
 )
 def test_ranks_reduce_whatever_their_hosts_names_are(
     cluster: Cluster, names: tuple[str, str], address: str | None
@@ -54,3 +58,10 @@ def test_ranks_reduce_whatever_their_hosts_names_are(
     results = cluster.run(run_job)
 
     assert sorted(results) == sorted((1, name, 3.0) for name in names)
+
+
+def test_a_network_that_does_not_lead_to_the_other_host_is_an_error_at_once(
+    cluster: Cluster,
+) -> None:
+    with pytest.raises(UnreachableError, match=rf"\({SAME_ADDRESS}\) reaches .* nowhere"):
+        cluster.run(run_job, {"HOROVOD_GLOO_IFACE": "bridge0"}, timeout=50)

@@ -1,0 +1,258 @@
+"""Which tasks share a host, and which address of each host the others use."""
+
+import dataclasses
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch import addresses, reachability
+from hvd_estimators.launch.addresses import (
+    candidate_addresses,
+    host_identity,
+    listening_environment,
+)
+from hvd_estimators.launch.process import RankOutcome, results_in_order
+from hvd_estimators.launch.reachability import Offer, ProbeListener, agree, choose
+
+
+def offer(identity, *addresses, name="node"):
+    return Offer(identity, name, [(address, 1) for address in addresses], "nonce")
+
+
+class TestChoice:
+    def test_the_first_address_that_all_others_reached_is_chosen(self):
+        offers = [
+            offer("a", "10.0.0.1", "10.1.0.1"),
+            offer("b", "10.1.0.2"),
+            offer("c", "10.1.0.3"),
+        ]
+        reports = [
+            {1: ["10.1.0.2"], 2: ["10.1.0.3"]},
+            {0: ["10.1.0.1", "10.0.0.1"], 2: ["10.1.0.3"]},
+            {0: ["10.1.0.1"], 1: ["10.1.0.2"]},
+        ]
+
+        assert choose(offers, reports) == {0: "10.1.0.1", 1: "10.1.0.2", 2: "10.1.0.3"}
+
+    def test_all_addresses_are_of_one_kind(self):
+        offers = [offer("a", "10.0.0.1", "fd00::1"), offer("b", "fd00::2")]
+        reports = [{1: ["fd00::2"]}, {0: ["10.0.0.1", "fd00::1"]}]
+
+        assert choose(offers, reports) == {0: "fd00::1", 1: "fd00::2"}
+
+    def test_tasks_of_one_host_need_not_reach_each_other(self):
+        offers = [offer("a", "10.0.0.1"), offer("a", "10.0.0.1"), offer("b", "10.0.0.2")]
+        reports = [{2: ["10.0.0.2"]}, {}, {0: ["10.0.0.1"]}]
+
+        assert choose(offers, reports) == {0: "10.0.0.1", 2: "10.0.0.2"}
+
+    def test_who_does_not_reach_whom_is_told(self):
+        offers = [
+            offer("a", "10.0.0.1", name="north"),
+            offer("b", "10.0.0.2", "fd00::2", name="south"),
+            offer("c", "10.0.0.3", name="west"),
+        ]
+        reports = [
+            {1: ["fd00::2"], 2: ["10.0.0.3"]},
+            {0: ["10.0.0.1"], 2: ["10.0.0.3"]},
+            {0: ["10.0.0.1"], 1: []},
+        ]
+
+        with pytest.raises(UnreachableError) as raised:
+            choose(offers, reports)
+
+        lines = str(raised.value).splitlines()
+        assert "north (10.0.0.1) reaches south (10.0.0.2, fd00::2) at fd00::2 only." in lines
+        assert "west (10.0.0.3) reaches south (10.0.0.2, fd00::2) nowhere." in lines
+        assert "HOROVOD_GLOO_IFACE" in lines[-1]
+
+    @given(st.data())
+    def test_a_choice_is_reached_by_everybody(self, data):
+        number = data.draw(st.integers(2, 5))
+        offers = [
+            offer(str(host), f"10.0.0.{host}", f"10.1.0.{host}", f"fd00::{host + 1}")
+            for host in range(number)
+        ]
+        reports = [
+            {
+                other: data.draw(st.lists(st.sampled_from(offers[other].addresses())))
+                for other in range(number)
+                if other != host
+            }
+            for host in range(number)
+        ]
+        try:
+            chosen = choose(offers, reports)
+        except UnreachableError:
+            # Then there is no kind of which each host has an address that all others reached.
+            for is_6 in (False, True):
+                assert any(
+                    not any(
+                        (":" in address) == is_6
+                        and all(address in reports[o][host] for o in range(number) if o != host)
+                        for address in offers[host].addresses()
+                    )
+                    for host in range(number)
+                )
+        else:
+            assert len({":" in address for address in chosen.values()}) == 1
+            for host, address in chosen.items():
+                assert all(address in reports[o][host] for o in range(number) if o != host)
+
+
+class Hosts:
+    """Tasks in threads, each on a host of its own, whose addresses are this machine's 127.x.y.z."""
+
+    def __init__(self, *given):
+        self.listeners = [ProbeListener(addresses) for addresses in given]
+        self.offers = [
+            dataclasses.replace(listener.offer(), identity=str(task), name="node")
+            for task, listener in enumerate(self.listeners)
+        ]
+
+    def agree(self):
+        texts, all_told = [""] * len(self.offers), threading.Barrier(len(self.offers))
+
+        def run(task):
+            def exchange(text):
+                texts[task] = text
+                all_told.wait(30)
+                return list(texts)
+
+            return agree(self.offers, task, exchange)
+
+        with ThreadPoolExecutor(len(self.offers)) as pool:
+            for listener in self.listeners:
+                listener.__enter__()
+            try:
+                futures = [pool.submit(run, task) for task in range(len(self.offers))]
+                return [future.result() for future in futures]
+            finally:
+                for listener in self.listeners:
+                    listener.__exit__(None, None, None)
+
+
+class TestAgreement:
+    def test_every_task_comes_to_the_same_places(self):
+        found = Hosts(["127.0.0.1"], ["127.0.0.2"], ["127.0.0.3"]).agree()
+
+        assert found[0] == found[1] == found[2]
+        assert found[0].addresses == ["127.0.0.1", "127.0.0.2", "127.0.0.3"]
+
+    def test_hosts_of_one_name_are_told_apart(self):
+        found = Hosts(["127.0.0.1"], ["127.0.0.2"]).agree()
+
+        assert found[0].hosts == ["node-127.0.0.1", "node-127.0.0.2"]
+
+    def test_an_address_where_somebody_else_answers_is_not_taken(self):
+        hosts = Hosts(["127.0.0.1", "127.0.0.9"], ["127.0.0.2"])
+        elsewhere = ProbeListener(["127.0.0.4"])
+        first = hosts.offers[0]
+        wrong = elsewhere.offer().endpoints[0]
+        hosts.offers[0] = dataclasses.replace(first, endpoints=[wrong, *first.endpoints])
+
+        with elsewhere:
+            found = hosts.agree()
+
+        assert found[0].addresses == ["127.0.0.1", "127.0.0.2"]
+
+    def test_an_address_where_nobody_answers_is_waited_for_and_then_left(self, monkeypatch):
+        monkeypatch.setattr(reachability, "_PATIENCE_SECONDS", 1.0)
+        with socket.socket() as silent:
+            # Connections are made, and nobody ever says anything.
+            silent.bind(("127.0.0.1", 0))
+            silent.listen()
+            hosts = Hosts([], ["127.0.0.2"])
+            hosts.offers[0] = dataclasses.replace(hosts.offers[0], endpoints=[silent.getsockname()])
+            with pytest.raises(UnreachableError, match=r"reaches node .* nowhere"):
+                hosts.agree()
+
+    def test_tasks_on_one_host_use_the_loopback_and_exchange_nothing(self):
+        with ProbeListener(["127.0.0.1"]) as first, ProbeListener([], "no network") as second:
+            offers = [first.offer(), second.offer()]
+            places = agree(offers, 0, exchange=None)
+
+        assert places.addresses == ["127.0.0.1", "127.0.0.1"]
+        assert places.hosts[0] == places.hosts[1]
+
+    def test_a_host_without_any_address_ends_the_job_on_all(self):
+        hosts = Hosts(["127.0.0.1"], [])
+        hosts.offers[1] = dataclasses.replace(hosts.offers[1], error="it has no network")
+
+        with pytest.raises(UnreachableError, match="it has no network"):
+            hosts.agree()
+
+    def test_the_driver_raises_what_the_tasks_found(self):
+        failed = RankOutcome(0, "node", None, "UnreachableError", "a reaches b nowhere")
+
+        with pytest.raises(UnreachableError, match="a reaches b nowhere"):
+            results_in_order([failed, failed])
+
+
+class TestCandidates:
+    @pytest.fixture
+    def machine(self, monkeypatch):
+        """A machine with every kind of address."""
+
+        def inet(address):
+            kind = socket.AF_INET6 if ":" in address else socket.AF_INET
+            return SimpleNamespace(family=kind, address=address)
+
+        interfaces = {
+            "lo": ["127.0.0.1", "::1"],
+            "wlan0": ["169.254.3.4"],
+            "eth0": ["fd00::5", "fe80::1%eth0", "10.0.0.5"],
+            "eth1": ["10.1.0.5"],
+            "eth2": ["10.2.0.5"],
+        }
+        found = {name: [inet(a) for a in entries] for name, entries in interfaces.items()}
+        found["eth0"].append(SimpleNamespace(family=psutil.AF_LINK, address="00:16:3e:00:00:01"))
+        up = {name: SimpleNamespace(isup=name != "eth2") for name in interfaces}
+        monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: found)
+        monkeypatch.setattr(addresses.psutil, "net_if_stats", lambda: up)
+
+    @pytest.mark.usefixtures("machine")
+    def test_they_are_what_others_might_reach_ipv4_first(self):
+        assert candidate_addresses() == ["10.0.0.5", "10.1.0.5", "169.254.3.4", "fd00::5"]
+
+    @pytest.mark.usefixtures("machine")
+    def test_what_the_cluster_knows_goes_first_if_it_is_this_machines(self):
+        assert candidate_addresses("10.1.0.5")[0] == "10.1.0.5"
+        assert candidate_addresses("fd00::5")[0] == "fd00::5"
+        assert candidate_addresses("fd00:0::5")[0] == "fd00::5"
+        assert candidate_addresses("192.0.2.1") == candidate_addresses()
+        assert candidate_addresses("a-name-that-is.invalid") == candidate_addresses()
+
+    @pytest.mark.usefixtures("machine")
+    def test_an_interface_that_is_asked_for_is_the_only_one(self):
+        assert candidate_addresses("10.1.0.5", "eth0") == ["10.0.0.5", "fd00::5"]
+        with pytest.raises(UnreachableError, match=r"IFACE=eth7.*eth1 \(10\.1\.0\.5\)"):
+            candidate_addresses(interface="eth7")
+
+    @pytest.mark.usefixtures("machine")
+    def test_a_rank_is_told_the_address_and_its_interface(self):
+        assert listening_environment("10.1.0.5") == {
+            "HVD_ESTIMATORS_GLOO_ADDRESS": "10.1.0.5",
+            "HOROVOD_GLOO_IFACE": "eth1",
+        }
+
+
+def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differs(
+    monkeypatch, tmp_path
+):
+    identity = host_identity()
+    assert host_identity() == identity
+
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "elsewhere")
+    assert host_identity() != identity
+    monkeypatch.undo()
+    # A container with a network of its own, on the same machine and of the same name.
+    monkeypatch.setattr(addresses.os, "stat", lambda path: SimpleNamespace(st_ino=1))
+    assert host_identity() != identity
