@@ -76,8 +76,9 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
                     except Exception:
                         logger.exception("An event of a rank could not be handled")
 
-    loopback = host in ("127.0.0.1", "localhost")
-    server = Server(("127.0.0.1" if loopback else "", 0), Connection)
+    host = host.strip("[]")  # as Spark writes an IPv6 address
+    Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    server = Server((_listening_address(host), 0), Connection)
     server.daemon_threads = True
     # Connections end with their rank; one that does not must not hold up the driver.
     server.block_on_close = False
@@ -98,6 +99,20 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
         with lock:
             ended.set()
         server.server_close()
+
+
+def _listening_address(host: str) -> str:
+    """Return the address to listen on: that of a host, or all where it is no address of ours."""
+    if host == "localhost":
+        return "127.0.0.1"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as trial:
+        try:
+            socket.inet_pton(family, host)  # a name may be another address for the ranks
+            trial.bind((host, 0))
+        except OSError:
+            return ""
+    return host
 
 
 class EventSender:

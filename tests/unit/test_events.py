@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+import psutil
 import pytest
 
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, receive_events
@@ -39,6 +40,25 @@ def test_events_arrive_in_order_with_their_values(received, target):
     sender.close()
 
     assert get(received, 500) == sent
+
+
+@pytest.mark.parametrize(
+    ("host", "listening"),
+    [("127.0.0.2", "127.0.0.2"), ("localhost", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1")],
+)
+def test_events_are_taken_at_the_drivers_address_alone(received, host, listening):
+    with receive_events(received.put, host) as env:
+        _, port, _ = env[EVENTS_VARIABLE].rsplit(":", 2)
+        with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
+            sender.send(step=1)
+        assert get(received, 1) == [{"step": 1}]
+
+        taken = [
+            c.laddr.ip
+            for c in psutil.Process().net_connections()
+            if c.status == "LISTEN" and c.laddr.port == int(port)
+        ]
+        assert taken == [listening]
 
 
 def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatch):
