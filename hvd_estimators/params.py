@@ -9,13 +9,15 @@ from __future__ import annotations
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, ClassVar
 
+import numpy as np
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.plain import plain
 
 __all__ = [
     "DeclaredParams",
@@ -95,7 +97,7 @@ class DeclaredParams(Params):
 
     def __init__(self) -> None:
         super().__init__()
-        self._setDefault(**{name: d.default for name, d in self._declarations.items()})
+        self._setDefault(**{name: plain(d.default) for name, d in self._declarations.items()})
 
     def setParams(self, **kwargs: Any) -> Self:
         """Set several params by name.
@@ -117,13 +119,20 @@ class DeclaredParams(Params):
                 self.clear(self.getParam(name))
                 continue
             declaration = self._declarations.get(name)
+            value = plain(value)
             if declaration is not None and declaration.convert is not None:
                 value = declaration.convert(name, value)
             self._paramMap[self.getParam(name)] = value
         return self
 
     def getOrDefault(self, param: Any) -> Any:
-        """Return a param's value, by whichever of its names it was set, or its default."""
+        """Return a param's value, by whichever of its names it was set, or its default.
+
+        Lists and dicts are copies: what is done to one of them changes no param.
+        """
+        return plain(self._value_or_default(param))
+
+    def _value_or_default(self, param: Any) -> Any:
         name = param if isinstance(param, str) else param.name
         if name in self._declarations and not self.isSet(name):
             for other, target in self._other_names():
@@ -257,6 +266,11 @@ def text(name: str, value: Any) -> str:
 
 def names(name: str, value: Any) -> list[str]:
     """Accept a list of column names, or one of them."""
+    if isinstance(value, (Set, Mapping)):
+        # A set has an order of its own in each process.
+        raise ParamError(
+            f"{name}: expected a list of column names, whose order counts, found {value!r}."
+        )
     single = isinstance(value, str) or not isinstance(value, Iterable)
     values = [value] if single else list(value)
     for entry in values:
@@ -270,6 +284,8 @@ def names(name: str, value: Any) -> list[str]:
 
 def numbers(name: str, value: Any) -> list[float]:
     """Accept a list of numbers, or one of them."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
     values = value if isinstance(value, (list, tuple)) else [value]
     convert = number()
     return [convert(name, entry) for entry in values]
@@ -304,6 +320,8 @@ def shapes(name: str, value: Any) -> list[list[int]]:
     per row) and ``[-1]``.
     """
     try:
+        if isinstance(value, (Set, Mapping)):
+            raise TypeError("no order")
         given = [[operator.index(size) for size in shape] for shape in value]
     except TypeError:
         given = [[0]]

@@ -23,6 +23,7 @@ from hvd_estimators.data.schema import StoredColumn, stored_column
 from hvd_estimators.data.types import text_options
 from hvd_estimators.data.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.plain import plain
 from hvd_estimators.store import Store
 
 __all__ = ["load_manifest", "prepare_data"]
@@ -113,6 +114,9 @@ def prepare_data(
     StoreError
         If the store cannot be written to.
     """
+    # As a notebook's arithmetic gives them; the JVM takes no scalars of NumPy's.
+    num_processes, partitions_per_process = plain(num_processes), plain(partitions_per_process)
+    validation, random_seed = plain(validation), plain(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
     label_columns = list(label_columns or [])
     require_columns(df, "label_columns", label_columns)

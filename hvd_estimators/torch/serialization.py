@@ -12,6 +12,7 @@ import cloudpickle
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.plain import plain
 
 __all__ = [
     "dump_module",
@@ -118,9 +119,12 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
 
 
 def save_state(state: dict[str, Any]) -> bytes:
-    """Return tensors and plain values as the bytes of a ``torch.save`` file."""
+    """Return tensors and plain values as the bytes of a ``torch.save`` file.
+
+    An optimizer's options may be NumPy's scalars, which `load_state` would refuse.
+    """
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(plain(state), buffer)
     return buffer.getvalue()
 
 

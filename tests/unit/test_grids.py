@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import keras
+import numpy as np
 import pytest
 import pytorch_lightning
 import torch
@@ -21,6 +22,7 @@ from hvd_estimators.torch.serialization import load_optimizer
 
 def test_what_json_holds_is_as_it_is_and_all_else_can_be_saved() -> None:
     net = torch.nn.Linear(1, 1)
+    assert json.dumps(TorchEstimator().epochs.typeConverter(np.int64(3))) == "3"
     slow, fast = (torch.optim.SGD(net.parameters(), lr=rate) for rate in (0.1, 0.2))
     estimator = TorchEstimator(model=net)
 

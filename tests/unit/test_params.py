@@ -197,6 +197,7 @@ def test_getters_and_setters_are_documented():
         (integer(1), 1, 1),
         (integer(1), 2.0, 2),
         (integer(1), np.int64(2), 2),
+        (numbers, np.array([1, 0.5]), [1.0, 0.5]),
         (number(), 1, 1.0),
         (number(0), 0.5, 0.5),
         (number(0), np.float32(0.5), 0.5),
@@ -242,6 +243,9 @@ def test_converters_give_values_in_one_form(convert, given, kept):
         (names, [1], "names of columns"),
         (names, 1, "names of columns"),
         (names, len, "names of columns"),
+        (names, {"a", "b"}, "a list of column names, whose order counts"),
+        (names, frozenset("a"), "a list of column names, whose order counts"),
+        (shapes, {(2,), (3,)}, "a list of shapes"),
         (numbers, ["a"], "a number"),
         (numbers, [[1]], "a number"),
         (functions, [len, "max"], "callables"),
@@ -272,3 +276,44 @@ def test_converters_refuse_other_values_and_name_param_expectation_and_value(
 def test_columns_that_are_named_twice_are_refused():
     with pytest.raises(ParamError, match="feature_cols: found 'a' more than once"):
         Derived(feature_cols=["a", "b", "a"])
+
+
+class WithLists(Base):
+    callbacks = declare("Callbacks.", default=[])
+    options = declare("Options.", default={"a": [1]})
+    shuffle = declare("Whether to shuffle.", default=True, convert=boolean)
+
+
+def test_lists_and_dicts_are_nobody_elses():
+    first, second = WithLists(), WithLists()
+    first.getCallbacks().append("mine")
+    first.getOptions()["a"].append(2)
+
+    assert (first.getCallbacks(), second.getCallbacks()) == ([], [])
+    assert (first.getOptions(), WithLists().getOptions()) == ({"a": [1]}, {"a": [1]})
+
+    callback, given = object(), {"a": [1]}
+    first.setCallbacks([callback]).setOptions(given)
+    copied = first.copy()
+    given["a"].append(2)
+    copied.getOptions()["b"] = 1
+
+    assert first.getOptions() == copied.getOptions() == {"a": [1]}
+    assert copied.getCallbacks()[0] is callback
+
+
+@pytest.mark.parametrize("scalar", [np.float32(0.5), np.int64(3), np.bool_(True), np.str_("a")])
+def test_scalars_of_numpy_are_kept_as_pythons(scalar):
+    params = WithLists(model=scalar, options={scalar: [scalar, (scalar,)]})
+
+    plain = scalar.item()
+    assert (params.getModel(), params.getOptions()) == (plain, {plain: [plain, (plain,)]})
+    assert type(params.getModel()) is type(plain)
+    ((key, (entry, (inner,))),) = params.getOptions().items()
+    assert {type(key), type(entry), type(inner)} == {type(plain)}
+
+
+def test_numpys_truth_is_a_truth_and_no_number():
+    assert WithLists(shuffle=np.bool_(False)).getShuffle() is False
+    with pytest.raises(ParamError, match="epochs: expected a whole number, found True"):
+        WithLists(epochs=np.bool_(True))

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -196,3 +197,19 @@ def test_loading_state_runs_no_code_from_the_file(tmp_path):
     with pytest.raises(pickle.UnpicklingError):
         load_state(document)
     assert not (tmp_path / "touched").exists()
+
+
+def test_an_optimizer_made_with_numpys_scalars_is_saved_and_loaded():
+    net = network()
+    rates = np.logspace(-2, -1, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=rates[0], momentum=np.float32(0.5))
+    step(net, optimizer)
+
+    state = load_state(save_state({"optimizer": optimizer.state_dict(), "steps": np.int64(1)}))
+
+    assert state["steps"] == 1
+    loaded = torch.optim.SGD(net.parameters(), lr=1.0)
+    loaded.load_state_dict(state["optimizer"])
+    group = loaded.param_groups[0]
+    assert (group["lr"], group["momentum"]) == (rates[0], 0.5)
+    assert type(group["lr"]) is type(group["momentum"]) is float
