@@ -19,7 +19,8 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, declare
-from hvd_estimators.persistence import FileReadable, FileWritable, is_json
+from hvd_estimators.persistence import FileReadable, FileWritable, dump_param, is_json
+from hvd_estimators.plain import plain
 
 __all__ = ["GridParams", "GridValue"]
 
@@ -61,7 +62,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
                 f"{name}: the estimator for which the grid was built is gone, so that its values "
                 "cannot be saved. Keep it, or build the grid anew."
             )
-        return self.copy({"document": owner._dump_param(name, self.value)}).write()
+        return self.copy({"document": dump_param(owner, name, self.value)}).write()
 
     def _evaluate(self, dataset: DataFrame) -> float:
         raise NotImplementedError("A value of a grid evaluates nothing.")
@@ -102,6 +103,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
 
 
 def _in_grid(owner: str, name: str, value: Any) -> Any:
+    value = plain(value)
     if isinstance(value, GridValue) or is_json(value):
         return value
     return GridValue(owner, name, value)

@@ -3,8 +3,10 @@
 ``metadata/`` is Spark ML's own format, so that ``Pipeline`` and ``PipelineModel`` save and load
 such stages; it holds the params that JSON can. Every other param is a file of its own, pickled
 (``params/<name>.pkl``), or what the class makes of it, except those that are declared not to be
-saved. Loading runs code from the files: load
-what you trust. Runs on the driver.
+saved. Loading runs code from the files: load what you trust. Runs on the driver.
+
+What is saved over something else takes its place when the file of its metadata does, which is at
+once: a process that is killed leaves the old or the new one.
 """
 
 from __future__ import annotations
@@ -12,10 +14,11 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import uuid
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import cloudpickle
-import fsspec
 from pyspark.ml.util import (
     DefaultParamsReader,
     DefaultParamsWriter,
@@ -24,14 +27,17 @@ from pyspark.ml.util import (
     MLWritable,
     MLWriter,
 )
-from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.folders import Folder, open_folder
 from hvd_estimators.params import DeclaredParams
+from hvd_estimators.store import Store
 
-__all__ = ["FileReadable", "FileWritable", "is_json"]
+__all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
 
 logger = logging.getLogger(__name__)
+
+_METADATA, _PARAMS = "metadata", "params"
 
 Instance = TypeVar("Instance", bound=DeclaredParams)
 
@@ -70,37 +76,124 @@ class _Writer(MLWriter):
         super().__init__()
         self._instance = instance
 
+    def save(self, path: str) -> None:
+        """Save the instance. What is to be replaced stays whole until the new one is.
+
+        Raises
+        ------
+        StoreError
+            If there is something that is not to be replaced.
+        """
+        # Not as the base does it, which deletes first.
+        self.saveImpl(path)
+
     def saveImpl(self, path: str) -> None:
-        instance = self._instance
-        declared = instance._declarations
-        left_out = sorted(
-            p.name for p in instance._paramMap if p.name in declared and not declared[p.name].saved
-        )
-        set_params = {p.name: v for p, v in instance._paramMap.items() if p.name not in left_out}
-        plain = {name: value for name, value in set_params.items() if is_json(value)}
-        pickled = sorted(set_params.keys() - plain.keys())
-        documents = {
-            f"params/{name}.pkl": instance._dump_param(name, set_params[name]) for name in pickled
-        }
-        documents.update(instance._extra_files())
-        filesystem, root = _filesystem(self.sparkSession, path)
-        if filesystem.exists(root):
+        # Before anything is touched: a value may not be picklable.
+        document = _Document.of(self._instance)
+        folder = open_folder(self.sparkSession, path)
+        if folder.exists() and not self.shouldOverwrite:
             raise StoreError(f"{path!r} exists. To replace it call write().overwrite().save(path).")
+        if folder.is_file():
+            folder.delete()
+        number = uuid.uuid4().hex
+        is_new = not folder.exists()
+        params = _PARAMS if is_new else f"{_PARAMS}-{number}"
+        # Spark writes metadata as a directory, which nothing replaces at once; its file can be.
+        staging = "" if is_new else f".{number}.partial"
+        try:
+            for name, content in document.params.items():
+                folder.write(f"{params}/{name}.pkl", content)
+            # Last: a directory without metadata does not load, so a save that broke off never does.
+            DefaultParamsWriter.saveMetadata(
+                document.bare,
+                f"{folder.url}/{staging}" if staging else folder.url,
+                self.sparkSession.sparkContext,
+                extraMetadata={
+                    "pickledParams": sorted(document.params),
+                    "leftOutParams": document.left_out,
+                    "paramsFolder": params,
+                },
+            )
+        except BaseException:
+            # What was there before is as it was.
+            for name in (params, staging):
+                if name:
+                    folder.delete(name)
+            raise
+        if staging:
+            _move_metadata(folder, f"{staging}/{_METADATA}")
+        for name, content in document.extra.items():
+            folder.write(name, content)
+        # The old one's files, and what saves have left that were killed.
+        for name in set(folder.names()) - {params, _METADATA, *document.extra}:
+            folder.delete(name)
+
+
+def _move_metadata(folder: Folder, source: str) -> None:
+    (new,) = _data_files(folder, source)
+    old = _data_files(folder, _METADATA)
+    if len(old) == 1:
+        folder.move_file(f"{source}/{new}", f"{_METADATA}/{old[0]}")
+        return
+    # No writer of Spark ML's has left this, and nothing can be loaded from it.
+    folder.delete(_METADATA)
+    folder.move_directory(source, _METADATA)
+
+
+def _data_files(folder: Folder, name: str) -> list[str]:
+    return [file for file in folder.names(name) if not file.startswith(("_", "."))]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What is written of an instance.
+
+    Attributes
+    ----------
+    bare : DeclaredParams
+        A copy with the params that JSON can hold.
+    params : mapping
+        Name of each other param to its bytes.
+    extra : mapping
+        Name to content of further files.
+    left_out : list of str
+        What is not saved.
+    """
+
+    bare: Any
+    params: dict[str, bytes]
+    extra: dict[str, bytes]
+    left_out: list[str]
+
+    @staticmethod
+    def of(instance: Any) -> _Document:
+        declared = instance._declarations
+        values = {p.name: value for p, value in instance._paramMap.items()}
+        left_out = [name for name in values if name in declared and not declared[name].saved]
+        for name in left_out:
+            del values[name]
+        json_values = {name: value for name, value in values.items() if is_json(value)}
+        documents = {
+            name: dump_param(instance, name, values[name])
+            for name in values.keys() - json_values.keys()
+        }
+        left_out += [
+            f"storage_options of {name}"
+            for name, value in values.items()
+            if isinstance(value, Store) and value.storage_options
+        ]
         bare = instance.copy()
-        bare._paramMap = {p: v for p, v in instance._paramMap.items() if p.name in plain}
+        bare._paramMap = {p: v for p, v in instance._paramMap.items() if p.name in json_values}
         bare._defaultParamMap = {p: v for p, v in instance._defaultParamMap.items() if is_json(v)}
-        for name, document in documents.items():
-            target = f"{root}/{name}"
-            filesystem.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
-            with filesystem.open(target, "wb") as file:
-                file.write(document)
-        # Last: a directory without metadata does not load, so a save that broke off never does.
-        DefaultParamsWriter.saveMetadata(
-            bare,
-            path,
-            self.sparkSession.sparkContext,
-            extraMetadata={"pickledParams": pickled, "leftOutParams": left_out},
-        )
+        return _Document(bare, documents, instance._extra_files(), sorted(left_out))
+
+
+def dump_param(instance: Any, name: str, value: Any) -> bytes:
+    """Return a param's value as it is saved: a store without its options, which may be secrets."""
+    if isinstance(value, Store):
+        value = value.without_options()
+    document: bytes = instance._dump_param(name, value)
+    return document
 
 
 class _Reader(MLReader[Any]):
@@ -116,18 +209,15 @@ class _Reader(MLReader[Any]):
         StoreError
             If a file of it is missing.
         """
-        metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession.sparkContext)
+        folder = open_folder(self.sparkSession, path)
+        metadata = DefaultParamsReader.loadMetadata(folder.url, self.sparkSession.sparkContext)
         instance = self._cls()
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
-        filesystem, root = _filesystem(self.sparkSession, path)
-        documents = {}
-        for name in metadata["pickledParams"]:
-            file = f"{root}/params/{name}.pkl"
-            try:
-                documents[name] = filesystem.cat_file(file)
-            except OSError as error:
-                raise StoreError(f"{path!r} is not complete: it lacks {file!r}.") from error
+        params = metadata.get("paramsFolder", _PARAMS)
+        documents = {
+            name: folder.read(f"{params}/{name}.pkl") for name in metadata["pickledParams"]
+        }
         for name, value in instance._load_params(documents).items():
             instance._paramMap[instance.getParam(name)] = value
         for name in metadata.get("leftOutParams", ()):
@@ -141,15 +231,3 @@ def is_json(value: Any) -> bool:
         return bool(json.loads(json.dumps(value)) == value)
     except (TypeError, ValueError):
         return False
-
-
-def _filesystem(session: SparkSession, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """Return the filesystem on which Spark writes to a path, and the path on it."""
-    if "://" not in path and not path.startswith("file:"):
-        default = session.sparkContext._jsc.hadoopConfiguration().get("fs.defaultFS", "file:///")
-        if not default.startswith("file:"):
-            path = f"{default.rstrip('/')}/{path.lstrip('/')}"
-    elif path.startswith("file:"):
-        path = "file://" + path.removeprefix("file:").removeprefix("//")
-    filesystem, root = fsspec.core.url_to_fs(path)
-    return filesystem, root.rstrip("/")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -144,6 +145,12 @@ class Store(ABC):
                 "Set a prefix that exists, or can be made, on storage that the driver and all "
                 "executors share."
             ) from error
+
+    def without_options(self) -> Store:
+        """Return the store without its ``storage_options``, which may hold secrets."""
+        copied = copy.copy(self)
+        copied.storage_options = {}
+        return copied
 
     def exists(self, path: str) -> bool:
         """Return whether a file or directory exists."""

@@ -1,0 +1,232 @@
+"""Directories where Spark's own writers put them: a path is what the JVM takes it for.
+
+A relative path, one without a scheme and one of a scheme that only the cluster knows (``dbfs:/``)
+are resolved by Hadoop, and files on anything but the local disk are copied by it, with the
+credentials that Spark has. Runs on the driver, whose JVM is on the same machine.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.sql import SparkSession
+
+from hvd_estimators.exceptions import StoreError
+
+__all__ = ["Folder", "open_folder"]
+
+_RENAMING = ("abfs", "abfss", "hdfs", "ofs", "o3fs", "swebhdfs", "viewfs", "webhdfs")
+"""Schemes whose files are renamed onto others at once; elsewhere they appear when closed."""
+
+
+class Folder(abc.ABC):
+    """A directory, which may not be there yet. Names are relative to it, with slashes.
+
+    Attributes
+    ----------
+    url : str
+        The directory as Spark is to be given it.
+    """
+
+    url: str
+
+    @abc.abstractmethod
+    def exists(self, name: str = "") -> bool:
+        """Return whether there is such a file or directory; without a name, this one."""
+
+    @abc.abstractmethod
+    def is_file(self) -> bool:
+        """Return whether there is a file in the place of the directory."""
+
+    @abc.abstractmethod
+    def names(self, name: str = "") -> list[str]:
+        """Return the names of what is in a directory; nothing where it is not there."""
+
+    @abc.abstractmethod
+    def read(self, name: str) -> bytes:
+        """Return the content of a file; raises `StoreError` where there is none."""
+
+    @abc.abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, with the directories that it is in; it appears whole."""
+
+    @abc.abstractmethod
+    def move_file(self, name: str, target: str) -> None:
+        """Put a file in the place of another one: at each moment there is the old or the new."""
+
+    @abc.abstractmethod
+    def move_directory(self, name: str, target: str) -> None:
+        """Rename a directory; there is none of the new name."""
+
+    @abc.abstractmethod
+    def delete(self, name: str = "") -> None:
+        """Delete a file or directory, if it is there; without a name, the directory itself."""
+
+
+def open_folder(session: SparkSession, path: str) -> Folder:
+    """Return the directory that Spark means by a path.
+
+    Raises
+    ------
+    StoreError
+        If Spark knows no filesystem for it.
+    """
+    jvm: Any = session._jvm
+    configuration = session.sparkContext._jsc.hadoopConfiguration()
+    with _errors(path):
+        given = jvm.org.apache.hadoop.fs.Path(path)
+        filesystem = given.getFileSystem(configuration)
+        qualified = filesystem.makeQualified(given)
+    uri = qualified.toUri()
+    if uri.getScheme() == "file":
+        return _LocalFolder(qualified.toString(), Path(uri.getPath()))
+    return _HadoopFolder(jvm, configuration, filesystem, qualified)
+
+
+class _LocalFolder(Folder):
+    def __init__(self, url: str, root: Path) -> None:
+        self.url = url
+        self._root = root
+
+    def exists(self, name: str = "") -> bool:
+        return (self._root / name).exists()
+
+    def is_file(self) -> bool:
+        return self._root.is_file()
+
+    def names(self, name: str = "") -> list[str]:
+        folder = self._root / name
+        return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+    def read(self, name: str) -> bytes:
+        try:
+            return (self._root / name).read_bytes()
+        except OSError as error:
+            raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.") from error
+
+    def write(self, name: str, content: bytes) -> None:
+        target = self._root / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        try:
+            with open(partial, "xb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def move_file(self, name: str, target: str) -> None:
+        path = self._root / target
+        # Hadoop's sum of the old content: without one it reads a file as it is.
+        path.with_name(f".{path.name}.crc").unlink(missing_ok=True)
+        os.replace(self._root / name, path)
+
+    def move_directory(self, name: str, target: str) -> None:
+        os.rename(self._root / name, self._root / target)
+
+    def delete(self, name: str = "") -> None:
+        path = self._root / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+class _HadoopFolder(Folder):
+    def __init__(self, jvm: Any, configuration: Any, filesystem: Any, root: Any) -> None:
+        self.url = root.toString()
+        self._fs = jvm.org.apache.hadoop.fs
+        self._configuration = configuration
+        self._filesystem = filesystem
+        self._root = root
+
+    def exists(self, name: str = "") -> bool:
+        with _errors(self.url):
+            return bool(self._filesystem.exists(self._path(name)))
+
+    def is_file(self) -> bool:
+        with _errors(self.url):
+            return self.exists() and bool(self._filesystem.getFileStatus(self._root).isFile())
+
+    def names(self, name: str = "") -> list[str]:
+        if not self.exists(name):
+            return []
+        with _errors(self.url):
+            entries = self._filesystem.listStatus(self._path(name))
+            return sorted(entry.getPath().getName() for entry in entries)
+
+    def read(self, name: str) -> bytes:
+        if not self.exists(name):
+            raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.")
+        with tempfile.TemporaryDirectory() as folder, _errors(self.url):
+            local = os.path.join(folder, "content")
+            self._filesystem.copyToLocalFile(False, self._path(name), self._local(local), True)
+            return Path(local).read_bytes()
+
+    def write(self, name: str, content: bytes) -> None:
+        # By way of a file: what goes through py4j is held by the JVM several times.
+        with tempfile.TemporaryDirectory() as folder, _errors(self.url):
+            local = os.path.join(folder, "content")
+            Path(local).write_bytes(content)
+            self._filesystem.copyFromLocalFile(False, True, self._local(local), self._path(name))
+
+    def move_file(self, name: str, target: str) -> None:
+        source, destination = self._path(name), self._path(target)
+        with _errors(self.url):
+            if self._root.toUri().getScheme() in _RENAMING:
+                rename = getattr(self._fs, "Options$Rename")
+                # Of one option the JVM makes an array, as for any variable number of arguments.
+                context = self._fs.FileContext.getFileContext(
+                    self._root.toUri(), self._configuration
+                )
+                context.rename(source, destination, _array(rename, [rename.OVERWRITE]))
+                return
+            self._fs.FileUtil.copy(
+                *(self._filesystem, source, self._filesystem, destination),
+                *(True, True, self._configuration),
+            )
+
+    def move_directory(self, name: str, target: str) -> None:
+        with _errors(self.url):
+            if not self._filesystem.rename(self._path(name), self._path(target)):
+                raise StoreError(f"{self.url!r}: {name!r} cannot be renamed to {target!r}.")
+
+    def delete(self, name: str = "") -> None:
+        with _errors(self.url):
+            self._filesystem.delete(self._path(name), True)
+
+    def _path(self, name: str) -> Any:
+        return self._fs.Path(self._root, name) if name else self._root
+
+    def _local(self, path: str) -> Any:
+        return self._fs.Path(f"file://{path}")
+
+
+def _array(cls: Any, values: list[Any]) -> Any:
+    from pyspark import SparkContext
+
+    gateway: Any = SparkContext._gateway
+    array = gateway.new_array(cls, len(values))
+    for index, value in enumerate(values):
+        array[index] = value
+    return array
+
+
+@contextlib.contextmanager
+def _errors(path: str) -> Iterator[None]:
+    """Turn what the JVM raises into an error that names the path."""
+    try:
+        yield
+    except Py4JJavaError as error:
+        raise StoreError(f"{path!r}: {error.java_exception.toString()}") from error

@@ -1,0 +1,159 @@
+"""Saving over what is there, and where Spark means a path to be."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml.feature import VectorAssembler
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.folders import Folder, open_folder
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+pytestmark = pytest.mark.spark
+
+
+def model_of(value: float, **params: Any) -> TorchModel:
+    net = torch.nn.Linear(1, 1)
+    torch.nn.init.constant_(net.weight, value)
+    return TorchModel(model=net, feature_columns=["x"], label_columns=["y"], **params)
+
+
+def value_at(path: Any) -> float:
+    return float(TorchModel.load(str(path)).getModel().weight)
+
+
+@pytest.fixture
+def viewed(spark: Any, tmp_path: Path) -> str:
+    """A folder on a filesystem of Hadoop's, to which the folder ``files`` is mounted."""
+    (tmp_path / "files").mkdir()
+    configuration = spark.sparkContext._jsc.hadoopConfiguration()
+    name = tmp_path.name.replace("_", "-")
+    configuration.set(f"fs.viewfs.mounttable.{name}.link./data", f"file://{tmp_path}/files")
+    return f"viewfs://{name}/data"
+
+
+@pytest.mark.parametrize("place", ["local", "viewfs"])
+def test_what_is_saved_over_another_takes_its_place_whole_or_not_at_all(
+    spark: Any, tmp_path: Path, viewed: str, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "files" / "model"
+    path = str(folder) if place == "local" else f"{viewed}/model"
+    model_of(1.0).save(path)
+    with pytest.raises(StoreError, match=r"exists\. To replace it"):
+        model_of(2.0).save(path)
+    # A value that cannot be pickled.
+    with pytest.raises(TypeError, match="pickle"):
+        model_of(2.0, loss=threading.Lock()).write().overwrite().save(path)
+    assert value_at(path) == 1.0
+
+    # Ended, as by a signal, at each step of saving: no step after it is taken.
+    steps = ("write", "move_file", "delete")
+    kinds = [cls for cls in Folder.__subclasses__() if cls is type(open_folder(spark, path))]
+    done = 0
+    taken: list[str] = []
+
+    def ending(name: str, step: Any) -> Any:
+        def call(*args: Any) -> None:
+            taken.append(name)
+            if len(taken) > done:
+                raise KeyboardInterrupt
+            step(*args)
+
+        return call
+
+    for value in range(2, 30):
+        with monkeypatch.context() as patch:
+            for name in steps:
+                patch.setattr(kinds[0], name, ending(name, getattr(kinds[0], name)))
+            done, taken = value - 2, []
+            ended = False
+            try:
+                model_of(float(value)).write().overwrite().save(path)
+            except KeyboardInterrupt:
+                ended = True
+        moved = "move_file" in taken[:done]
+        assert value_at(path) == (value if moved else 1.0), taken
+        if not ended:
+            break
+        model_of(1.0).write().overwrite().save(path)
+    assert not ended
+    assert {"write", "move_file", "delete"} <= set(taken)
+    # Nothing of the ended ones is left.
+    (params,) = (name for name in os.listdir(folder) if name.startswith("params"))
+    left = {name for name in os.listdir(folder) if not name.endswith(".crc")}
+    assert left == {params, "metadata", "weights.pt"}
+    assert float(torch.load(folder / "weights.pt")["weight"]) == value
+
+
+def test_anything_else_that_lies_there_is_replaced(spark: Any, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    VectorAssembler(inputCols=["a"], outputCol="b").save(str(path))
+    model_of(1.0).write().overwrite().save(str(path))
+    assert value_at(path) == 1.0
+    for name in ("file", "folder", "new"):
+        path = tmp_path / name
+        if name == "file":
+            path.write_text("text")
+        elif name == "folder":
+            (path / "metadata").mkdir(parents=True)
+            (path / "other").write_text("text")
+        model_of(2.0).write().overwrite().save(str(path))
+        assert value_at(path) == 2.0
+        assert not (path / "other").exists()
+
+
+def test_paths_are_what_spark_takes_them_for(
+    spark: Any, tmp_path: Path, viewed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"relative-{tmp_path.name}"
+    working = Path(spark._jvm.java.lang.System.getProperty("user.dir"))
+    # Python's working directory may be another than that of the JVM, which started before.
+    monkeypatch.chdir(tmp_path)
+    model = model_of(3.0)
+    assert open_folder(spark, name).url == f"file:{working / name}"
+    stages = spark._jvm.org.apache.hadoop.fs.Path(name)
+    try:
+        model.save(name)
+        assert (working / name / "weights.pt").exists()
+        assert not (tmp_path / name).exists()
+        assert value_at(name) == 3.0
+    finally:
+        configuration = spark.sparkContext._jsc.hadoopConfiguration()
+        stages.getFileSystem(configuration).delete(stages, True)
+    configuration.set("fs.defaultFS", viewed.removesuffix("/data"))
+    try:
+        model.save("/data/by default")
+        assert value_at("/data/by default") == 3.0
+    finally:
+        configuration.unset("fs.defaultFS")
+    assert (tmp_path / "files" / "by default" / "weights.pt").exists()
+    with pytest.raises(StoreError, match=r"dbfs:/model.*No FileSystem for scheme"):
+        model.save("dbfs:/model")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files"]
+
+
+def test_a_saved_estimator_holds_no_options_of_its_store(
+    spark: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"auto_mkdir": True, "secret": "hunter2"}
+    store = Store.create(str(tmp_path / "store"), storage_options=options)
+    estimator = TorchEstimator(store=store, epochs=2)
+    value = estimator.store.typeConverter(store)
+    estimator.save(str(tmp_path / "estimator"))
+    value.write().save(str(tmp_path / "value"))
+    for folder in ("estimator", "value"):
+        files = [file for file in (tmp_path / folder).rglob("*") if file.is_file()]
+        assert len(files) > 2
+        assert not any(b"hunter2" in file.read_bytes() for file in files)
+    loaded = TorchEstimator.load(str(tmp_path / "estimator"))
+    assert "storage_options of store of TorchEstimator" in caplog.text
+    assert loaded.getStore().prefix_path == store.prefix_path
+    assert loaded.getStore().storage_options == {}
+    assert estimator.getStore().storage_options == options
