@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import datetime
 import logging
 import secrets
@@ -29,6 +30,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsErr
 from hvd_estimators.grids import GridParams
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
+from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import (
@@ -230,24 +232,28 @@ class HorovodEstimator(
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         backend = self._ready_backend()
-        trial = self._check_frame(dataset)
-        with prepare_data(
-            backend.num_processes(),
-            self.getOrDefault("store"),
-            dataset,
-            label_columns=self.getOrDefault("label_cols"),
-            feature_columns=self._all_feature_cols(),
-            validation=self.getOrDefault("validation"),
-            sample_weight_col=self.getOrDefault("sample_weight_col"),
-            compress_sparse=self.getOrDefault("compress_sparse_cols"),
-            partitions_per_process=self.getOrDefault("partitions_per_process"),
-            verbose=self.getOrDefault("verbose"),
-            random_seed=self.getOrDefault("random_seed"),
-            check_finite=self.getOrDefault("check_finite"),
-            allow_text=self._transformation() is not None or self._text_cols(),
-            # Who does not shuffle counts on the order of the rows.
-            shuffle_on_write=self.getOrDefault("shuffle") and self.getOrDefault("shuffle_on_write"),
-        ) as dataset_idx:
+        with contextlib.ExitStack() as stack:
+            with jobs_on(dataset):
+                trial = self._check_frame(dataset)
+                prepared = prepare_data(
+                    backend.num_processes(),
+                    self.getOrDefault("store"),
+                    dataset,
+                    label_columns=self.getOrDefault("label_cols"),
+                    feature_columns=self._all_feature_cols(),
+                    validation=self.getOrDefault("validation"),
+                    sample_weight_col=self.getOrDefault("sample_weight_col"),
+                    compress_sparse=self.getOrDefault("compress_sparse_cols"),
+                    partitions_per_process=self.getOrDefault("partitions_per_process"),
+                    verbose=self.getOrDefault("verbose"),
+                    random_seed=self.getOrDefault("random_seed"),
+                    check_finite=self.getOrDefault("check_finite"),
+                    allow_text=self._transformation() is not None or self._text_cols(),
+                    # Who does not shuffle counts on the order of the rows.
+                    shuffle_on_write=self.getOrDefault("shuffle")
+                    and self.getOrDefault("shuffle_on_write"),
+                )
+                dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
             return self._train(manifest, backend, trial)
 

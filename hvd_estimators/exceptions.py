@@ -11,6 +11,7 @@ __all__ = [
     "DataError",
     "DependencyError",
     "HvdEstimatorsError",
+    "JobCancelledError",
     "ParamError",
     "ReaderError",
     "ResultsError",
@@ -54,6 +55,10 @@ class SlotsError(HvdEstimatorsError, RuntimeError):
     """The cluster cannot run as many ranks at the same time as were asked for."""
 
 
+class JobCancelledError(HvdEstimatorsError, RuntimeError):
+    """Somebody cancelled the Spark job: by its group, by a tag, or by stopping Spark."""
+
+
 class UnreachableError(HvdEstimatorsError, ConnectionError):
     """The hosts of a job do not reach each other."""
 
@@ -63,7 +68,7 @@ class ResultsError(HvdEstimatorsError, RuntimeError):
 
 
 class DependencyError(HvdEstimatorsError, ImportError):
-    """A package that this feature needs is not installed, or not in a version that works."""
+    """A Python, or a package, that this needs is not installed, or not in a version that works."""
 
 
 class BuildError(HvdEstimatorsError, RuntimeError):
@@ -71,12 +76,12 @@ class BuildError(HvdEstimatorsError, RuntimeError):
 
 
 class WorkerFailedError(HvdEstimatorsError, RuntimeError):
-    """A rank failed while the job ran.
+    """A rank failed while the job ran, or what Spark ran it in.
 
     Attributes
     ----------
     rank : int or None
-        The rank that failed first; None where it is not known.
+        The rank that failed first; None where it is not known, as where an executor has ended.
     host : str or None
         The machine that it ran on.
     output_tail : str

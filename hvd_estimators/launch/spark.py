@@ -8,8 +8,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,10 +19,9 @@ from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, S
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.environment import shared_environment
-from hvd_estimators.launch.process import (
-    pickle_call,
-    results_in_order,
-)
+from hvd_estimators.launch.jobs import barrier_job
+from hvd_estimators.launch.process import pickle_call, results_in_order
+from hvd_estimators.launch.slots import await_slots, is_local
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -35,8 +32,6 @@ __all__ = ["SparkBackend"]
 
 logger = logging.getLogger(__name__)
 
-_POLL_SECONDS = 0.2
-_EXECUTOR_WAIT_SECONDS = 10.0
 # Well below the size at which PySpark makes a broadcast variable of a function.
 _INLINE_BYTES = 2**19
 # A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
@@ -101,15 +96,15 @@ class SparkBackend(Backend):
         context = _context()
         application = str(context.applicationId)
         if self._slots is None or self._slots[0] != application:
-            timeout = 0 if _is_local(context) else self._start_timeout
+            timeout = 0 if is_local(context) else self._start_timeout
             # Without any, `check` says so.
-            self._slots = application, max(_await_slots(context, None, timeout), 1)
+            self._slots = application, max(await_slots(context, None, timeout), 1)
         return self._slots[1]
 
     def driver_host(self) -> str:
         """Return the address at which executors reach the driver."""
         context = _context()
-        if _is_local(context):
+        if is_local(context):
             return "127.0.0.1"
         return str(context.getConf().get("spark.driver.host", "127.0.0.1"))
 
@@ -132,7 +127,7 @@ class SparkBackend(Backend):
             )
         _check_executor_python(context)
         wanted = self.num_processes()
-        slots = _await_slots(context, wanted, 0 if _is_local(context) else self._start_timeout)
+        slots = await_slots(context, wanted, 0 if is_local(context) else self._start_timeout)
         if slots == 0:
             raise SlotsError(
                 f"No executor has registered with the cluster (master {context.master}) within "
@@ -154,22 +149,19 @@ class SparkBackend(Backend):
         StoreError
             If a machine does not.
         """
-        if _is_local(_context()):
+        if is_local(_context()):
             return
-        num_proc = self.num_processes()
+        session, num_proc = _session(), self.num_processes()
         probe = f"{store.prefix_path}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:
-            rows = (
-                _session()
-                .range(0, num_proc, 1, num_proc)
-                .mapInArrow(
-                    functools.partial(hosts_without, store=store, path=probe),
-                    "host string",
-                    barrier=True,
-                )
-                .collect()
+            frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
+                functools.partial(hosts_without, store=store, path=probe),
+                "host string",
+                barrier=True,
             )
+            with barrier_job(session.sparkContext, num_proc, self._start_timeout):
+                rows = frame.collect()
         finally:
             store.delete(probe)
         if rows:
@@ -213,17 +205,8 @@ class SparkBackend(Backend):
             OUTCOME_SCHEMA,
             barrier=True,
         )
-        with _job_group(session.sparkContext, num_proc, self._start_timeout) as timed_out:
-            try:
-                rows = frame.collect()
-            except Exception as error:
-                if timed_out.is_set():
-                    raise SlotsError(
-                        f"Timed out waiting for Spark tasks to start: {num_proc} task slots were "
-                        f"not free within {self._start_timeout:g} seconds. Other jobs hold them; "
-                        "wait for these, or set a longer start_timeout."
-                    ) from error
-                raise
+        with barrier_job(session.sparkContext, num_proc, self._start_timeout):
+            rows = frame.collect()
         return results_in_order(outcomes(rows, num_proc))
 
 
@@ -269,99 +252,24 @@ def _check_executor_python(context: SparkContext) -> None:
     DependencyError
         If they run another one: it lacks the packages that are installed here.
     """
-    if not _is_local(context) or context.pythonExec == sys.executable:
+    if not is_local(context) or context.pythonExec == sys.executable:
         return
-    found = subprocess.run(
-        [context.pythonExec, "-c", "import sys; print(sys.prefix)"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    try:
+        found = subprocess.run(
+            [context.pythonExec, "-c", "import sys; print(sys.prefix)"],
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+    except OSError as error:
+        raise DependencyError(
+            f"Spark is to run {context.pythonExec!r} for its Python tasks, which does not start: "
+            f"{error.strerror}. Set PYSPARK_PYTHON={sys.executable} in the environment before the "
+            "Spark session is made."
+        ) from error
     if found != sys.prefix:
         raise DependencyError(
             f"Spark runs {context.pythonExec!r} ({found or 'which does not start'}) for its "
             f"Python tasks, not this Python ({sys.executable}). Set PYSPARK_PYTHON="
             f"{sys.executable} in the environment before the Spark session is made."
         )
-
-
-def _is_local(context: SparkContext) -> bool:
-    return str(context.master).split("[")[0] == "local"
-
-
-def _await_slots(context: SparkContext, wanted: int | None, timeout: float) -> int:
-    """Return the task slots, once there are enough or no more executors seem to register.
-
-    ``wanted=None`` asks for all of them.
-    """
-    started = time.monotonic()
-    # Executors of an application that has been there for a while have registered.
-    age = max(time.time() - context.startTime / 1000, 0)
-    last_change = started - age if wanted is None else started
-    slots = _task_slots(context)
-    while wanted is None or slots < wanted:
-        now = time.monotonic()
-        # Executors register within seconds of each other; the first may take long.
-        if now - started >= timeout or (slots and now - last_change > _EXECUTOR_WAIT_SECONDS):
-            break
-        time.sleep(_POLL_SECONDS)
-        before, slots = slots, _task_slots(context)
-        last_change = now if slots != before else last_change
-    return slots
-
-
-def _task_slots(context: SparkContext) -> int:
-    """Return how many tasks the executors that are registered now can run at the same time."""
-    scala_context = context._jsc.sc()
-    profile = scala_context.resourceProfileManager().defaultResourceProfile()
-    return int(scala_context.maxNumConcurrentTasks(profile))
-
-
-@contextlib.contextmanager
-def _job_group(
-    context: SparkContext, num_proc: int, start_timeout: float
-) -> Iterator[threading.Event]:
-    """Run the block's job so that it is cancelled on any error, or if its tasks do not start.
-
-    Yields an event that is set when the job was cancelled for the latter reason.
-    """
-    group = f"hvd_estimators-{os.getpid()}-{time.monotonic_ns()}"
-    names = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
-    before = {name: context.getLocalProperty(name) for name in names}
-    context.setJobGroup(group, f"Horovod on {num_proc} ranks", interruptOnCancel=True)
-    timed_out, finished = threading.Event(), threading.Event()
-
-    def cancel_late_start() -> None:
-        deadline = time.monotonic() + start_timeout
-        while not finished.wait(_POLL_SECONDS):
-            if _active_tasks(context, group) >= num_proc:
-                return
-            if time.monotonic() > deadline:
-                timed_out.set()
-                context.cancelJobGroup(group)
-                return
-
-    watcher = threading.Thread(target=cancel_late_start, daemon=True)
-    watcher.start()
-    try:
-        yield timed_out
-    except BaseException:
-        context.cancelJobGroup(group)
-        raise
-    finally:
-        finished.set()
-        watcher.join()
-        for name, value in before.items():
-            # None removes a property, which the type hints do not know.
-            context.setLocalProperty(name, value)  # type: ignore[arg-type]
-
-
-def _active_tasks(context: SparkContext, group: str) -> int:
-    tracker = context.statusTracker()
-    active = 0
-    for job_id in tracker.getJobIdsForGroup(group):
-        job = tracker.getJobInfo(job_id)
-        for stage_id in job.stageIds if job else []:
-            stage = tracker.getStageInfo(stage_id)
-            active += stage.numActiveTasks + stage.numCompletedTasks if stage else 0
-    return active

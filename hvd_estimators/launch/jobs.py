@@ -1,0 +1,172 @@
+"""Spark jobs of ours: known by a tag, in the caller's job group, with a limit to their waiting.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch.failures import typed_failure
+from hvd_estimators.launch.slots import task_slots
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame
+
+__all__ = ["barrier_job", "jobs_on", "spark_job"]
+
+_TAG = "hvd_estimators"
+_POLL_SECONDS = 0.2
+_PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
+
+
+@contextlib.contextmanager
+def spark_job(
+    context: SparkContext, description: str | None = None, *, ranks: bool = False
+) -> Iterator[str]:
+    """Run the block's Spark jobs so that they end when it does, and their failures are typed.
+
+    The jobs keep the job group, the scheduler's pool and the other properties that the thread has.
+
+    Parameters
+    ----------
+    context : SparkContext
+        What runs them.
+    description : str, optional
+        Shown by Spark where the thread has set none.
+    ranks : bool
+        Whether tasks do nothing but to run ranks: they are interrupted when they are cancelled, and
+        what Spark raises for any other reason is a typed error, too.
+
+    Yields
+    ------
+    str
+        A tag that these jobs alone have.
+
+    Raises
+    ------
+    JobCancelledError
+        If they are cancelled.
+    DependencyError
+        If the executors' Python does not start, is another version or lacks a package.
+    ResultsError
+        If the driver does not take their results.
+    WorkerFailedError
+        If an executor or its Python process ends.
+    """
+    tag = f"{_TAG}-{uuid.uuid4().hex}"
+    before = {name: context.getLocalProperty(name) for name in _PROPERTIES}
+    try:
+        context.addJobTag(_TAG)
+        context.addJobTag(tag)
+        if ranks:
+            # Not where tasks write: HDFS may take an interrupt for the failure of a node.
+            context.setLocalProperty("spark.job.interruptOnCancel", "true")
+        if description and not before["spark.job.description"]:
+            context.setLocalProperty("spark.job.description", description)
+        yield tag
+    except BaseException as error:
+        # The context may have been stopped.
+        with contextlib.suppress(Exception):
+            context.cancelJobsWithTag(tag)
+        typed = typed_failure(error, context, tag, all_failures=ranks)
+        if typed is None:
+            raise
+        raise typed from error
+    finally:
+        with contextlib.suppress(Exception):
+            for name, value in before.items():
+                # None removes a property, which the type hints do not know.
+                context.setLocalProperty(name, value)  # type: ignore[arg-type]
+
+
+def jobs_on(frame: DataFrame) -> contextlib.AbstractContextManager[object]:
+    """Run jobs on a user's DataFrame as `spark_job` does; with Spark Connect as they are."""
+    context = getattr(frame.sparkSession, "sparkContext", None)
+    return contextlib.nullcontext() if context is None else spark_job(context)
+
+
+@contextlib.contextmanager
+def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> Iterator[None]:
+    """Run the block's barrier job as `spark_job` does, and end it if its tasks do not start.
+
+    Time in which other jobs of ours hold the task slots does not count: fits that run side by side
+    come one after the other.
+
+    Raises
+    ------
+    SlotsError
+        If the tasks have not started in time.
+    """
+    timed_out, finished = threading.Event(), threading.Event()
+
+    def cancel_late_start(tag: str) -> None:
+        waited, last = 0.0, time.monotonic()
+        while not finished.wait(_POLL_SECONDS):
+            try:
+                if _active_tasks(context, _job_ids(context, tag), ended=True) >= num_proc:
+                    return
+                if waited > start_timeout:
+                    timed_out.set()
+                    context.cancelJobsWithTag(tag)
+                    return
+                held = _held_by_others(context, tag, num_proc)
+            except Exception:
+                return  # the context has been stopped
+            now = time.monotonic()
+            waited, last = waited + (0 if held else now - last), now
+
+    try:
+        with spark_job(context, f"Horovod on {num_proc} ranks", ranks=True) as tag:
+            watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                finished.set()
+                watcher.join()
+    except Exception as error:
+        if not timed_out.is_set():
+            raise
+        raise SlotsError(
+            f"Timed out waiting for Spark tasks to start: {num_proc} task slots were "
+            f"not free within {start_timeout:g} seconds. Other jobs hold them; "
+            "wait for these, or set a longer start_timeout."
+        ) from error
+
+
+def _held_by_others(context: SparkContext, tag: str, num_proc: int) -> bool:
+    """Return whether other jobs of ours leave too few task slots."""
+    active = set(context.statusTracker().getActiveJobsIds())
+    others = (active & _job_ids(context, _TAG)) - _job_ids(context, tag)
+    held = _active_tasks(context, others)
+    return held > 0 and task_slots(context) - held < num_proc
+
+
+def _job_ids(context: SparkContext, tag: str) -> set[int]:
+    # PySpark's own status tracker knows groups only.
+    return set(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
+
+
+def _active_tasks(context: SparkContext, jobs: set[int], ended: bool = False) -> int:
+    """Return how many tasks of some jobs run, or have run."""
+    tracker = context.statusTracker()
+    wanted = {
+        stage_id
+        for job_id in jobs
+        for stage_id in getattr(tracker.getJobInfo(job_id), "stageIds", ())
+    }
+    # PySpark's own status tracker learns of tasks that have started with the next event only.
+    stages = context._jsc.sc().statusStore().activeStages()
+    active = 0
+    for stage in (stages.apply(i) for i in range(stages.size())):
+        if stage.stageId() in wanted:
+            active += stage.numActiveTasks() + (stage.numCompleteTasks() if ended else 0)
+    return active

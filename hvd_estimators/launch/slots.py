@@ -1,0 +1,101 @@
+"""How many tasks a Spark cluster can run at the same time, now and soon. Runs on the driver."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspark import SparkContext
+
+__all__ = ["await_slots", "expected_executors", "is_local", "task_slots"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+# Executors register within seconds of each other; the first may take long.
+_SETTLED_SECONDS = 10.0
+# Where more are needed, and nobody knows how many will come.
+_LATE_SECONDS = 60.0
+
+
+def is_local(context: SparkContext) -> bool:
+    """Return whether tasks run in the driver's own process."""
+    return str(context.master).split("[")[0] == "local"
+
+
+def await_slots(context: SparkContext, wanted: int | None, timeout: float) -> int:
+    """Return the task slots, once there are enough or no more executors will come.
+
+    Parameters
+    ----------
+    context : SparkContext
+        The application.
+    wanted : int or None
+        How many are enough; None asks for all of them.
+    timeout : float
+        Seconds to wait at most.
+    """
+    started = time.monotonic()
+    patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
+    # Executors of an application that has been there for a while have registered.
+    age = max(time.time() - context.startTime / 1000, 0)
+    last_change = started - age if wanted is None else started
+    expected = expected_executors(str(context.master), dict(context.getConf().getAll()))
+    told = False
+    slots = task_slots(context)
+    while wanted is None or slots < wanted:
+        now = time.monotonic()
+        if expected is not None and _registered_executors(context) >= expected:
+            slots = task_slots(context)
+            break
+        if now - started >= timeout:
+            break
+        if expected is None and slots and now - last_change > patience:
+            break
+        if wanted is not None and not told and now - started > _SETTLED_SECONDS:
+            told = True
+            logger.warning(
+                "Waiting for executors: the cluster has %d task slots, and %d are needed. After "
+                "%g seconds (start_timeout) this is an error.",
+                *(slots, wanted, timeout),
+            )
+        time.sleep(_POLL_SECONDS)
+        before, slots = slots, task_slots(context)
+        last_change = now if slots != before else last_change
+    return slots
+
+
+def task_slots(context: SparkContext) -> int:
+    """Return how many tasks the executors that are registered now can run at the same time."""
+    scala_context = context._jsc.sc()
+    profile = scala_context.resourceProfileManager().defaultResourceProfile()
+    return int(scala_context.maxNumConcurrentTasks(profile))
+
+
+def _registered_executors(context: SparkContext) -> int:
+    # The driver is among them.
+    return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
+
+
+def expected_executors(master: str, conf: dict[str, str]) -> int | None:
+    """Return how many executors an application of a fixed size gets; None if nobody knows.
+
+    Parameters
+    ----------
+    master : str
+        Spark's master URL.
+    conf : dict
+        Spark's configuration.
+    """
+    cluster = re.fullmatch(r"local-cluster\[\s*(\d+)\s*,.*\]", master)
+    if cluster:
+        return int(cluster[1])
+    if master == "yarn" or master.startswith("k8s"):
+        return int(conf.get("spark.executor.instances", 2))
+    cores, per_executor = conf.get("spark.cores.max"), conf.get("spark.executor.cores")
+    if master.startswith("spark:") and cores and per_executor:
+        return int(cores) // int(per_executor)
+    return None

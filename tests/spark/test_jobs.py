@@ -1,0 +1,228 @@
+"""Jobs of ours among the caller's: groups, cancelling, waiting for slots, and what Spark lost."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark import InheritableThread
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import (
+    DependencyError,
+    JobCancelledError,
+    ResultsError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch import spark as spark_module
+from hvd_estimators.launch.jobs import jobs_on
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.spark
+
+MINE = {
+    "spark.jobGroup.id": "mine",
+    "spark.job.description": "my jobs",
+    "spark.job.interruptOnCancel": "false",
+    "spark.job.tags": "my-tag",
+    "spark.scheduler.pool": "my-pool",
+    "of.my.own": "1",
+}
+
+
+@pytest.fixture
+def my_jobs(spark: Any) -> Iterator[Callable[[], dict[str, str | None]]]:
+    """Give this thread a job group and other properties; the value reads them."""
+    context = spark.sparkContext
+    before = {name: context.getLocalProperty(name) for name in MINE}
+    for name, value in MINE.items():
+        context.setLocalProperty(name, value)
+    yield lambda: {name: context.getLocalProperty(name) for name in MINE}
+    for name, value in before.items():
+        context.setLocalProperty(name, value)
+
+
+def wait_until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def start_and_wait(marker: str) -> None:
+    """Tell of this process, and sleep."""
+    partial = Path(f"{marker}.{os.environ['HOROVOD_RANK']}.partial")
+    partial.write_text(str(os.getpid()))
+    partial.rename(partial.with_suffix(".rank"))
+    time.sleep(300)
+
+
+def ranks(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in folder.glob("*.rank")]
+
+
+def estimator_that_waits(store: Any, marker: str) -> TorchEstimator:
+    def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        if "HOROVOD_RANK" in os.environ:
+            start_and_wait(marker)
+        return torch.nn.functional.mse_loss(output, label)
+
+    net = torch.nn.Linear(1, 1)
+    return TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        verbose=0,
+    )
+
+
+@pytest.mark.parametrize("how", ["run", "fit", "prepare"])
+def test_cancelling_the_callers_group_ends_the_ranks(
+    spark: Any, store: Any, tmp_path: Path, my_jobs: Any, how: str
+) -> None:
+    """In a thread that inherits the caller's properties, as those of a CrossValidator do."""
+    context = spark.sparkContext
+    marker = str(tmp_path / "started")
+    frame = spark.range(8).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
+
+    def slowly(batches: Any) -> Any:
+        for batch in batches:
+            Path(f"{marker}.0.rank").write_text(str(os.getpid()))
+            time.sleep(300)
+            yield batch
+
+    calls = {
+        "run": lambda: SparkBackend(2).run(start_and_wait, (marker,)),
+        "fit": lambda: estimator_that_waits(store, marker).fit(frame),
+        "prepare": lambda: estimator_that_waits(store, marker).fit(
+            frame.mapInArrow(slowly, "x double, y double")
+        ),
+    }
+    raised: list[BaseException] = []
+    properties: list[dict[str, Any]] = []
+
+    def call() -> None:
+        try:
+            calls[how]()
+        except BaseException as error:
+            raised.append(error)
+        properties.append(my_jobs())
+
+    thread = InheritableThread(target=call)
+    thread.start()
+    wait_until(lambda: len(ranks(tmp_path)) == (1 if how == "prepare" else 2) or raised)
+    started = ranks(tmp_path)
+    context.cancelJobGroup("mine")
+    thread.join(60)
+
+    (error,) = raised
+    assert isinstance(error, JobCancelledError)
+    assert "cancelled job group mine" in str(error)
+    assert error.__cause__ is not None
+    assert properties == [MINE]
+    wait_until(lambda: not any(map(alive, started)))
+
+
+def test_the_callers_properties_are_as_before_when_ranks_have_run(spark: Any, my_jobs: Any) -> None:
+    context = spark.sparkContext
+    assert SparkBackend(1).run(lambda: 5) == [5]
+    assert my_jobs() == MINE
+    for name in MINE:
+        context.setLocalProperty(name, None)
+    assert SparkBackend(1).run(lambda: 5) == [5]
+    assert my_jobs() == dict.fromkeys(MINE)
+
+
+def test_a_fit_that_waits_for_another_one_does_not_spend_its_start_timeout(
+    spark: Any, tmp_path: Path
+) -> None:
+    """Two jobs of two ranks on three slots, of which one is waited for longer than its timeout."""
+    release = tmp_path / "release"
+
+    def wait() -> str:
+        Path(tmp_path, "started").touch()
+        while not release.exists():
+            time.sleep(0.05)
+        return "first"
+
+    results: list[Any] = []
+    first = threading.Thread(target=lambda: results.append(SparkBackend(2).run(wait)))
+    first.start()
+    wait_until((tmp_path / "started").exists)
+    threading.Timer(3, release.touch).start()
+
+    second = SparkBackend(2, start_timeout=1).run(lambda: "second")
+
+    first.join(60)
+    assert release.exists()
+    assert (results, second) == ([["first"] * 2], ["second"] * 2)
+
+
+def test_a_python_worker_that_is_killed_is_told_of_with_its_host(spark: Any) -> None:
+    def kill() -> None:
+        import os
+        import signal
+
+        import psutil
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            guardian = psutil.Process().parent()
+            os.kill(guardian.ppid(), signal.SIGKILL)
+        time.sleep(300)
+
+    started = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="Python process of an executor ended") as caught:
+        SparkBackend(2).run(kill)
+    assert time.monotonic() - started < 60
+    assert caught.value.host
+    assert f"on {caught.value.host} (executor driver)" in str(caught.value)
+    assert "Python worker exited unexpectedly" in str(caught.value)
+    assert "scala:" not in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("where", ["on this machine", "on executors"])
+@pytest.mark.parametrize("path", ["missing", "not_executable"])
+def test_a_python_that_does_not_start_is_told_of(
+    spark: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, where: str, path: str
+) -> None:
+    (tmp_path / "not_executable").touch()
+    python = str(tmp_path / path)
+    monkeypatch.setattr(spark.sparkContext, "pythonExec", python)
+    if where == "on executors":
+        monkeypatch.setattr(spark_module, "_check_executor_python", lambda context: None)
+    with pytest.raises(DependencyError, match=rf"(?s){python}.*") as caught:
+        SparkBackend(1).run(int)
+    assert "PYSPARK_PYTHON" in str(caught.value)
+    assert caught.value.__cause__ is not None
+
+
+def test_what_the_users_frame_raises_stays_as_it_is_and_large_results_do_not(spark: Any) -> None:
+    frame = spark.range(1).select(F.raise_error(F.lit("of the user's own")))
+    with pytest.raises(Exception, match="of the user's own") as caught, jobs_on(frame):
+        frame.collect()
+    assert type(caught.value).__module__.startswith(("py4j", "pyspark"))
+
+    conf = spark.sparkContext._jsc.sc().conf()
+    conf.set("spark.driver.maxResultSize", "1")
+    try:
+        with pytest.raises(ResultsError, match="maxResultSize"), jobs_on(frame):
+            spark.range(100).collect()
+    finally:
+        conf.remove("spark.driver.maxResultSize")

@@ -1,0 +1,122 @@
+"""What Spark 3.5 and 4 say of jobs that fail, as typed errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from py4j.protocol import Py4JNetworkError
+from pyspark.errors import PySparkException
+
+from hvd_estimators.exceptions import (
+    DependencyError,
+    HvdEstimatorsError,
+    JobCancelledError,
+    ResultsError,
+    SlotsError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch.failures import typed_failure
+
+STOPPED: Any = None
+"""A context that tells nothing any more."""
+
+BARRIER = (
+    "An error occurred while calling o203.collectToPython.\n"
+    ": org.apache.spark.SparkException: Job aborted due to stage failure: Could not recover from "
+    "a failed barrier ResultStage. Most recent failure reason: Stage failed because barrier task "
+    "ResultTask(2, 1) finished unsuccessfully.\n{}\n"
+    "\tat org.apache.spark.scheduler.DAGScheduler.abortStage(DAGScheduler.scala:2833)\n"
+    "\t... 21 more\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("message", "error", "says"),
+    [
+        (
+            ": org.apache.spark.SparkException: Job 0 cancelled part of cancelled job group mine",
+            JobCancelledError,
+            "Job 0 cancelled part of cancelled job group mine",
+        ),
+        (
+            "[SPARK_JOB_CANCELLED] Job 7 cancelled as part of cancellation of all jobs "
+            "SQLSTATE: XXKDA",
+            JobCancelledError,
+            "cancellation of all jobs",
+        ),
+        ("Job 3 cancelled because SparkContext was shut down", JobCancelledError, "shut down"),
+        (
+            "Total size of serialized results of 1 tasks (5.1 MiB) is bigger than "
+            "spark.driver.maxResultSize (2.0 MiB)",
+            ResultsError,
+            "5.1 MiB",
+        ),
+        (
+            BARRIER.format(
+                'java.io.IOException: Cannot run program "/no/such/python": error=2, No such file'
+            ),
+            DependencyError,
+            "PYSPARK_PYTHON.*/no/such/python",
+        ),
+        (
+            BARRIER.format("[PYTHON_VERSION_MISMATCH] Python in worker has different version: 3.9"),
+            DependencyError,
+            "another version of Python",
+        ),
+        (
+            BARRIER.format("ModuleNotFoundError: No module named 'hvd_estimators'"),
+            DependencyError,
+            "lacks a package.*'hvd_estimators'",
+        ),
+        (
+            "[SPARK-24819]: Barrier execution mode does not allow run a barrier stage that "
+            "requires more slots than the total number of slots in the cluster currently.",
+            SlotsError,
+            "fewer task slots",
+        ),
+        (
+            BARRIER.format("org.apache.spark.SparkException: Python worker exited unexpectedly"),
+            WorkerFailedError,
+            "Python process of an executor ended",
+        ),
+        (
+            BARRIER.format(
+                "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) "
+                "Reason: Command exited with code 137"
+            ),
+            WorkerFailedError,
+            "An executor was lost.*code 137",
+        ),
+    ],
+)
+@pytest.mark.parametrize("all_failures", [True, False])
+def test_failures_are_told_apart_by_what_spark_says(
+    message: str, error: type[HvdEstimatorsError], says: str, all_failures: bool
+) -> None:
+    raised = PySparkException(message)
+
+    typed = typed_failure(raised, STOPPED, "tag", all_failures=all_failures)
+
+    assert type(typed) is error
+    flat = " ".join(str(typed).split())
+    assert says.split(".*")[0] in flat
+    assert says.split(".*")[-1] in flat
+    assert "DAGScheduler.scala" not in flat
+    assert "more" not in flat.split()[-1:]
+
+
+def test_other_failures_of_spark_are_typed_where_only_ranks_run() -> None:
+    message = BARRIER.format("OSError: No space left on device" + "x" * 10**6)
+    for raised in (PySparkException(message), Py4JNetworkError("Answer from Java side is empty")):
+        assert typed_failure(raised, STOPPED, "tag", all_failures=False) is None
+        typed = typed_failure(raised, STOPPED, "tag", all_failures=True)
+        assert isinstance(typed, WorkerFailedError)
+        assert len(str(typed)) < 5000
+
+
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), ValueError("cancelled"), WorkerFailedError("Job 1 cancelled")]
+)
+def test_what_is_not_sparks_is_left_as_it_is(error: BaseException) -> None:
+    assert typed_failure(error, STOPPED, "tag", all_failures=True) is None

@@ -1,0 +1,89 @@
+"""Task slots of a cluster whose executors come one by one, on a clock of the test's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_estimators.launch import slots
+from hvd_estimators.launch.slots import await_slots, expected_executors
+
+
+class Cluster:
+    """A SparkContext whose executors, of two task slots each, register at given seconds."""
+
+    def __init__(self, arrivals: list[float], conf: dict[str, str], master: str) -> None:
+        self.arrivals, self.conf, self.master = arrivals, conf, master
+        self.now = 1000.0
+        self.startTime = 1000 * 1000
+
+    def getConf(self) -> Any:
+        return self
+
+    def getAll(self) -> Any:
+        return self.conf.items()
+
+    def executors(self, context: Any) -> int:
+        assert context is self
+        return sum(self.now - 1000 >= arrival for arrival in self.arrivals)
+
+    def task_slots(self, context: Any) -> int:
+        return 2 * self.executors(context)
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "conf", "master", "wanted", "slots_then", "seconds"),
+    [
+        # The cluster's manager is to start two: the second comes minutes after the first.
+        ([1, 200], {"spark.executor.instances": "2"}, "k8s://https://host", 4, 4, 200),
+        ([1, 200], {}, "yarn", 4, 4, 200),
+        ([1, 200], {"spark.executor.instances": "2"}, "yarn", None, 4, 200),
+        ([1, 900], {"spark.executor.instances": "2"}, "yarn", 4, 2, 600),
+        # All are there, and they are not enough: nothing to wait for.
+        ([1, 2], {"spark.executor.instances": "2"}, "yarn", 9, 4, 2),
+        ([1, 2], {}, "local-cluster[2, 2, 1024]", 9, 4, 2),
+        ([0, 0], {"spark.cores.max": "4", "spark.executor.cores": "2"}, "spark://host", 5, 4, 0),
+        # Nobody knows how many will come.
+        ([1, 40], {}, "spark://host:7077", 4, 4, 40),
+        ([1, 900], {}, "spark://host:7077", 4, 2, 61),
+        ([100], {}, "spark://host:7077", 2, 2, 100),
+        ([1, 5], {}, "spark://host:7077", None, 4, 15),
+        ([], {}, "spark://host:7077", None, 0, 600),
+    ],
+)
+def test_executors_that_are_still_coming_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+    arrivals: list[float],
+    conf: dict[str, str],
+    master: str,
+    wanted: int | None,
+    slots_then: int,
+    seconds: float,
+) -> None:
+    cluster = Cluster(arrivals, conf, master)
+    monkeypatch.setattr(slots, "task_slots", cluster.task_slots)
+    monkeypatch.setattr(slots, "_registered_executors", cluster.executors)
+    monkeypatch.setattr(slots, "time", cluster)
+
+    assert await_slots(cluster, wanted, 600.0) == slots_then
+    assert cluster.now - 1000 == pytest.approx(seconds, abs=1)
+
+
+def test_how_many_executors_come_is_known_where_their_number_is_fixed() -> None:
+    assert expected_executors("k8s://x", {"spark.executor.instances": "7"}) == 7
+    assert expected_executors("yarn", {}) == 2
+    assert expected_executors("local-cluster[3,1,1024]", {}) == 3
+    cores = {"spark.cores.max": "9", "spark.executor.cores": "4"}
+    assert expected_executors("spark://host", cores) == 2
+    assert expected_executors("spark://host", {"spark.cores.max": "9"}) is None
+    assert expected_executors("local[4]", {}) is None
