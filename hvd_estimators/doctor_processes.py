@@ -15,9 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from tempfile import TemporaryFile
 from typing import IO
 
-import psutil
-
 from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
+from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.job_store import JobStore
+from hvd_estimators.launch.rendezvous_client import LocalLink
 
 __all__ = ["ProbeError", "run_python", "two_rank_allreduce"]
 
@@ -91,8 +93,7 @@ def run_python(
 def two_rank_allreduce(framework: str, *, seconds: float) -> float:
     """Start two ranks on this machine, let them reduce a tensor, and return the seconds it took.
 
-    Horovod's Gloo controller finds its peers through an HTTP server and environment variables, the
-    same ones that ``horovodrun`` sets (``horovod/runner/gloo_run.py``).
+    They find each other as the ranks of a `LocalBackend` do.
 
     Parameters
     ----------
@@ -117,32 +118,24 @@ def two_rank_allreduce(framework: str, *, seconds: float) -> float:
 
 @contextlib.contextmanager
 def _rendezvous() -> Iterator[list[dict[str, str]]]:
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+    # Only once Horovod is known to be there.
+    from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
 
-    slots = get_host_assignments(parse_hosts("127.0.0.1:2"), 2)
-    server = RendezvousServer()
-    common = {
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(server.start()),
-        "HOROVOD_GLOO_IFACE": _loopback(),
-        "HOROVOD_CONTROLLER": "gloo",
-        "HOROVOD_CPU_OPERATIONS": "gloo",
-        "CUDA_VISIBLE_DEVICES": "",  # the check is of Horovod, and the GPUs may be in use
-    }
-    try:
-        server.init(slots)
-        yield [{**common, **create_slot_env_vars(slot)} for slot in slots]
-    finally:
-        server.stop()
-
-
-def _loopback() -> str:
-    interfaces = psutil.net_if_addrs().items()
-    return next(
-        (name for name, found in interfaces if any(a.address == "127.0.0.1" for a in found)), "lo"
-    )
+    slots = assign_ranks(["localhost", "localhost"])
+    store = JobStore(silence=float("inf"))
+    with contextlib.ExitStack() as stack:
+        links = [LocalLink(store, slot.rank) for slot in slots]
+        proxies = [stack.enter_context(GlooProxy(link)) for link in links]
+        yield [
+            {
+                **rank_environment(slot),
+                **listening_environment(LOOPBACK),
+                **proxy.environment(),
+                # The check is of Horovod, and the GPUs may be in use.
+                "CUDA_VISIBLE_DEVICES": "",
+            }
+            for slot, proxy in zip(slots, proxies, strict=True)
+        ]
 
 
 @contextlib.contextmanager

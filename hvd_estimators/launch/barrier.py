@@ -17,22 +17,27 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+from horovod.runner.common.util.hosts import SlotInfo
 from pyspark import BarrierTaskContext, Broadcast
 
-from hvd_estimators.exceptions import ResultsError, UnreachableError
-from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, listening_environment
+from hvd_estimators.build_mends import require_mends
+from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
+from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
+from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
-from hvd_estimators.launch.process import RankOutcome, RankProcess
+from hvd_estimators.launch.job_store import Failure
+from hvd_estimators.launch.patience import GLOO_TIMEOUT
+from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, RankProcess
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree
 from hvd_estimators.launch.rendezvous import (
-    Rendezvous,
-    Server,
     assign_ranks,
     child_environment,
     python_path,
     rank_environment,
 )
+from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
+from hvd_estimators.launch.rendezvous_server import RendezvousServer
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -49,7 +54,6 @@ LESS_RESULTS = (
 """What to do about results that are too large."""
 
 _POLL_SECONDS = 0.1
-_ABORT_POLLS = 10
 # A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
 _GRACE_SECONDS = 3.0
 # One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
@@ -60,11 +64,15 @@ _CHUNK_BYTES = 64 * 2**20
 class Job:
     """What every task needs; crosses from the driver to the tasks.
 
-    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most.
+    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
+    ``secret`` what tasks prove to each other with that they are of this job, and ``one_machine``
+    whether all of them are known to run on one.
     """
 
     call: bytes | Broadcast[bytes]
     max_bytes: int
+    secret: bytes = field(repr=False)
+    one_machine: bool
     driver_env: dict[str, str] = field(repr=False)
     env: dict[str, str | None] = field(repr=False)
     driver_path: tuple[str, ...]
@@ -134,51 +142,77 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
 
 def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
     task = context.partitionId()
-    resources = context.resources()
-    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Server()) if task == 0 else None
         with _probe_listener(context, job) as probes:
+            offer = probes.offer()
+            server = None
+            if task == 0:
+                addresses = [LOOPBACK, *offer.addresses()]
+                server = stack.enter_context(RendezvousServer(job.secret, addresses))
             # One exchange tells everything on one host: each takes about a second in Spark.
-            mine = {"offer": asdict(probes.offer()), "port": server.port if server else None}
+            mine = {"offer": asdict(offer), "endpoints": server.endpoints if server else []}
             peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
-            offers = [Offer(**peer["offer"]) for peer in peers]
             try:
-                places = agree(offers, task, context.allGather)
+                places = agree([Offer(**peer["offer"]) for peer in peers], task, context.allGather)
             except UnreachableError as error:
-                return RankOutcome(
-                    task,
-                    offers[task].name,
-                    None,
-                    UnreachableError.__name__,
-                    str(error),
-                    ended_at=time.time(),
-                )
+                return _not_run(task, offer.name, UnreachableError.__name__, str(error))
         slots = assign_ranks(places.hosts)
         slot = slots[task]
+        hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
+        link: Link
         if server is not None:
-            server.expect(slots)
-        rendezvous = Rendezvous(places.addresses[0], peers[0]["port"])
-        env = child_environment(
-            os.environ,
-            job.driver_env,
-            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
-            rank_environment(slot, rendezvous),
-            listening_environment(places.addresses[task]),
-            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
-            job.env,
-        )
-        outcome = _supervise(slot.rank, slot.hostname, job, env, rendezvous)
-        rendezvous.tell_done(slot.rank)
+            link = LocalLink(server.store, slot.rank)
+            server.store.expect(hosts)
+            server.listen(lambda address: address == places.addresses[0])
+        else:
+            endpoints = [(a, port) for a, port in peers[0]["endpoints"] if a == places.addresses[0]]
+            link = stack.enter_context(RemoteLink(endpoints, job.secret, slot.rank, hosts[0]))
+        outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
+        if outcome.failed:
+            link.told("failed", host=slot.hostname, why=_told_cause(outcome))
+        link.told("done")
         if server is not None:
-            _wait_for_all(rendezvous, len(slots))
+            server.store.wait_for_all()
     return outcome
 
 
+def _linked_outcome(
+    context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: Link
+) -> RankOutcome:
+    """Run the rank where its machine has what it needs."""
+    resources = context.resources()
+    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
+    try:
+        if job.executable is None:
+            require_mends()
+    except DependencyError as error:
+        why = f"cannot be started: {error}"
+        return _not_run(slot.rank, slot.hostname, NOT_STARTED, why)
+    with GlooProxy(link) as proxy:
+        env = child_environment(
+            {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT},
+            os.environ,
+            job.driver_env,
+            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+            rank_environment(slot),
+            listening_environment(address),
+            proxy.environment(),
+            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
+            job.env,
+        )
+        return _supervise(slot.rank, slot.hostname, job, env, link)
+
+
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
+    if job.one_machine:
+        return ProbeListener([])
     known = context.getTaskInfos()[context.partitionId()].address
     interface = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
     return ProbeListener.on_this_host(known.rpartition(":")[0].strip("[]"), interface or "")
+
+
+def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:
+    return RankOutcome(rank, host, None, error_type, error, ended_at=time.time())
 
 
 def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
@@ -193,17 +227,26 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
 
 
-def _wait_for_all(rendezvous: Rendezvous, num_ranks: int) -> None:
-    """Wait until no rank needs the rendezvous server any more."""
-    for rank in range(num_ranks):
-        while not rendezvous.done_told(rank):
-            time.sleep(_POLL_SECONDS)
+def _ended_by(failure: Failure, outcome: RankOutcome) -> RankOutcome:
+    """Return how a rank ended, which did not end by itself but for a failure elsewhere."""
+    return replace(
+        outcome,
+        error_type="lost" if failure.lost else "aborted",
+        error=f"Ended because {failure}.",
+        lost=(failure.rank, failure.host) if failure.lost else None,
+    )
 
 
-def _supervise(
-    rank: int, host: str, job: Job, env: Mapping[str, str], rendezvous: Rendezvous
-) -> RankOutcome:
-    """Run the rank's process; tell the others if it fails, and end it if another one did."""
+def _told_cause(outcome: RankOutcome) -> str:
+    """Return in a few words why a rank failed, for the others."""
+    if outcome.lost is not None:
+        return f"has lost touch: {outcome.error}"
+    last_line = (outcome.error.rstrip().splitlines() or [""])[-1]
+    return f"had failed ({last_line[:200]})"
+
+
+def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
+    """Run the rank's process, and end it if another one failed."""
     sender = EventSender(env.get(EVENTS_VARIABLE)) if job.verbose >= 2 else None
 
     def relay(line: str) -> None:
@@ -214,19 +257,19 @@ def _supervise(
     call = job.call if isinstance(job.call, bytes) else job.call.value
     with RankProcess(rank, host, call, env, relay, job.executable) as process:
         deadline = float("inf")
-        polls = 0
+        failure: Failure | None = None
         while process.running():
             time.sleep(_POLL_SECONDS)
-            polls += 1
-            if deadline == float("inf") and polls % _ABORT_POLLS == 0 and rendezvous.failure_told():
+            if failure is None and (failure := link.failure()) is not None:
                 deadline = time.monotonic() + _GRACE_SECONDS
-            if time.monotonic() > deadline:
+            if failure is not None and time.monotonic() > deadline:
                 outcome = process.abort()
+                # It may have ended by itself just then.
+                if outcome.error_type == "aborted":
+                    outcome = _ended_by(failure, outcome)
                 break
         else:
             outcome = process.outcome()
-    if outcome.failed:
-        rendezvous.tell_failure()
     if sender is not None:
         sender.close()
     return outcome

@@ -10,8 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.job_store import JobStore
+from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import (
     RankOutcome,
     RankProcess,
@@ -23,8 +28,8 @@ from hvd_estimators.launch.rendezvous import (
     child_environment,
     python_path,
     rank_environment,
-    serve,
 )
+from hvd_estimators.launch.rendezvous_client import LocalLink
 
 __all__ = ["LocalBackend"]
 
@@ -70,22 +75,41 @@ class LocalBackend(Backend):
         env: Mapping[str, str | None] | None = None,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        require_mends()
         call = pickle_call(fn, args, kwargs or {})
         slots = assign_ranks([socket.gethostname()] * self._num_proc)
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
-        base = {"OMP_NUM_THREADS": str(threads), **os.environ, "PYTHONPATH": python_path(sys.path)}
-        with serve(slots, "127.0.0.1") as rendezvous, contextlib.ExitStack() as stack:
+        base = {
+            "OMP_NUM_THREADS": str(threads),
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT,
+            **os.environ,
+            "PYTHONPATH": python_path(sys.path),
+        }
+        # Ranks that end are seen by this process itself.
+        store = JobStore(silence=float("inf"))
+        store.expect([slot.hostname for slot in slots])
+        with contextlib.ExitStack() as stack:
+            proxies = [
+                stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
+            ]
             ranks = [
                 stack.enter_context(
                     RankProcess(
                         slot.rank,
                         slot.hostname,
                         call,
-                        child_environment(base, rank_environment(slot, rendezvous), self._env, env),
+                        child_environment(
+                            base,
+                            rank_environment(slot),
+                            listening_environment(LOOPBACK),
+                            proxy.environment(),
+                            self._env,
+                            env,
+                        ),
                         self._printer(slot.rank),
                     )
                 )
-                for slot in slots
+                for slot, proxy in zip(slots, proxies, strict=True)
             ]
             return results_in_order(_wait(ranks))
 

@@ -25,9 +25,11 @@ from hvd_estimators.exceptions import DependencyError, UnreachableError, WorkerF
 from hvd_estimators.launch.output import OutputReader
 from hvd_estimators.launch.worker import CALL_FILE, OUTCOME_FILE
 
-__all__ = ["RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
+__all__ = ["NOT_STARTED", "RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
 
-_NOT_STARTED = "not started"
+NOT_STARTED = "not started"
+"""Error type of a rank whose machine cannot run it."""
+
 _EXIT_SECONDS = 3.0
 # What says that a program is not there, or is none.
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.ELOOP)
@@ -55,6 +57,8 @@ class RankOutcome:
         The end of what the process printed: some lines, of bounded length.
     ended_at : float
         Seconds since the epoch.
+    lost : (int, str), optional
+        Rank and host of the one that could not be reached, where the error type is ``"lost"``.
     """
 
     rank: int
@@ -64,6 +68,7 @@ class RankOutcome:
     error: str = ""
     output_tail: str = ""
     ended_at: float = 0.0
+    lost: tuple[int, str] | None = None
 
     @property
     def failed(self) -> bool:
@@ -84,7 +89,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     WorkerFailedError
         If a rank failed, with what the rank that failed first has to say.
     DependencyError
-        If it failed because its machine has no such Python.
+        If its machine lacks what a rank needs, or has no such Python.
     UnreachableError
         If the ranks' hosts do not reach each other.
     """
@@ -93,10 +98,19 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
         return [pickle.loads(outcome.result) for outcome in ordered if outcome.result is not None]
     first = min(failed, key=_blame)
-    if first.error_type == _NOT_STARTED:
+    if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.error_type == UnreachableError.__name__:
         raise UnreachableError(first.error)
+    if first.lost is not None:
+        rank, host = first.lost
+        raise WorkerFailedError(
+            f"Rank {first.rank} on {first.host} has lost touch with another one. "
+            f"{first.error.rstrip()}\nThe end of its output:\n{first.output_tail or '(none)'}",
+            rank=rank,
+            host=host,
+            output_tail=first.output_tail,
+        )
     others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
     # A rank prints its traceback too, as the last thing it does.
@@ -112,7 +126,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
 
 def _blame(outcome: RankOutcome) -> tuple[int, float]:
     """Order failures by how likely they are the cause: a peer's end only breaks collectives."""
-    consequence = {"aborted": 2, "HorovodInternalError": 1}.get(outcome.error_type, 0)
+    consequence = {"aborted": 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
     return consequence, outcome.ended_at
 
 
@@ -194,7 +208,7 @@ class RankProcess:
     def outcome(self) -> RankOutcome:
         """Return how the process ended, or is about to; waits for it."""
         if self._process is None:
-            return self._failure(_NOT_STARTED, self._start_error)
+            return self._failure(NOT_STARTED, self._start_error)
         status = self._process.wait()
         ended_at = time.time()
         self._kill()

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from pyspark import Broadcast
 from pyspark.sql import SparkSession
 
+from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
+from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.process import pickle_call, results_in_order
@@ -116,7 +118,8 @@ class SparkBackend(Backend):
         SlotsError
             If it has fewer, or if dynamic allocation is on.
         DependencyError
-            If a local session's Python tasks run another Python.
+            If a local session's Python tasks run another Python, or if Horovod was not built by
+            ``hvd-estimators build-horovod``.
         """
         context = _context()
         conf = context.getConf()
@@ -126,6 +129,7 @@ class SparkBackend(Backend):
                 "spark.dynamicAllocation.enabled is true. Set it to false."
             )
         _check_executor_python(context)
+        require_mends()
         wanted = self.num_processes()
         slots = await_slots(context, wanted, 0 if is_local(context) else self._start_timeout)
         if slots == 0:
@@ -194,6 +198,8 @@ class SparkBackend(Backend):
         job = Job(
             call=call,
             max_bytes=_collectable_bytes(session.sparkContext) // num_proc,
+            secret=new_secret(),
+            one_machine=is_local(session.sparkContext),
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
             driver_path=tuple(sys.path),

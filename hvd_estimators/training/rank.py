@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from hvd_estimators.launch.parent import tell_parent
 
 __all__ = ["check_gpus", "joined", "rank_seed", "seed_rank"]
 
@@ -35,6 +38,9 @@ def joined(hvd: Any, mp_start_method: str | None, ranks: int | None = None) -> I
         multiprocessing.set_start_method(mp_start_method, force=True)
     hvd.init()
     try:
+        # From here on nobody else can become a rank of this job.
+        if not _adds_process_sets():
+            tell_parent("joined")
         if ranks is not None and hvd.size() != ranks:
             raise RuntimeError(
                 f"The backend's num_processes() told of {ranks} ranks, and Horovod finds "
@@ -44,6 +50,13 @@ def joined(hvd: Any, mp_start_method: str | None, ranks: int | None = None) -> I
         yield
     finally:
         hvd.shutdown()
+        if not _adds_process_sets():
+            tell_parent("left")
+
+
+def _adds_process_sets() -> bool:
+    """Return whether Horovod has been told that process sets, which ranks join, are added later."""
+    return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def check_gpus(available: Sequence[bool]) -> bool:

@@ -11,7 +11,7 @@ import cloudpickle
 import psutil
 import pytest
 
-from hvd_estimators.exceptions import ParamError, WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
 from hvd_estimators.launch.local import LocalBackend
 
 # A rank must not import this module, and pytest with it.
@@ -53,16 +53,48 @@ def test_results_come_in_the_order_of_the_ranks_not_of_their_ends():
     ]
 
 
-def test_ranks_reduce_with_each_other():
+def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
     def work():
+        import http.client
+
         import horovod.torch as hvd
         import torch
 
-        hvd.init()
-        own = torch.tensor([1.0 + hvd.rank()])
-        return hvd.rank(), hvd.size(), hvd.allreduce(own, op=hvd.Sum).item()
+        def listening(process):
+            return {
+                place.laddr.ip
+                for place in process.net_connections(kind="inet")
+                if place.status == psutil.CONN_LISTEN
+            }
 
-    assert LocalBackend(2).run(work) == [(0, 2, 3.0), (1, 2, 3.0)]
+        def ask(method):
+            port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
+            connection.request(method, "/global/0")
+            return connection.getresponse().status
+
+        sums = []
+        for _ in range(2):
+            hvd.init()
+            sums.append(float(hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)))
+            processes = [psutil.Process(), *psutil.Process().parents()[:2]]
+            places = set().union(*map(listening, processes))
+            answers = [ask("GET"), ask("PUT"), ask("DELETE")]
+            hvd.shutdown()
+        return sums, places, answers, psutil.Process().cmdline()
+
+    for sums, places, answers, command in LocalBackend(2).run(work):
+        assert sums == [3.0, 3.0]
+        assert places == {"127.0.0.1"}
+        assert answers == [401, 401, 401]
+        assert not [word for word in command if len(word) == 64]
+
+
+def test_a_horovod_that_shows_no_token_is_refused_before_ranks_start(monkeypatch):
+    monkeypatch.setattr("hvd_estimators.build_mends.installed_mends", lambda: 0)
+
+    with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
+        LocalBackend(1).run(rank)
 
 
 def test_variables_are_inherited_overridden_and_deleted(monkeypatch):

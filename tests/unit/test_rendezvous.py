@@ -1,21 +1,18 @@
-"""Who is which rank, what a rank's environment says, and word of failures."""
+"""Who is which rank, and what a rank's environment says."""
 
 import itertools
 import os
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.rendezvous import (
-    Rendezvous,
     assign_ranks,
     child_environment,
     python_path,
     rank_environment,
-    serve,
 )
 
 
@@ -56,16 +53,11 @@ def test_every_task_gets_one_rank_on_its_own_host(hosts):
         assert locals_ == list(range(hosts.count(host)))
 
 
-def test_a_ranks_environment_says_who_it_is_and_where_its_peers_meet():
+def test_a_ranks_environment_says_who_it_is():
     slot = assign_ranks(["a", "b", "a"])[2]
 
-    env = rank_environment(slot, Rendezvous("127.0.0.1", 1234))
+    env = rank_environment(slot)
 
-    loopback = next(
-        name
-        for name, addresses in psutil.net_if_addrs().items()
-        if any(entry.address == "127.0.0.1" for entry in addresses)
-    )
     assert env == {
         "HOROVOD_HOSTNAME": "a",
         "HOROVOD_RANK": "1",
@@ -74,39 +66,9 @@ def test_a_ranks_environment_says_who_it_is_and_where_its_peers_meet():
         "HOROVOD_LOCAL_SIZE": "2",
         "HOROVOD_CROSS_RANK": "0",
         "HOROVOD_CROSS_SIZE": "1",
-        "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1",
-        "HOROVOD_GLOO_RENDEZVOUS_PORT": "1234",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
-        "HOROVOD_GLOO_IFACE": loopback,
     }
-
-
-def test_word_of_a_failure_reaches_everybody_who_asks():
-    with serve(assign_ranks(["a", "a"]), "127.0.0.1") as rendezvous:
-        elsewhere = Rendezvous(rendezvous.address, rendezvous.port)
-        assert not elsewhere.failure_told()
-
-        rendezvous.tell_failure()
-        rendezvous.tell_failure()
-
-        assert elsewhere.failure_told()
-
-
-def test_two_jobs_do_not_hear_of_each_others_failures():
-    slots = assign_ranks(["a"])
-    with serve(slots, "127.0.0.1") as first, serve(slots, "127.0.0.1") as second:
-        first.tell_failure()
-
-        assert not second.failure_told()
-
-
-def test_a_server_that_has_gone_counts_as_a_failure_and_telling_it_is_no_error():
-    with serve(assign_ranks(["a"]), "127.0.0.1") as rendezvous:
-        pass
-
-    rendezvous.tell_failure()
-    assert rendezvous.failure_told()
 
 
 def test_later_environments_win_and_none_deletes():

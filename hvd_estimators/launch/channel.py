@@ -1,0 +1,169 @@
+"""Messages between the tasks of a job over TCP, each of which proves that it is of the job.
+
+Both ends know a secret of the job. A connection begins with a random number from each end, and with
+a proof from each that it knows the secret, made of both numbers. The keys of the connection follow
+from the secret and these numbers, so that what was recorded on one connection is worth nothing on
+another one. After that a message is its length, its bytes, and an HMAC-SHA256 over its place in
+the connection, its length and its bytes: messages that were changed, cut, repeated or put in
+another order end the connection. Messages are not encrypted.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["SECRET_BYTES", "AuthenticationError", "Channel", "new_secret", "receive_exactly"]
+
+SECRET_BYTES = 32
+
+_DIGEST = "sha256"
+_NONCE_BYTES = 32
+_TAG_BYTES = 32
+# What Gloo keeps of a rank is some 130 bytes per other rank.
+_MAX_BYTES = 16 * 2**20
+
+
+class AuthenticationError(ConnectionError):
+    """The other end does not know the job's secret, or what it sent was changed on its way."""
+
+
+def new_secret() -> bytes:
+    """Return a secret for a job."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Receive so many bytes until a moment of `time.monotonic`, however slowly they come.
+
+    Raises
+    ------
+    TimeoutError
+        If they have not come by then.
+    ConnectionError
+        If the connection ends before.
+    """
+    received = bytearray()
+    while len(received) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        part = connection.recv(min(count - len(received), 2**20))
+        if not part:
+            raise ConnectionResetError("The connection was closed.")
+        received += part
+    return bytes(received)
+
+
+class Channel:
+    """A connection on which both ends have proved that they know the secret.
+
+    Made by `connect` and `accept`. A message is a flat dict of what JSON knows, and bytes.
+    """
+
+    def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
+        self._connection = connection
+        self._keys = {"send": sending, "receive": receiving}
+        self._counts = {"send": 0, "receive": 0}
+
+    @classmethod
+    def connect(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
+        """Prove oneself on a connection that one has opened.
+
+        Raises
+        ------
+        AuthenticationError
+            If the other end does not know the secret.
+        OSError
+            If the connection ends, or nothing comes in time.
+        """
+        deadline = time.monotonic() + seconds
+        theirs = receive_exactly(connection, _NONCE_BYTES, deadline)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        nonces = theirs + ours
+        connection.sendall(ours + _mac(secret, b"client", nonces))
+        proof = receive_exactly(connection, _TAG_BYTES, deadline)
+        if not hmac.compare_digest(proof, _mac(secret, b"server", nonces)):
+            raise AuthenticationError("It does not know the job's secret.")
+        to_server, to_client = _keys(secret, nonces)
+        return cls(connection, to_server, to_client)
+
+    @classmethod
+    def accept(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
+        """Prove oneself on a connection that another one has opened; raises as `connect` does."""
+        deadline = time.monotonic() + seconds
+        connection.settimeout(seconds)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(ours)
+        answer = receive_exactly(connection, _NONCE_BYTES + _TAG_BYTES, deadline)
+        nonces = ours + answer[:_NONCE_BYTES]
+        if not hmac.compare_digest(answer[_NONCE_BYTES:], _mac(secret, b"client", nonces)):
+            raise AuthenticationError("It does not know the job's secret.")
+        connection.sendall(_mac(secret, b"server", nonces))
+        to_server, to_client = _keys(secret, nonces)
+        return cls(connection, to_client, to_server)
+
+    def send(self, message: Mapping[str, Any], body: bytes = b"", seconds: float = 5.0) -> None:
+        """Send a message."""
+        payload = json.dumps(message).encode() + b"\n" + body
+        length = struct.pack(">I", len(payload))
+        self._connection.settimeout(seconds)
+        self._connection.sendall(length + payload + self._tag("send", length, payload))
+
+    def receive(self, idle: float, seconds: float = 5.0) -> tuple[dict[str, Any], bytes]:
+        """Return the next message and its bytes.
+
+        Parameters
+        ----------
+        idle : float
+            Seconds until it has to begin.
+        seconds : float
+            Seconds from there until it has to be complete.
+
+        Raises
+        ------
+        AuthenticationError
+            If it is not what the other end sent as its next message.
+        OSError
+            If the connection ends, or a time is over.
+        """
+        first = receive_exactly(self._connection, 1, time.monotonic() + idle)
+        deadline = time.monotonic() + seconds
+        length = first + receive_exactly(self._connection, 3, deadline)
+        count = struct.unpack(">I", length)[0]
+        if count > _MAX_BYTES:
+            raise AuthenticationError(f"A message of {count} bytes is none of this job's.")
+        payload = receive_exactly(self._connection, count, deadline)
+        tag = receive_exactly(self._connection, _TAG_BYTES, deadline)
+        if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
+            raise AuthenticationError("A message was changed, or is not the one that is next.")
+        message, _, body = payload.partition(b"\n")
+        return json.loads(message), body
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def _tag(self, direction: str, length: bytes, payload: bytes) -> bytes:
+        number = struct.pack(">Q", self._counts[direction])
+        self._counts[direction] += 1
+        return _mac(self._keys[direction], number, length, payload)
+
+
+def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of a connection, to the server and to the client."""
+    return _mac(secret, b"to server", nonces), _mac(secret, b"to client", nonces)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    code = hmac.new(key, digestmod=_DIGEST)
+    for part in parts:
+        code.update(part)
+    return code.digest()

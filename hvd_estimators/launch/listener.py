@@ -1,0 +1,136 @@
+"""A TCP listener for few friends among strangers: who proves nothing soon is not kept."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from typing_extensions import Self
+
+__all__ = ["Listener"]
+
+_BACKLOG = 1024
+_MOST_STRANGERS = 256
+_PAUSE_SECONDS = 0.05
+
+logger = logging.getLogger(__name__)
+
+
+class Listener:
+    """Calls a function for each connection, in a thread of its own, until it is closed.
+
+    The port is taken at once, and nobody can connect before `listen`.
+
+    Parameters
+    ----------
+    address : str
+        The one address of this machine to listen on.
+    serve : callable
+        Called with the connection, which is closed afterwards, and with a function to call when
+        the other end has proved who it is. Those that have not are as many as 256; the oldest makes
+        room. Errors of the connection end it.
+    """
+
+    def __init__(
+        self, address: str, serve: Callable[[socket.socket, Callable[[], None]], None]
+    ) -> None:
+        self._serve = serve
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            self._socket.bind((address, 0))
+        except OSError:
+            self._socket.close()
+            raise
+        self.address = address
+        self.port = int(self._socket.getsockname()[1])
+        self._lock = threading.Lock()
+        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
+        self._friends: set[socket.socket] = set()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def listen(self) -> Self:
+        """Let others connect, if they may not yet."""
+        if self._thread is not None:
+            return self
+        self._socket.listen(_BACKLOG)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let nobody connect any more, and end the connections."""
+        with self._lock:
+            self._closed = True
+            ending = [*self._strangers, *self._friends]
+        # Wakes up the thread that accepts; closing does not.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in ending:
+            _end(connection)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # Too many open files, for example.
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._strangers[connection] = None
+                crowd = len(self._strangers) > _MOST_STRANGERS
+                oldest = next(iter(self._strangers)) if crowd else None
+            if oldest is not None:
+                _end(oldest)
+            threading.Thread(target=self._run, args=(connection,), daemon=True).start()
+
+    def _run(self, connection: socket.socket) -> None:
+        def proved() -> None:
+            with self._lock:
+                if self._strangers.pop(connection, connection) is None:
+                    self._friends.add(connection)
+
+        try:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._serve(connection, proved)
+        except Exception:
+            logger.exception("A message could not be answered")
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._friends.discard(connection)
+            connection.close()
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that another thread reads from."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,221 @@
+"""Messages that prove that they are of the job; no changed, cut or repeated one is taken."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_estimators.launch.channel import AuthenticationError, Channel, new_secret
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = new_secret()
+
+
+@contextlib.contextmanager
+def pair(client_secret=SECRET, server_secret=SECRET, seconds=5.0):
+    """Both ends of a connection; an end that is refused is its error."""
+    left, right = socket.socketpair()
+    ends = {}
+
+    def accept():
+        try:
+            ends["server"] = Channel.accept(right, server_secret, seconds)
+        except OSError as error:
+            ends["server"] = error
+            right.close()
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    with left, right:
+        try:
+            client = Channel.connect(left, client_secret, seconds)
+        except OSError as error:
+            client = error
+            left.close()
+        thread.join()
+        yield client, ends["server"]
+
+
+def test_messages_arrive_as_they_are_in_both_directions():
+    bodies = [b"", b"\n\n\0\xff", bytes(range(256)) * 500]
+    with pair() as (client, server):
+        for number, body in enumerate(bodies):
+            client.send({"kind": "put", "number": number, "key": "größe\n"}, body)
+            assert server.receive(1) == ({"kind": "put", "number": number, "key": "größe\n"}, body)
+            server.send({"status": number}, body[::-1])
+            assert client.receive(1) == ({"status": number}, body[::-1])
+
+
+@pytest.mark.parametrize(
+    "secret",
+    [new_secret(), b"", SECRET[:-1], SECRET + b"1"],
+    ids=["another", "none", "shorter", "longer"],
+)
+def test_another_secret_is_refused_by_the_server_before_anything_is_said(secret):
+    with pair(client_secret=secret) as (client, server):
+        assert isinstance(server, AuthenticationError)
+        assert isinstance(client, ConnectionError)
+
+
+def test_a_server_that_does_not_know_the_secret_is_told_nothing():
+    left, right = socket.socketpair()
+    with left, right:
+        right.sendall(b"n" * 32 + b"p" * 32)
+        with pytest.raises(AuthenticationError):
+            Channel.connect(left, SECRET, 5)
+        right.settimeout(1)
+        # A number of its own, and a proof that is worth nothing on any other connection.
+        assert len(right.recv(1000)) == 64
+
+
+class Wire:
+    """A man in the middle, who passes on bytes, changed at will, and keeps them."""
+
+    def __init__(self, change=lambda direction, position, byte: byte):
+        self.client, inner_client = socket.socketpair()
+        inner_server, self.server = socket.socketpair()
+        self.seen = {"up": bytearray(), "down": bytearray()}
+        self._change = change
+        self._inner = inner_client, inner_server
+        self._threads = [
+            threading.Thread(target=self._pass_on, args=("up", inner_client, inner_server)),
+            threading.Thread(target=self._pass_on, args=("down", inner_server, inner_client)),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _pass_on(self, direction, source, target):
+        seen = self.seen[direction]
+        while data := source.recv(65536):
+            changed = bytes(
+                self._change(direction, len(seen) + i, byte) for i, byte in enumerate(data)
+            )
+            seen += data
+            with contextlib.suppress(OSError):
+                target.sendall(changed)
+        with contextlib.suppress(OSError):
+            target.shutdown(socket.SHUT_WR)
+
+    def close(self):
+        self.client.close()
+        self.server.close()
+        for thread in self._threads:
+            thread.join()
+        for end in self._inner:
+            end.close()
+
+
+def exchange(wire):
+    """Have one message answered over a wire; what each end took."""
+    taken = []
+
+    def serve():
+        with contextlib.suppress(OSError):
+            server = Channel.accept(wire.server, SECRET, 0.5)
+            taken.append(server.receive(0.5, 0.5))
+            server.send({"status": 200}, b"answer")
+        wire.server.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    answer = None
+    with contextlib.suppress(OSError):
+        client = Channel.connect(wire.client, SECRET, 0.5)
+        client.send({"kind": "put"}, b"value")
+        answer = client.receive(0.5, 0.5)
+    wire.client.close()
+    thread.join()
+    return taken, answer
+
+
+ASKED, ANSWERED = ({"kind": "put"}, b"value"), ({"status": 200}, b"answer")
+
+
+@given(st.sampled_from(["up", "down"]), st.integers(0, 130), st.integers(1, 255))
+@settings(max_examples=25, deadline=None)
+def test_whatever_byte_is_changed_nothing_false_is_taken(direction, position, mask):
+    def change(way, at, byte):
+        return byte ^ mask if (way, at) == (direction, position) else byte
+
+    wire = Wire(change)
+    taken, answer = exchange(wire)
+    wire.close()
+
+    assert taken in ([], [ASKED])
+    assert answer in (None, ANSWERED)
+    assert (taken, answer) != ([ASKED], ANSWERED) or position >= len(wire.seen[direction])
+
+
+def test_what_was_recorded_is_worth_nothing_later():
+    wire = Wire()
+    assert exchange(wire) == ([ASKED], ANSWERED)
+    wire.close()
+
+    left, right = socket.socketpair()
+    with left, right:
+        left.sendall(bytes(wire.seen["up"]))
+        with pytest.raises(AuthenticationError):
+            Channel.accept(right, SECRET, 5)
+
+
+def test_a_message_that_comes_twice_on_its_connection_is_not_taken_twice():
+    with pair() as (client, server):
+        sent = []
+        client._connection = Recorder(client._connection, sent)
+        client.send({"kind": "put"})
+        server.receive(1)
+        client._connection.sendall(sent[0])
+        with pytest.raises(AuthenticationError):
+            server.receive(1)
+
+
+class Recorder:
+    def __init__(self, connection, sent):
+        self._connection, self._sent = connection, sent
+
+    def sendall(self, data):
+        self._sent.append(data)
+        self._connection.sendall(data)
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
+
+
+def test_a_message_that_is_cut_is_not_taken():
+    with pair() as (client, server):
+        client._connection.sendall(b"\0\0\0\x20" + b"{}")
+        client.close()
+        with pytest.raises(ConnectionError):
+            server.receive(1)
+
+
+def test_a_message_of_gigabytes_is_not_waited_for():
+    with pair() as (client, server):
+        client._connection.sendall(b"\xff\xff\xff\xff")
+        with pytest.raises(AuthenticationError, match="4294967295 bytes"):
+            server.receive(1)
+
+
+def test_who_proves_himself_byte_by_byte_is_not_waited_for_beyond_the_time():
+    left, right = socket.socketpair()
+    stopped = threading.Event()
+
+    def drip():
+        with contextlib.suppress(OSError):
+            while not stopped.wait(0.05):
+                left.sendall(b"x")
+
+    thread = threading.Thread(target=drip)
+    thread.start()
+    started = time.monotonic()
+    with left, right:
+        with pytest.raises(TimeoutError):
+            Channel.accept(right, SECRET, 0.3)
+        assert time.monotonic() - started < 2
+        stopped.set()
+        thread.join()

@@ -1,0 +1,207 @@
+"""What a rank's Horovod talks to: HTTP on the loopback interface, for those with the token."""
+
+import contextlib
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hvd_estimators.build_mends import TOKEN_VARIABLE
+from hvd_estimators.launch import gloo_proxy, parent
+from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.job_store import Failure, JobStore
+from hvd_estimators.launch.parent import tell_parent
+from hvd_estimators.launch.rendezvous_client import LocalLink, PeerLostError
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def store():
+    store = JobStore(silence=float("inf"))
+    store.expect(["host", "host"])
+    return store
+
+
+@pytest.fixture
+def proxy(store):
+    with GlooProxy(LocalLink(store, 0)) as proxy:
+        yield proxy
+
+
+def ask(proxy, method, path, body=b"", headers=None):
+    env = proxy.environment()
+    if headers is None:
+        headers = {"Authorization": f"Bearer {env[TOKEN_VARIABLE]}"}
+    port = int(env["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+def test_keys_are_written_read_and_deleted_as_horovod_does(proxy):
+    value = bytes(range(256)) * 100
+    assert ask(proxy, "GET", "/global/rank_0") == (404, b"")
+    assert ask(proxy, "PUT", "/global/rank_0", value) == (200, b"")
+    assert ask(proxy, "GET", "/global/rank_0") == (200, value)
+    assert ask(proxy, "GET", "/local_host/rank_0") == (404, b"")
+    assert ask(proxy, "DELETE", "/global/rank_0") == (200, b"")
+    assert ask(proxy, "GET", "/global/rank_0") == (404, b"")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": ""},
+        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer " + "0" * 64},
+        {"Authorization": "Bearer größe".encode()},
+        {"X-Token": "none"},
+    ],
+    ids=str,
+)
+def test_without_the_token_nothing_is_read_written_or_joined(proxy, store, headers):
+    ask(proxy, "PUT", "/global/0", b"address")
+    before = dict(store._keys)
+    for method, path in (
+        ("GET", "/global/0"),
+        ("PUT", "/global/1"),
+        ("DELETE", "/global/0"),
+        ("PUT", "/hvd_estimators/joined"),
+        ("GET", "/"),
+    ):
+        assert ask(proxy, method, path, headers=headers) == (401, b"")
+    assert store._keys == before
+    assert not store._joined
+
+
+def test_each_rank_has_a_token_of_its_own(store):
+    with GlooProxy(LocalLink(store, 0)) as one, GlooProxy(LocalLink(store, 1)) as two:
+        header = {"Authorization": f"Bearer {one.environment()[TOKEN_VARIABLE]}"}
+        assert ask(one, "PUT", "/global/0", b"v", header) == (200, b"")
+        assert ask(two, "GET", "/global/0", b"", header) == (401, b"")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("POST", "/global/0", 400),
+        ("GET", "/global", 400),
+        ("PUT", "/a/b/c", 400),
+        ("PUT", "/hvd_estimators/failed", 404),
+        ("GET", "/hvd_estimators/joined", 404),
+    ],
+)
+def test_what_is_none_of_its_requests_is_refused(proxy, method, path, expected):
+    assert ask(proxy, method, path)[0] == expected
+
+
+def test_a_body_of_gigabytes_is_not_waited_for(proxy):
+    env = proxy.environment()
+    headers = {"Authorization": f"Bearer {env[TOKEN_VARIABLE]}", "Content-Length": "4294967296"}
+    assert ask(proxy, "PUT", "/global/0", b"", headers)[0] == 400
+
+
+def test_who_sends_byte_by_byte_is_not_waited_for(proxy, monkeypatch):
+    monkeypatch.setattr(gloo_proxy, "_REQUEST_SECONDS", 0.3)
+    port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    started = time.monotonic()
+    with (
+        socket.create_connection(("127.0.0.1", port)) as slow,
+        contextlib.suppress(ConnectionError),
+    ):
+        while True:
+            slow.sendall(b"G")
+            slow.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                assert slow.recv(1) == b""
+                break
+    assert 0.2 < time.monotonic() - started < 5
+
+
+def test_a_head_without_end_is_cut_off(proxy):
+    port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    with socket.create_connection(("127.0.0.1", port)) as endless:
+        endless.settimeout(10)
+        head = b"x" * 10_000_000
+        with pytest.raises(ConnectionError):
+            endless.sendall(head)
+
+
+def test_it_listens_on_the_loopback_interface_only(proxy):
+    port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port))
+
+
+def test_a_rank_whose_link_is_lost_is_told_so():
+    class Lost(LocalLink):
+        def request(self, *args, **values):
+            raise PeerLostError(Failure(0, "host", "has not answered", lost=True))
+
+    with GlooProxy(Lost(JobStore(60.0), 0)) as proxy:
+        assert ask(proxy, "GET", "/global/0") == (503, b"")
+
+
+def test_a_rank_tells_its_parent_that_it_has_joined_and_left(proxy, store, monkeypatch):
+    tell_parent("joined")  # of another backend's, which nobody listens to
+    assert not store._joined
+    for name, value in proxy.environment().items():
+        monkeypatch.setenv(name, value)
+    tell_parent("joined")
+    assert store._joined == {0}
+    tell_parent("left")
+    assert not store._joined
+
+
+def test_telling_a_parent_that_has_gone_ends(store, monkeypatch):
+    monkeypatch.setattr(parent, "_PATIENCE_SECONDS", 0.3)
+    with GlooProxy(LocalLink(store, 0)) as proxy:
+        for name, value in proxy.environment().items():
+            monkeypatch.setenv(name, value)
+    started = time.monotonic()
+    tell_parent("joined")
+    assert time.monotonic() - started < 5
+
+
+_STRANGER = """
+import encodings.idna, http.client, os, sys
+rank, port = sys.argv[1:]
+# Another user might not get at this Python.
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+try:
+    open(f"/proc/{rank}/environ", "rb").read()
+except PermissionError:
+    print("environment: not read")
+for method in ("GET", "PUT", "DELETE"):
+    connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=10)
+    connection.request(method, "/global/0", b"", {"Authorization": "Bearer guess"})
+    print(method, connection.getresponse().status)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_of_the_machine_cannot_find_the_token_nor_do_without(proxy, tmp_path):
+    env = {**os.environ, **proxy.environment()}
+    with subprocess.Popen(["sleep", "60"], env=env) as rank:
+        try:
+            port = env["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+            said = subprocess.run(
+                [sys.executable, "-c", _STRANGER, str(rank.pid), port],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        finally:
+            rank.kill()
+    expected = ["environment: not read", "GET 401", "PUT 401", "DELETE 401"]
+    assert said.stdout.splitlines() == expected, said.stderr

@@ -1,0 +1,160 @@
+"""What ranks tell each other: keys of Gloo, failures, and who is silent for how long."""
+
+import threading
+
+import pytest
+
+from hvd_estimators.launch.job_store import Failure, JobStore
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def make_store(ranks=2, silence=60.0):
+    store = JobStore(silence)
+    store.expect([f"host-{rank}" for rank in range(ranks)])
+    return store
+
+
+def tell(store, kind, rank=0, body=b"", **values):
+    return store.handle({"kind": kind, "rank": rank, **values}, body)
+
+
+def status(store, *args, **values):
+    return tell(store, *args, **values)[0]["status"]
+
+
+def test_a_key_is_there_once_it_is_put_and_until_it_is_deleted():
+    store = make_store()
+    place = {"scope": "global", "key": "rank_0"}
+    assert tell(store, "get", rank=1, **place) == ({"status": 404}, b"")
+
+    assert status(store, "put", body=b"\0\xff", **place) == 200
+    assert tell(store, "get", rank=1, **place) == ({"status": 200}, b"\0\xff")
+    assert status(store, "get", rank=1, scope="local_a", key="rank_0") == 404
+
+    assert status(store, "delete", **place) == 200
+    assert status(store, "get", rank=1, **place) == 404
+    assert status(store, "delete", **place) == 200
+
+
+def test_a_rank_that_waits_for_another_ones_key_gets_it_when_it_is_put():
+    store = make_store()
+    got = []
+    waiting = threading.Thread(
+        target=lambda: got.append(tell(store, "get", rank=1, scope="global", key="0"))
+    )
+    waiting.start()
+    tell(store, "put", body=b"here", scope="global", key="0")
+    waiting.join()
+    # It may have begun to wait afterwards, or have waited as long as it does.
+    assert got[0] in (({"status": 200}, b"here"), ({"status": 404}, b""))
+    assert tell(store, "get", rank=1, scope="global", key="0") == ({"status": 200}, b"here")
+
+
+def test_a_key_cannot_be_written_over():
+    store = make_store()
+    place = {"scope": "global", "key": "0"}
+    assert status(store, "put", body=b"first", **place) == 200
+    assert status(store, "put", rank=1, body=b"other", **place) == 409
+    assert status(store, "put", body=b"first", **place) == 200
+    assert tell(store, "get", **place)[1] == b"first"
+
+
+def test_nothing_is_written_once_all_have_joined_until_they_have_left():
+    store = make_store()
+    place = {"scope": "global", "key": "0"}
+    tell(store, "put", body=b"address", **place)
+    tell(store, "joined", rank=0)
+    assert status(store, "put", rank=0, scope="global", key="rank_0") == 200
+
+    tell(store, "joined", rank=1)
+    for rank in range(2):
+        assert status(store, "put", rank=rank, body=b"stranger", **place) == 403
+        assert status(store, "delete", rank=rank, **place) == 403
+        assert status(store, "get", rank=rank, **place) == 404
+    assert status(store, "alive") == 200
+
+    # Horovod is ended, and begun again: the first to do so does not wait for the others.
+    tell(store, "left", rank=0)
+    assert status(store, "put", rank=0, body=b"again", **place) == 200
+    assert status(store, "put", rank=1, scope="global", key="1") == 403
+    tell(store, "left", rank=1)
+    assert status(store, "put", rank=1, scope="global", key="1") == 200
+    assert tell(store, "get", rank=1, **place)[1] == b"again"
+
+
+def test_a_message_that_comes_again_late_changes_nothing():
+    store = make_store()
+    place = {"scope": "global", "key": "0"}
+    assert status(store, "put", body=b"address", number=1, **place) == 200
+    assert status(store, "delete", number=2, **place) == 200
+
+    assert status(store, "put", body=b"address", number=1, **place) == 200
+    assert status(store, "get", **place) == 404
+    # Numbers are a rank's own.
+    assert status(store, "put", rank=1, body=b"of rank 1", number=1, **place) == 200
+    assert tell(store, "get", **place)[1] == b"of rank 1"
+
+
+def test_what_is_not_known_is_answered():
+    assert make_store().handle({"kind": "__init__", "rank": 0}) == ({"status": 404}, b"")
+
+
+def test_the_first_failure_is_told_to_all():
+    store = make_store(3)
+    assert tell(store, "alive", rank=2)[0]["failure"] is None
+
+    tell(store, "failed", rank=1, host="host-1", why="had failed (ValueError: no)")
+    tell(store, "failed", rank=0, host="host-0", why="had failed (after it)")
+
+    told = tell(store, "alive", rank=2)[0]["failure"]
+    assert str(Failure(**told)) == "rank 1 on host-1 had failed (ValueError: no)"
+
+
+def test_a_rank_is_lost_after_the_time_of_silence_and_not_before():
+    store = make_store(3)
+    for second in range(59):
+        store.look(1.0)
+        if second % 10 == 0:
+            tell(store, "alive", rank=0)
+            tell(store, "alive", rank=2)
+    assert store.failure() is None
+
+    store.look(1.0)
+    assert store.failure() == Failure(1, "host-1", "has not been heard of for 60 s", lost=True)
+
+
+def test_a_pause_of_ones_own_is_no_silence_of_others():
+    store = make_store()
+    for _ in range(20):
+        store.look(3600.0)
+    assert store.failure() is None
+
+
+def test_a_rank_that_has_done_its_part_may_be_silent():
+    store = make_store()
+    tell(store, "done", rank=1)
+    for _ in range(100):
+        store.look(1.0)
+        tell(store, "alive", rank=0)
+    assert store.failure() is None
+
+
+@pytest.mark.parametrize("ending", ["done", "silent"])
+def test_the_wait_for_all_ends_when_each_is_done_or_lost(ending):
+    store = make_store(3, silence=2.0)
+    ended = []
+    waiting = threading.Thread(target=lambda: ended.append(store.wait_for_all()))
+    waiting.start()
+    tell(store, "done", rank=0)
+    tell(store, "done", rank=2)
+    waiting.join(0.2)
+    assert not ended
+    if ending == "done":
+        tell(store, "done", rank=1)
+    else:
+        for _ in range(20):
+            assert waiting.is_alive()
+            store.look(0.1)
+    waiting.join(10)
+    assert ended == [[] if ending == "done" else [1]]

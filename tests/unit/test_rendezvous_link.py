@@ -1,0 +1,333 @@
+"""A task's link to rank 0's: what holds it up for a while is survived, what does not is told."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from hvd_estimators.launch.channel import Channel, new_secret
+from hvd_estimators.launch.job_store import Failure
+from hvd_estimators.launch.patience import Patience
+from hvd_estimators.launch.rendezvous_client import PeerLostError, RemoteLink
+from hvd_estimators.launch.rendezvous_server import RendezvousServer
+
+pytestmark = pytest.mark.timeout(60)
+
+SECRET = new_secret()
+PATIENCE = Patience(attempt=0.3, refused=0.6, silence=1.5, pause=0.02, beat=0.05)
+PLACE = {"scope": "global", "key": "0"}
+
+
+@contextlib.contextmanager
+def served(addresses=("127.0.0.1",), ranks=2, patience=PATIENCE):
+    with RendezvousServer(SECRET, addresses, patience) as server:
+        server.store.expect([f"host-{rank}" for rank in range(ranks)])
+        server.listen()
+        yield server
+
+
+def link_to(endpoints, rank=1, secret=SECRET, patience=PATIENCE):
+    return RemoteLink(endpoints, secret, rank, "host-0", patience)
+
+
+def eventually(condition):
+    while not condition():
+        time.sleep(0.01)
+    return condition()
+
+
+def unused_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def test_what_one_rank_writes_another_one_reads():
+    with served() as server, link_to(server.endpoints) as one, link_to(server.endpoints, 0) as two:
+        assert one.request("put", b"\0value", **PLACE)[0]["status"] == 200
+        assert two.request("get", **PLACE) == ({"status": 200}, b"\0value")
+
+
+def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
+    with (
+        served(ranks=3) as server,
+        link_to(server.endpoints, 1) as failing,
+        link_to(server.endpoints, 2) as other,
+    ):
+        failing.told("failed", host="host-1", why="had failed (ValueError: no)")
+        failure = eventually(other.failure)
+    assert failure == Failure(1, "host-1", "had failed (ValueError: no)")
+
+
+def test_two_jobs_do_not_hear_of_each_other():
+    with served() as server, RendezvousServer(new_secret(), ["127.0.0.1"], PATIENCE) as other:
+        other.listen()
+        with pytest.raises(PeerLostError, match="has refused connections"):
+            link_to(other.endpoints).request("failed", host="h", why="w")
+        assert other.store.failure() is None
+        assert server.store.failure() is None
+
+
+def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_not_wanted():
+    with RendezvousServer(SECRET, ["127.0.0.1", "127.0.0.2"], PATIENCE) as server:
+        for endpoint in server.endpoints:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(endpoint)
+        server.listen(lambda address: address == "127.0.0.2")
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(server.endpoints[0])
+        with link_to(server.endpoints) as link:
+            assert link.told("alive")
+            assert link.endpoint == server.endpoints[1]
+        # Of this machine's other addresses none answers either.
+        host = socket.gethostbyname_ex(socket.gethostname())[2]
+        for address in {*host, "127.0.0.3"} - {"127.0.0.1", "127.0.0.2"}:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection((address, server.endpoints[1][1]))
+
+
+@pytest.mark.parametrize("first", ["refuses", "is silent"])
+def test_of_several_addresses_the_one_that_answers_is_used(first):
+    with served() as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1] if first == "is silent" else unused_port()
+        with link_to([("127.0.0.1", port), *server.endpoints]) as link:
+            assert link.told("alive")
+            assert link.endpoint == server.endpoints[0]
+            assert link.local_address == "127.0.0.1"
+
+
+def test_strangers_are_told_nothing_and_keep_nobody_out():
+    with served() as server, contextlib.ExitStack() as stack:
+        for index in range(300):
+            stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
+            if index % 3:
+                stranger.sendall(b"GET /global/0 HTTP/1.1\r\n\r\n" + b"\0" * 100 * (index % 2))
+        with link_to(server.endpoints) as link:
+            assert link.request("put", b"v", **PLACE)[0]["status"] == 200
+        stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
+        stranger.sendall(b"\0" * 64)
+        stranger.settimeout(10)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while part := stranger.recv(1000):
+                received += part
+        assert len(received) == 32  # the number that it would have had to answer
+        assert server.store.failure() is None
+
+
+def test_a_server_that_has_gone_is_told_of_with_rank_host_and_time():
+    with served() as server, link_to(server.endpoints) as link:
+        link.told("alive")
+        server.__exit__(None, None, None)
+        failure = eventually(link.failure)
+        assert not link.told("done")
+    assert (failure.rank, failure.host, failure.lost) == (0, "host-0", True)
+    assert "has refused connections for 1 s" in failure.why
+    assert f"127.0.0.1 port {server.endpoints[0][1]}" in failure.why
+
+
+def test_a_server_that_does_not_answer_is_told_of_after_the_time_of_silence():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        started = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"rank 0 on host-0 has not answered for 2 s"):
+            link_to([silent.getsockname()]).request("alive")
+        assert 1.2 < time.monotonic() - started < 10
+
+
+class Cable:
+    """A relay to a server that can be cut: nothing comes through, and nothing is refused."""
+
+    def __init__(self, target):
+        self._target = target
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = self._server.getsockname()
+        self._up = threading.Event()
+        self._up.set()
+        self._sockets = [self._server]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self):
+        self._up.clear()
+
+    def mend(self):
+        self._up.set()
+
+    def close(self):
+        for one in self._sockets:
+            one.close()
+
+    def _accept(self):
+        with contextlib.suppress(OSError):
+            while True:
+                inner, _ = self._server.accept()
+                outer = socket.create_connection(self._target)
+                self._sockets += [inner, outer]
+                for source, sink in ((inner, outer), (outer, inner)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source, sink):
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                self._up.wait()
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+def cable_to(server):
+    return contextlib.closing(Cable(server.endpoints[0]))
+
+
+def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
+    with served() as server, cable_to(server) as cable, link_to([cable.endpoint]) as link:
+        link.told("alive")
+        cable.cut()
+        threading.Timer(1.0, cable.mend).start()
+        started = time.monotonic()
+        assert link.told("failed", host="host-1", why="had failed")
+        assert time.monotonic() - started > 0.9
+        assert server.store.failure() == Failure(1, "host-1", "had failed")
+        assert eventually(link.failure) == server.store.failure()
+
+
+def test_a_link_that_stays_down_ends_the_job_on_both_sides():
+    with served() as server, cable_to(server) as cable, link_to([cable.endpoint]) as link:
+        link.told("alive")
+        server.store.handle({"kind": "done", "rank": 0})
+        cable.cut()
+        assert server.store.wait_for_all() == [1]
+        assert server.store.failure().why == "has not been heard of for 1.5 s"
+        assert "has not answered for" in eventually(link.failure).why
+        cable.mend()
+
+
+_SERVER_PROGRAM = """
+import sys
+from hvd_estimators.launch.patience import Patience
+from hvd_estimators.launch.rendezvous_server import RendezvousServer
+secret = bytes.fromhex(sys.stdin.readline())
+with RendezvousServer(secret, ["127.0.0.1"], Patience(0.3, 0.6, 1.5, 0.02, 0.05)) as server:
+    server.store.expect(["host-0", "host-1"])
+    server.listen()
+    print(server.endpoints[0][1], flush=True)
+    server.store.handle({"kind": "done", "rank": 0})
+    lost = server.store.wait_for_all()
+    print(lost, server.store.failure(), flush=True)
+"""
+
+
+def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
+    with subprocess.Popen(
+        [sys.executable, "-c", _SERVER_PROGRAM],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        process.stdin.write(f"{SECRET.hex()}\n")
+        process.stdin.flush()
+        endpoint = ("127.0.0.1", int(process.stdout.readline()))
+        with link_to([endpoint], patience=Patience(1.0, 2.0, 8.0, 0.02, 0.05)) as link:
+            link.told("alive")
+            os.kill(process.pid, signal.SIGSTOP)
+            # Longer than the ranks may be silent for the server, whose time stands still.
+            threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT)).start()
+            assert link.request("put", b"v", **PLACE)[0]["status"] == 200
+            assert link.request("get", **PLACE)[1] == b"v"
+            assert link.failure() is None
+            assert link.told("done")
+        assert process.stdout.readline() == "[] None\n"
+        assert process.wait(10) == 0
+
+
+def test_a_message_whose_answer_is_lost_is_handled_once():
+    """The connection ends between handling and answer; the same message comes on another one."""
+    with served() as server:
+        handled = []
+        handle = server.store.handle
+
+        def answers_the_second_time(message, body=b""):
+            answer = handle(message, body)
+            if message["kind"] == "delete":
+                handled.append(message)
+                if len(handled) == 1:
+                    # Meanwhile another one writes the key anew.
+                    handle({"kind": "put", "rank": 0, **PLACE}, b"new")
+                    raise ConnectionResetError
+            return answer
+
+        server.store.handle = answers_the_second_time
+        with link_to(server.endpoints) as link:
+            link.request("put", b"old", **PLACE)
+            assert link.request("delete", **PLACE)[0]["status"] == 200
+            assert link.request("get", **PLACE)[1] == b"new"
+        assert len(handled) == 2
+        assert handled[0] == handled[1]
+
+
+def test_the_last_word_of_a_task_is_answered_before_the_server_ends():
+    answered = []
+    for _ in range(20):
+        with served() as server, link_to(server.endpoints) as link:
+            server.store.handle({"kind": "done", "rank": 0})
+            telling = threading.Thread(target=lambda link=link: answered.append(link.told("done")))
+            telling.start()
+            server.store.wait_for_all()
+            server.__exit__(None, None, None)
+            telling.join()
+    assert answered == [True] * 20
+
+
+def test_one_who_took_the_servers_port_is_told_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        heard = []
+
+        def answer():
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = impostor.accept()
+                    with connection:
+                        connection.sendall(b"\0" * 64)
+                        connection.settimeout(0.2)
+                        with contextlib.suppress(OSError):
+                            while part := connection.recv(1000):
+                                heard.append(part)
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(PeerLostError, match="does not know the job's secret"):
+            link_to([impostor.getsockname()]).request("put", b"value of mine", **PLACE)
+        assert all(b"value" not in part for part in heard)
+        assert heard
+
+
+def test_a_message_that_was_recorded_on_one_connection_is_not_taken_on_another():
+    with served() as server:
+        with socket.create_connection(server.endpoints[0]) as connection:
+            channel = Channel.connect(connection, SECRET, 1)
+            sent = []
+            channel._connection = _Recording(connection, sent)
+            channel.send({"kind": "failed", "rank": 1, "host": "h", "why": "w", "number": 1})
+            channel.receive(1)
+        with socket.create_connection(server.endpoints[0]) as connection:
+            channel = Channel.connect(connection, SECRET, 1)
+            server.store._failure = None
+            server.store._answered.clear()
+            connection.sendall(sent[0])
+            connection.settimeout(10)
+            assert connection.recv(1) == b""
+        assert server.store.failure() is None
+
+
+class _Recording:
+    def __init__(self, connection, sent):
+        self._connection, self._sent = connection, sent
+
+    def sendall(self, data):
+        self._sent.append(data)
+        self._connection.sendall(data)
+
+    def __getattr__(self, name):
+        return getattr(self._connection, name)
