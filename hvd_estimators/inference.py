@@ -6,6 +6,7 @@ What makes it and the columns that it takes and gives are in `hvd_estimators.mod
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 import pandas as pd
+from pyspark import Broadcast
 from pyspark.sql import Column
 from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
@@ -21,6 +23,7 @@ from hvd_estimators.classification import ClassScores
 from hvd_estimators.data.columns import Array
 from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import DataError
+from hvd_estimators.shared import content
 
 __all__ = ["Inference", "Predictor", "is_scalar", "make_udf", "predictor_key"]
 
@@ -127,8 +130,16 @@ class Inference:
         return predictor([transformed[name] for name in self.features])
 
 
+Send = Callable[[str, bytes], "bytes | Broadcast[bytes]"]
+"""The role of some bytes and these to what takes their place in a UDF; see `SharedBytes`."""
+
+
 def make_udf(
-    document: bytes, load: Callable[[bytes], Predictor], inference: Inference
+    document: bytes,
+    load: Callable[[bytes], Predictor],
+    inference: Inference,
+    send: Send,
+    has_empty_rows: bool = False,
 ) -> Callable[..., Column]:
     """Return a UDF from columns to the output, or to a struct where there are several fields.
 
@@ -140,7 +151,14 @@ def make_udf(
         Makes it.
     inference : Inference
         What to do with a batch.
+    send : callable
+        Sends what may be large to the executors.
+    has_empty_rows : bool
+        Whether a further, last column is true for rows and false for empty ones, which are skipped:
+        the output is null there.
     """
+    model = send("model", document)
+    steps = send("steps", cloudpickle.dumps((load, inference)))
     key = predictor_key(document, load)
     fields = inference.fields
     single = len(fields) == 1
@@ -152,12 +170,20 @@ def make_udf(
         )
 
     def predict(batches: Any) -> Any:
-        predictor = _cached_predictor(key, document, load)
+        load, inference = pickle.loads(content(steps))
+        predictor = _cached_predictor(key, model, load)
         for batch in batches:
             # PySpark gives one column as it is, and several as a tuple.
-            series = batch if isinstance(batch, tuple) else (batch,)
+            series = list(batch) if isinstance(batch, tuple) else [batch]
+            is_row = None
+            if has_empty_rows:
+                *series, marks = series
+                is_row = marks.to_numpy(bool)
+                series = [column[is_row] for column in series]
             columns = inference.arrays(series)
             found = inference(predictor, columns) if len(series[0]) else _empty(inference)
+            if is_row is not None:
+                found = [_among_empty(column, is_row) for column in found]
             if single:
                 yield found[0]
             else:
@@ -165,8 +191,8 @@ def make_udf(
 
     result: Any = pd.Series if single else pd.DataFrame
     # PySpark reads the kind of UDF from the hints.
-    is_single = len(inference.columns) + bool(inference.may_be_nan) == 1
-    taken: Any = pd.Series if is_single else tuple[pd.Series, ...]
+    given = len(inference.columns) + bool(inference.may_be_nan) + has_empty_rows
+    taken: Any = pd.Series if given == 1 else tuple[pd.Series, ...]
     predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
     return pandas_udf(predict, return_type)  # type: ignore[call-overload]
 
@@ -179,6 +205,13 @@ def is_scalar(shape: tuple[int, ...]) -> bool:
 def _empty(inference: Inference) -> list[pd.Series]:
     kinds = [np.float64 if is_scalar(shape) else object for shape in inference.fields.values()]
     return [pd.Series([], dtype=kind) for kind in kinds]
+
+
+def _among_empty(series: pd.Series, is_row: Array) -> pd.Series:
+    """Return a column with nulls where empty rows are."""
+    values = np.full(len(is_row), np.nan if series.dtype == np.float64 else None, series.dtype)
+    values[is_row] = series.to_numpy()
+    return pd.Series(values)
 
 
 def _spark_type(shape: tuple[int, ...]) -> T.DataType:
@@ -202,10 +235,12 @@ def predictor_key(document: bytes, load: Callable[[bytes], Predictor]) -> str:
 _predictors: dict[str, Predictor] = {}
 
 
-def _cached_predictor(key: str, document: bytes, load: Callable[[bytes], Predictor]) -> Predictor:
+def _cached_predictor(
+    key: str, model: bytes | Broadcast[bytes], load: Callable[[bytes], Predictor]
+) -> Predictor:
     if key not in _predictors:
         _predictors.clear()
-        _predictors[key] = load(document)
+        _predictors[key] = load(content(model))
     return _predictors[key]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import math
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +16,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators.batch_bytes import spread
 from hvd_estimators.classification import ClassificationParams
 from hvd_estimators.data.names import clashing, quoted, require_columns
 from hvd_estimators.data.schema import feature_array
@@ -21,6 +24,7 @@ from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.persistence import FileReadable, FileWritable
+from hvd_estimators.shared import SharedBytes
 from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["HorovodModel", "Predictor"]
@@ -51,13 +55,14 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
     )
     _metadata = declare("The columns that were trained on, see `column_metadata`: name to a dict.")
     inference_batch_size = declare(
-        "Rows of one forward pass. Default: a whole Arrow batch "
-        "(spark.sql.execution.arrow.maxRecordsPerBatch).",
+        "Rows of one forward pass. Default: a whole Arrow batch, of "
+        "spark.sql.execution.arrow.maxRecordsPerBatch rows, or of 32 MiB if these are fewer.",
         convert=integer(1),
     )
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
+        self._shared = SharedBytes()
         self.setParams(**kwargs)
 
     def _get_metadata(self) -> dict[str, Any] | None:
@@ -102,13 +107,32 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
             )
         inference = self._inference(dataset, features, shapes)
         document, load = self._make_predictor()
+        items = sum(math.prod(shape) for shape in inference.fields.values())
+        known = {name: entry["max_size"] for name, entry in (self._get_metadata() or {}).items()}
+        spread_out = spread(dataset, inference.columns, known, items)
+        if spread_out is not None:
+            dataset = spread_out.frame
         given = self._given_columns(dataset, inference)
-        predicted = make_udf(document, load, inference)(*given)
+        if spread_out is not None:
+            given.append(spread_out.is_row)
+        predicted = make_udf(
+            document,
+            load,
+            inference,
+            functools.partial(self._shared.send, dataset),
+            has_empty_rows=spread_out is not None,
+        )(*given)
         # Not a projection, into which Spark would push a filter on the predictions, and so run the
         # model in the filter and once more. An array of one is exploded to the row that it is of,
         # past which only those filters go that are on other columns.
         made = f"__predicted_{uuid.uuid4().hex}"
-        with_made = dataset.select("*", F.explode(F.array(predicted)).alias(made))
+        results = F.array(predicted)
+        if spread_out is not None:
+            # Of an empty row there is nothing to explode, and it is gone.
+            results = F.when(spread_out.is_row, results)
+        with_made = dataset.select("*", F.explode(results).alias(made))
+        if spread_out is not None:
+            with_made = with_made.drop(spread_out.marker)
         types = self.getOrDefault("output_types") or [None] * len(outputs)
         wanted = [*zip(outputs, types, strict=True), *((n, None) for n in class_columns.values())]
         fields = inference.fields

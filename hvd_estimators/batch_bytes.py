@@ -1,0 +1,149 @@
+"""Batches of a UDF bounded by bytes: rows that are large count for several. Runs on the driver.
+
+Spark fills an Arrow batch with a number of rows (10,000 by default, see
+``spark.sql.execution.arrow.maxRecordsPerBatch``), whatever their size, in the JVM's direct memory:
+10,000 images are some GB. That number is the session's, read whenever a DataFrame is run, so no
+DataFrame has one of its own. What it can have are more rows: after each row come as many empty ones
+as make its share of a batch what its bytes are of `BATCH_BYTES`. The UDF skips the empty rows, and
+they are dropped behind it.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.data.names import clashing, quoted
+
+__all__ = ["BATCH_BYTES", "Spread", "spread"]
+
+BATCH_BYTES = 32 * 2**20
+"""Bytes of values that a batch has at most, or a single row."""
+
+_ITEM_BYTES = 8
+_VECTOR_ITEM_BYTES = 4
+# Rows of a known size are taken for small ones if they are much smaller than those that count for
+# one: what is predicted on may be larger than what was trained on.
+_MARGIN = 4
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A DataFrame with empty rows in it.
+
+    Attributes
+    ----------
+    frame : DataFrame
+        The rows, all columns included, and empty ones.
+    marker : str
+        A column of it that is 0 for the former and more for the latter.
+    """
+
+    frame: DataFrame
+    marker: str
+
+    @property
+    def is_row(self) -> Column:
+        """Whether a row is none of the empty ones."""
+        return F.col(self.marker) == 0
+
+
+def spread(
+    dataset: DataFrame,
+    columns: Sequence[str],
+    known_sizes: Mapping[str, int],
+    output_items: int,
+) -> Spread | None:
+    """Return a DataFrame with empty rows in it; None where rows are small.
+
+    Parameters
+    ----------
+    dataset : DataFrame
+        What is predicted on.
+    columns : sequence of str
+        What a UDF is given of it.
+    known_sizes : mapping
+        Column to the numbers in a row, where that is known.
+    output_items : int
+        Numbers that the UDF returns for a row.
+    """
+    max_rows = int(str(dataset.sparkSession.conf.get(_MAX_ROWS)))
+    if max_rows <= 0:
+        return None  # all rows of a partition, however many
+    counted_as_one = BATCH_BYTES / max_rows
+    types = {name: dataset.schema[name].dataType for name in columns}
+    sizes = [_known_items(types[name], known_sizes.get(name)) for name in columns]
+    if None not in sizes:
+        known = sum(size for size in sizes if size is not None) + output_items
+        if known * _ITEM_BYTES * _MARGIN <= counted_as_one:
+            return None
+    total = F.lit(output_items * _ITEM_BYTES)
+    for name, data_type in types.items():
+        total = total + _num_bytes(F.col(quoted(name)), data_type)
+    count = F.least(F.ceil(total / F.lit(counted_as_one)), F.lit(max_rows))
+    marker = f"__empty_{uuid.uuid4().hex}"
+    numbers = F.sequence(F.lit(0), F.greatest(count, F.lit(1)).cast("int") - 1)
+    frame = dataset.select("*", F.explode(numbers).alias(marker))
+    made = Spread(frame, marker)
+    emptied = {
+        field.name: F.when(made.is_row, F.col(quoted(field.name)))
+        .otherwise(_empty(field))
+        .alias(field.name, metadata=field.metadata)
+        for field in dataset.schema
+        if _may_be_large(field.dataType)
+        and len(clashing(dataset, field.name, dataset.columns)) == 1
+    }
+    return Spread(frame.withColumns(emptied), marker)
+
+
+_MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
+
+
+def _known_items(data_type: T.DataType, known: int | None) -> int | None:
+    """Return how many numbers a value is; None if that is not known."""
+    if isinstance(data_type, (T.StringType, T.BinaryType)):
+        return None
+    return known if _may_be_large(data_type) else 1
+
+
+def _may_be_large(data_type: T.DataType) -> bool:
+    large = (T.ArrayType, T.MapType, T.StructType, T.StringType, T.BinaryType, T.UserDefinedType)
+    return isinstance(data_type, large)
+
+
+def _num_bytes(column: Column, data_type: T.DataType) -> Column:
+    """Return about how many bytes a value has in a batch."""
+    if isinstance(data_type, VectorUDT):
+        raw = F.unwrap_udt(column)
+        length = F.coalesce(raw["size"], F.size(raw["values"]))
+        return _or_none(length) * _VECTOR_ITEM_BYTES
+    if isinstance(data_type, T.ArrayType):
+        # Of nested arrays the first one tells: all have to have the same length.
+        first = F.try_element_at(column, F.lit(1))
+        return _or_none(F.size(column)) * _num_bytes(first, data_type.elementType)
+    if isinstance(data_type, (T.StringType, T.BinaryType)):
+        return _or_none(F.octet_length(column))
+    return F.lit(_ITEM_BYTES).cast("long")
+
+
+def _or_none(length: Column) -> Column:
+    return F.greatest(F.coalesce(length, F.lit(0)), F.lit(0)).cast("long")
+
+
+def _empty(field: T.StructField) -> Column:
+    """Return what an empty row has, lest a column that has no nulls seem to have some."""
+    data_type: Any = field.dataType
+    if field.nullable or isinstance(data_type, T.UserDefinedType):
+        return F.lit(None)
+    if isinstance(data_type, T.ArrayType):
+        return F.array().cast(data_type)
+    if isinstance(data_type, (T.StringType, T.BinaryType)):
+        return F.lit("").cast(data_type)
+    return F.lit(None)

@@ -1,0 +1,168 @@
+"""What transform() sends to the executors: rows in batches of bounded size, and a model once."""
+
+from __future__ import annotations
+
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators import batch_bytes, shared
+from hvd_estimators.torch import TorchModel
+
+pytestmark = pytest.mark.spark
+
+WIDTH = 50
+
+
+class Noting(torch.nn.Module):
+    """Sums each row, and notes in a file how many rows a forward pass has."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{len(x)}\n")
+        return x.flatten(1).sum(1) + z.squeeze(-1)
+
+
+def make_frame(spark: Any, rows: int) -> Any:
+    """Return rows whose ``x`` has 50 times the row's number, and a vector as large."""
+    schema = T.StructType(
+        [
+            T.StructField("Odd `name.", T.LongType(), False),
+            T.StructField("x", T.ArrayType(T.ArrayType(T.DoubleType(), False), False), False),
+            T.StructField("z", T.DoubleType()),
+            T.StructField("v", VectorUDT(), True, {"kept": 1}),
+            T.StructField("text", T.StringType(), False),
+        ]
+    )
+    values = [
+        (i, [[float(i)] * 10] * (WIDTH // 10), 0.5, Vectors.dense([float(i)] * WIDTH), f"row {i}")
+        for i in range(rows)
+    ]
+    return spark.createDataFrame(values, schema).coalesce(1)
+
+
+def make_model(module: torch.nn.Module, feature: str, **params: Any) -> TorchModel:
+    return TorchModel(
+        model=module,
+        feature_columns=[feature, "z"],
+        label_columns=["y"],
+        output_shapes=[[]],
+        **params,
+    )
+
+
+@pytest.mark.parametrize(("feature", "item_bytes"), [("x", 8), ("v", 4)])
+def test_batches_of_large_rows_are_bounded_by_bytes(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: str, item_bytes: int
+) -> None:
+    monkeypatch.setattr(batch_bytes, "BATCH_BYTES", 20_000)
+    rows, setting = 120, "spark.sql.execution.arrow.maxRecordsPerBatch"
+    before = spark.conf.get(setting)
+    frame = make_frame(spark, rows)
+    notes = tmp_path / "notes"
+
+    predicted = make_model(Noting(notes), feature).transform(frame)
+
+    assert not notes.exists()
+    found = predicted.where(F.col("y__output") >= 0).collect()
+    # 20,000 bytes hold so many rows of these sizes: the array or vector, a number and the output.
+    most = 20_000 // (WIDTH * item_bytes + 16) + 1
+    forward_passes = list(map(int, notes.read_text().split()))
+    assert sum(forward_passes) == rows
+    assert most - 2 <= max(forward_passes) <= most
+    np.testing.assert_allclose(
+        [row["y__output"] for row in found], np.arange(rows) * WIDTH + 0.5, rtol=1e-6
+    )
+    given = [row.asDict() for row in frame.collect()]
+    assert [{name: row[name] for name in frame.columns} for row in found] == given
+    assert predicted.schema.fields[:-1] == frame.schema.fields
+    assert predicted.columns == [*frame.columns, "y__output"]
+    assert predicted.count() == rows
+    assert spark.conf.get(setting) == before
+
+
+def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path: Path) -> None:
+    frame, notes = make_frame(spark, 30), tmp_path / "notes"
+    sizes = {"x": {"max_size": WIDTH, "dtype": "float64"}}
+    plans = [
+        str(model.transform(frame)._jdf.queryExecution().optimizedPlan())
+        for model in (
+            make_model(Noting(notes), "x", _metadata=sizes),
+            make_model(Noting(notes), "x"),
+        )
+    ]
+    assert ["__empty_" in plan for plan in plans] == [False, True]
+
+
+def test_nulls_of_rows_are_found_among_empty_ones(spark: Any, tmp_path: Path) -> None:
+    frame = make_frame(spark, 5).withColumn("v", F.when(F.col("text") != "row 3", F.col("v")))
+    predicted = make_model(Noting(tmp_path / "notes"), "v").transform(frame)
+
+    with pytest.raises(Exception, match="Column 'v' holds nulls"):
+        predicted.collect()
+
+
+class Large(torch.nn.Module):
+    """Two megabytes that are looked up."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.full([2**19], value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table[x.long()].squeeze(-1)
+
+
+def broadcast_files(spark: Any) -> list[Path]:
+    return [path for path in Path(spark.sparkContext._temp_dir).iterdir() if path.is_file()]
+
+
+def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -> None:
+    def collected() -> None:
+        gc.collect()
+        shared._registry.sweep(spark.sparkContext, collect=True)
+
+    def make(value: float) -> TorchModel:
+        return TorchModel(
+            model=Large(value),
+            feature_columns=["id"],
+            label_columns=["y"],
+            output_shapes=[[]],
+            input_shapes=[[-1, 1]],
+        )
+
+    collected()
+    before = len(broadcast_files(spark))
+    model = make(1.5)
+    frames = [model.transform(spark.range(3)) for _ in range(3)]
+    frames.append(model.copy({"outputCols": ["other"]}).transform(spark.range(4)))
+    assert len(broadcast_files(spark)) == before + 1
+
+    # Without the model, plans need it; also those that are made of them.
+    derived = frames[0].select(F.sum("y__output").alias("sum"))
+    del model, frames
+    collected()
+    assert derived.collect() == [(4.5,)]
+    assert derived.collect() == [(4.5,)]
+    other = make(2.5).transform(spark.range(2))
+    assert len(broadcast_files(spark)) == before + 2
+    assert [row[1] for row in other.collect()] == [2.5, 2.5]
+
+    del derived, other
+    deadline = time.monotonic() + 30
+    # Spark's own threads hold on to what has just run for a moment.
+    while len(broadcast_files(spark)) > before and time.monotonic() < deadline:
+        collected()
+    assert len(broadcast_files(spark)) == before
