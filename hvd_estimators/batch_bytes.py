@@ -58,7 +58,7 @@ class Spread:
 def spread(
     dataset: DataFrame,
     columns: Sequence[str],
-    known_sizes: Mapping[str, int],
+    known_sizes: Mapping[str, int | None],
     output_items: int,
 ) -> Spread | None:
     """Return a DataFrame with empty rows in it; None where rows are small.

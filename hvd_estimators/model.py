@@ -108,7 +108,8 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         inference = self._inference(dataset, features, shapes)
         document, load = self._make_predictor()
         items = sum(math.prod(shape) for shape in inference.fields.values())
-        known = {name: entry["max_size"] for name, entry in (self._get_metadata() or {}).items()}
+        metadata = self._get_metadata() or {}
+        known = {name: entry["max_size"] for name, entry in metadata.items() if "max_size" in entry}
         spread_out = spread(dataset, inference.columns, known, items)
         if spread_out is not None:
             dataset = spread_out.frame

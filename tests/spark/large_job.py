@@ -1,0 +1,177 @@
+"""Fits and predictions that are large for a default driver; run by test_large.py.
+
+Spark's settings are left alone but for two of a machine without a network: a driver has 1 GB.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as F
+
+from hvd_estimators import Store
+
+ROWS = 8
+
+
+def make_estimator(framework: str, parameters: int, store: Store) -> Any:
+    """Return an estimator of an embedding with as many parameters, under Adam."""
+    common: dict[str, Any] = {
+        "num_proc": 2,
+        "store": store,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "batch_size": 4,
+        "scale_learning_rate": False,
+        "verbose": 0,
+    }
+    if framework == "keras":
+        import keras
+
+        from hvd_estimators.keras import KerasEstimator
+
+        inputs = keras.Input((1,), name="x")
+        embedded = keras.layers.Embedding(parameters // 100, 100)(inputs)
+        outputs = keras.layers.Dense(1)(keras.layers.Flatten()(embedded))
+        model = keras.Model(inputs, outputs)
+        return KerasEstimator(
+            **common, model=model, optimizer=keras.optimizers.Adam(0.01), loss="mse"
+        )
+    import torch
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(parameters // 100, 100)
+            self.out = torch.nn.Linear(100, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table(x.long().reshape(len(x))))
+
+    net = Net()
+    common |= {
+        "model": net,
+        "optimizer": torch.optim.Adam(net.parameters(), lr=0.01),
+        "loss": torch.nn.functional.mse_loss,
+        "input_shapes": [[-1, 1]],
+    }
+    if framework == "torch":
+        from hvd_estimators.torch import TorchEstimator
+
+        return TorchEstimator(**common)
+    from hvd_estimators.lightning import LightningEstimator
+
+    return LightningEstimator(**common, logger=False)
+
+
+def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
+    """Train a model of so many parameters, and predict with it."""
+    frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
+    store = Store.create(str(folder / "store"), save_runs=False)
+    model = make_estimator(framework, parameters, store).fit(frame)
+    found = [row["y__output"] for row in model.transform(frame).orderBy("x").collect()]
+    inner = model.getModel()
+    given = np.arange(ROWS, dtype=np.float32)[:, None]
+    if framework == "keras":
+        expected = inner(given).numpy()
+    else:
+        import torch
+
+        expected = inner(torch.from_numpy(given)).detach().numpy()
+    np.testing.assert_allclose(found, expected[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def images(spark: SparkSession, folder: Path, rows: int) -> None:
+    """Predict on many images."""
+    import torch
+
+    from hvd_estimators.torch import TorchModel
+
+    pixels = 224 * 224 * 3
+    frame = spark.range(0, rows, 1, 1).select(
+        F.array_repeat(F.col("id").cast("float"), pixels).alias("image")
+    )
+    model = TorchModel(
+        model=torch.nn.Sequential(torch.nn.Flatten(), torch.nn.AvgPool1d(pixels)),
+        feature_columns=["image"],
+        label_columns=["mean"],
+        output_shapes=[[1]],
+        inference_batch_size=16,
+    )
+    found = model.transform(frame).select("mean__output").toPandas()["mean__output"]
+    np.testing.assert_allclose(found, np.arange(rows), rtol=1e-2)
+
+
+def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
+    """Run and predict many times with 20 MB, and look at what stays on the disk."""
+    import torch
+
+    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.torch import TorchModel
+
+    given, backend = bytes(20 * 2**20), SparkBackend(2)
+    sizes = []
+    for _ in range(repeats):
+        assert backend.run(len, [given]) == [len(given)] * 2
+        sizes.append(on_disk(spark))
+    assert max(sizes) < 2**20, sizes
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5 * 2**20, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.table(x.long().reshape(len(x)))
+
+    same = TorchModel(model=Net(), feature_columns=["id"], label_columns=["y"], output_shapes=[[1]])
+    sizes = []
+    for _ in range(repeats):
+        assert same.transform(spark.range(4)).count() == 4
+        assert len(same.transform(spark.range(4)).collect()) == 4
+        sizes.append(on_disk(spark))
+    assert max(sizes) < 22 * 2**20, sizes
+    sizes = []
+    for _ in range(repeats):
+        other = TorchModel(
+            model=Net(), feature_columns=["id"], label_columns=["y"], output_shapes=[[1]]
+        )
+        assert len(other.transform(spark.range(4)).collect()) == 4
+        sizes.append(on_disk(spark))
+    # Of models that are gone some 64 MB wait for the JVM's garbage collection.
+    assert max(sizes) < 170 * 2**20, sizes
+
+
+def on_disk(spark: SparkSession) -> int:
+    """Return the bytes of the driver's broadcast files."""
+    folder = Path(spark.sparkContext._temp_dir)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def main(folder: Path, job: str, *arguments: str) -> None:
+    """Run a job in a session with Spark's defaults."""
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    spark = (
+        SparkSession.builder.master("local[2]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("OFF")
+    assert spark.sparkContext._jvm is not None
+    assert spark.sparkContext._jvm.java.lang.Runtime.getRuntime().maxMemory() <= 2**30
+    started = time.monotonic()
+    values = [int(a) if a.isdigit() else a for a in arguments]
+    {"fit": fit, "images": images, "flat_disk": flat_disk}[job](spark, folder, *values)
+    print(f"all well in {time.monotonic() - started:.0f} s")
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *sys.argv[2:])
