@@ -8,8 +8,9 @@ import datetime
 import logging
 import secrets
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from pyspark.ml import Estimator
@@ -45,8 +46,9 @@ from hvd_estimators.params import (
 )
 from hvd_estimators.progress import show_progress
 from hvd_estimators.reading import ReadingParams
+from hvd_estimators.runs import Fits, check_run, data_identity, digest, in_use, named
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
-from hvd_estimators.store import Store
+from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.training.handover import Handover, Trainer, train_stored
 from hvd_estimators.transforming import TransformationParams
 
@@ -68,6 +70,16 @@ class HorovodEstimator(
     GridParams,
 ):
     """Base of the estimators."""
+
+    _run_settings: ClassVar[tuple[str, ...]] = (
+        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
+        *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
+        *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
+        *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
+        *("transformation_edit_fields", "transformation_removed_fields"),
+    )
+    # Its place in a grid, where this is one of the copies that are fitted.
+    _grid_index: int | None = None
 
     # What opens a trained state, for messages.
     _state_reader = "the framework"
@@ -346,13 +358,21 @@ class HorovodEstimator(
     ) -> HorovodModel:
         """Train on a dataset and return the model; ``trial`` is what `_dry_run` returned before."""
 
-    def _common_spec(self, data: DataSpec, prefix: str) -> dict[str, Any]:
-        """Return the fields of `TrainSpec`; ``prefix`` starts the name of a new run."""
+    def _common_spec(
+        self, data: DataSpec, prefix: str, fingerprint: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the fields of `TrainSpec`; ``prefix`` starts the name of a new run.
+
+        Raises
+        ------
+        ParamError
+            If the run is there already, and of something else.
+        """
         get = self.getOrDefault
         return {
             "data": data,
             "store": get("store"),
-            "run": get("store").run_paths(self._new_run_id(prefix)),
+            "run": self._run_paths(prefix, fingerprint),
             "epochs": get("epochs"),
             "random_seed": get("random_seed"),
             "scale_learning_rate": get("scale_learning_rate"),
@@ -388,7 +408,7 @@ class HorovodEstimator(
         env: Mapping[str, str | None] | None = None,
     ) -> FittedModel:
         """Run the trainer on every rank, showing progress, and make the model of the results."""
-        with Handover(spec, self._state_reader) as handover:
+        with in_use(spec.store, spec.run), Handover(spec, self._state_reader) as handover:
             with (
                 handover.naming_what_is_kept(trained=False),
                 show_progress(spec.verbose, backend.driver_host()) as progress_env,
@@ -485,6 +505,49 @@ class HorovodEstimator(
         weight = self.getOrDefault("sample_weight_col")
         wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
         return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
+
+    def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a run is of, so that only such fits go on from its checkpoint.
+
+        Not the number of ranks and of epochs, which may be others in a later part of a run.
+        """
+        return {
+            "data": data_identity(manifest, self._needed_columns()),
+            "model": model,
+            "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
+        }
+
+    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
+        get = self.getOrDefault
+        run_id = self._new_run_id(prefix)
+        if self._grid_index is not None:
+            run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
+        run = replace(get("store").run_paths(run_id), fingerprint=fingerprint)
+        check_run(get("store"), run)
+        return run
+
+    def fitMultiple(
+        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
+    ) -> Iterator[tuple[int, HorovodModel]]:
+        """Fit with each of several dicts of params, as Spark's validators do.
+
+        With ``run_id`` each has a run of its own, whose name begins with it and goes on with a
+        digest of data, model and settings, so that such a fit, too, can be gone on with.
+
+        Returns
+        -------
+        iterator
+            Of (index, model); threads may share it.
+        """
+
+        def fit_one(index: int) -> HorovodModel:
+            copied = self.copy(paramMaps[index])
+            given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
+            if self.getOrDefault("run_id") is not None and "run_id" not in given:
+                copied._grid_index = index
+            return copied.fit(dataset)
+
+        return Fits(fit_one, len(paramMaps))
 
     def _new_run_id(self, prefix: str) -> str:
         """Return the run's name: what is set, or one that no other run has."""

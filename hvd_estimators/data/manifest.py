@@ -109,12 +109,16 @@ class DatasetManifest:
         The parts to train and to validate on; ``validation`` is None without one.
     shuffled : bool
         Whether the stored order is a random one.
+    content : str or None
+        A sum over the rows, whatever their order, and which side of a split they are on; None where
+        it is not known.
     """
 
     columns: tuple[ColumnSpec, ...]
     train: Split
     validation: Split | None = None
     shuffled: bool = False
+    content: str | None = None
 
     def column(self, name: str) -> ColumnSpec:
         """Return the column of that name.
@@ -147,6 +151,7 @@ class DatasetManifest:
             _split(document["train"]),
             _split(validation) if validation else None,
             bool(document.get("shuffled", False)),
+            document.get("content"),
         )
 
 

@@ -24,6 +24,9 @@ __all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "write_dataset"]
 ROW_GROUP_BYTES = 16 * 2**20
 """Target size of a row group: the unit that readers fetch and shuffle."""
 
+_HASHED = 128
+"""Elements of an array, at two places, that tell rows from others."""
+
 _KEY_SEEDS = 2**32
 """Parts the seeds of keys from those of a split, to which Spark adds the number of a partition."""
 
@@ -109,7 +112,7 @@ def write_dataset(
     if validation is not None:
         writer = writer.partitionBy(split)
     writer.parquet(store.spark_url(path))
-    observed = observation.get if observation is not None else {}
+    observed = observation.get
     if validation is not None:
         if observed["split_nulls"]:
             raise DataError(
@@ -125,7 +128,8 @@ def write_dataset(
         raise DataError("The DataFrame is empty: there are no rows to train on.")
     val = read_split(store, val_path, specs) if validation is not None else None
     shapes = complete_shapes(store, train, specs)
-    manifest = DatasetManifest(shapes, train, val, shuffled=shuffle is not None)
+    content = str(observed["content"])
+    manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
     store.write_text(manifest_path(store, index), manifest.to_json())
     return manifest
 
@@ -137,7 +141,7 @@ def _frame(
     shuffle: Shuffle | None,
     in_order: bool,
     check_finite: bool,
-) -> tuple[DataFrame, Observation | None]:
+) -> tuple[DataFrame, Observation]:
     """Return what is to be written, and what will tell what was measured on the way."""
     split, key = _own_name("__split", columns), _own_name("__key", columns)
     given = [expression for column in columns for expression in column.expressions]
@@ -148,7 +152,7 @@ def _frame(
     }
     given += [length.alias(name) for name, length in lengths.items()]
     drawn: list[Column] = []
-    measures = _measures(columns, check_finite)
+    measures = [*_measures(columns, check_finite), _content(columns, validation is not None)]
     if validation is not None:
         (drawn if validation.by_position else given).append(validation.condition.alias(split))
         measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
@@ -159,10 +163,8 @@ def _frame(
         if not in_order:
             frame = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
         frame = frame.select("*", *drawn)
-    observation = Observation() if measures else None
-    if observation is not None:
-        frame = frame.observe(observation, *measures)
-    frame = frame.drop(*lengths)
+    observation = Observation()
+    frame = frame.observe(observation, *measures).drop(*lengths)
     if shuffle is not None:
         # A file holds the rows whose keys' hashes fall to it, in the order of the keys. The writer
         # wants the sides of a split one after the other.
@@ -192,6 +194,25 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
         if not_finite is not None:
             measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
     return measures
+
+
+def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
+    """Return the aggregate that tells rows from others, in whatever order they come."""
+    parts = [F.col(quoted(_own_name("__split", columns)))] if is_split else []
+    for column in columns:
+        depth = len(column.spec.shape)
+        for name in column.spec.stored_names:
+            value = F.col(quoted(name))
+            if not depth:
+                parts.append(value)
+                continue
+            # Of long arrays the beginning and the middle: hashing takes as long as writing.
+            middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
+            length = F.lit(_HASHED if depth == 1 else 1)
+            parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
+            parts.append(F.size(value))
+    # Half of the hash: the sum of 2**32 rows does not overflow.
+    return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:

@@ -23,6 +23,7 @@ from hvd_estimators.keras.checks import DryRun, kept_random_state
 from hvd_estimators.keras.class_weights import check_classes
 from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.converters import class_weights, environment, label_weights
+from hvd_estimators.keras.identity import model_identity
 from hvd_estimators.keras.inputs import input_keys, input_structure, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
@@ -45,6 +46,7 @@ from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, integer
+from hvd_estimators.runs import named
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
 
 __all__ = ["KerasEstimator"]
@@ -120,6 +122,8 @@ class KerasEstimator(HorovodEstimator):
         default=0,
         convert=integer(0),
     )
+
+    _run_settings = (*HorovodEstimator._run_settings, "class_weight")
 
     def get_model_class(self) -> type[KerasModel]:
         """Return the class of the model that `fit` returns; for subclasses to override."""
@@ -236,14 +240,17 @@ class KerasEstimator(HorovodEstimator):
             self._class_scores(dry_run.output_shapes)
         if data.train_plan.num_ranks > 1:
             dry_run.check_metrics()
-        common = self._common_spec(data, "keras")
+        settings = self._compile_settings()
+        identity = model_identity(dry_run.model, get("learning_rate") is not None)
+        identity["loss"] = named(settings.loss)
+        common = self._common_spec(data, "keras", self._fingerprint(manifest, identity))
         self._check_resume(dry_run.model, common["run"].checkpoint_path)
         spec = KerasTrainSpec(
             **common,
             # After the dry run, which builds a model that was not built.
             model=dump(dry_run.model, get("custom_objects")),
             tensors=dry_run.tensors,
-            weigh_by_samples=self._weighs_by_samples(self._compile_settings()),
+            weigh_by_samples=self._weighs_by_samples(settings),
             checkpoint_callback=get("checkpoint_callback"),
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),

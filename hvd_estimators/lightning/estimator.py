@@ -26,6 +26,7 @@ from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.trainer import LightningTrainSpec, train
 from hvd_estimators.lightning.users_data import is_lightning_data
 from hvd_estimators.params import boolean, declare, integer
+from hvd_estimators.runs import named
 from hvd_estimators.spec import TrainResult
 from hvd_estimators.torch import estimator as torch_estimator
 from hvd_estimators.torch.serialization import (
@@ -138,6 +139,21 @@ class LightningEstimator(torch_estimator.TorchEstimator):
         """Return the class of the model that `fit` returns; for subclasses to override."""
         return LightningModel
 
+    def _model_identity(self) -> dict[str, Any]:
+        identity = super()._model_identity()
+        module, get = self.getOrDefault("model"), self.getOrDefault
+        # How long a run is may be another in a later part of it.
+        left_out = ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")
+        arguments = {k: v for k, v in get("trainer_args").items() if k not in left_out}
+        identity["trainer_args"] = named(arguments)
+        if self._is_lightning:
+            identity["hparams"] = named(dict(module.hparams))
+            if get("learning_rate") is None:
+                # Where Lightning's tuner puts it.
+                rates = {name: getattr(module, name, None) for name in ("learning_rate", "lr")}
+                identity["rates"] = named(rates)
+        return identity
+
     @property
     def _is_lightning(self) -> bool:
         return is_lightning(self.getOrDefault("model"), "LightningModule")
@@ -226,7 +242,9 @@ class LightningEstimator(torch_estimator.TorchEstimator):
             self._check_steps(data)
         flavor = self._flavor()
         trainer_args = adapted_trainer_args(get("trainer_args"), flavor)
-        common = self._common_spec(data, "lightning")
+        common = self._common_spec(
+            data, "lightning", self._fingerprint(manifest, self._model_identity())
+        )
         common["callbacks"] = ()
         common["use_gpu"] = get("use_gpu") and get("num_gpus") != 0
         common["epochs"] = _epochs(trainer_args, common["epochs"], data.train_steps_per_epoch)

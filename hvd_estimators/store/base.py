@@ -7,8 +7,8 @@ import copy
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 import fsspec
@@ -32,12 +32,15 @@ class RunPaths:
         The newest checkpoint's file; None where the store keeps no runs.
     logs_path : str or None
         Directory of the TensorBoard event files; None where the store keeps no runs.
+    fingerprint : mapping
+        What the run is of, see `hvd_estimators.runs`.
     """
 
     run_id: str
     run_path: str
     checkpoint_path: str | None
     logs_path: str | None
+    fingerprint: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Store(ABC):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, functions, one_of, shapes
+from hvd_estimators.runs import named
 from hvd_estimators.spec import DataSpec, TrainResult
 from hvd_estimators.torch.checks import check_fit, check_weightable
 from hvd_estimators.torch.model import TorchModel, dump_torch_param, load_torch_params
@@ -99,6 +101,12 @@ class TorchEstimator(HorovodEstimator):
         convert=_dtypes,
     )
 
+    _run_settings = (
+        *HorovodEstimator._run_settings,
+        *("input_shapes", "input_form", "column_dtypes"),
+        *("loss", "loss_constructors", "train_minibatch_fn"),
+    )
+
     def get_model_class(self) -> type[TorchModel]:
         """Return the class of the model that `fit` returns; for subclasses to override."""
         return TorchModel
@@ -149,7 +157,7 @@ class TorchEstimator(HorovodEstimator):
         loss, constructors = get("loss"), get("loss_constructors")
         labels = len(get("label_cols"))
         spec = TorchTrainSpec(
-            **self._common_spec(data, "torch"),
+            **self._common_spec(data, "torch", self._fingerprint(manifest, self._model_identity())),
             module=dump_module(module),
             optimizer=self._dump_optimizer(),
             tensors=self._tensor_spec(),
@@ -268,6 +276,30 @@ class TorchEstimator(HorovodEstimator):
             group["lr"] = rate
         return dump_optimizer(copied, module)
 
+    def _model_identity(self) -> dict[str, Any]:
+        """Return what tells model and optimizer from others, but for their weights and state."""
+        module, optimizer = plain_module(self.getOrDefault("model")), self.getOrDefault("optimizer")
+        identity: dict[str, Any] = {
+            "class": named(type(module)),
+            # Without addresses, as functions among a module's attributes may show them.
+            "layers": re.sub(r" at 0x[0-9a-f]+", "", repr(module)),
+            "weights": [[n, list(v.shape), str(v.dtype)] for n, v in module.state_dict().items()],
+        }
+        if optimizer is not None:
+            # What takes the place of the optimizer's rate is one of the settings.
+            left_out = {"params", "initial_lr"}
+            left_out |= {"lr"} if self.getOrDefault("learning_rate") is not None else set()
+            identity["optimizer"] = named(type(optimizer))
+            identity["options"] = {
+                f"group {number}": {
+                    key: named(_number(value))
+                    for key, value in group.items()
+                    if key not in left_out
+                }
+                for number, group in enumerate(optimizer.param_groups)
+            }
+        return identity
+
     def _per_label(self, name: str) -> list[Any]:
         """Return a param that is one callable for all labels, or one per label, as the latter."""
         given = functions(name, self.getOrDefault(name))
@@ -295,3 +327,7 @@ class TorchEstimator(HorovodEstimator):
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value

@@ -319,13 +319,14 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(store: Any, tmp_path: Path) 
     net = Drawing(tmp_path)
     settings: dict[str, Any] = {
         "model": net,
-        "optimizer": OPTIMIZERS["adam"](net.parameters()),
-        "shuffle": True,
+        # As np.logspace and np.arange give them.
+        "optimizer": torch.optim.Adam(net.parameters(), lr=np.float64(0.01)),
+        "shuffle": np.bool_(True),
         "scale_learning_rate": True,
-        "batch_size": 16,
+        "batch_size": np.int64(16),
     }
     whole, _ = fit(store, 2, "adam", epochs=3, run_id="whole", **settings)
-    fit(store, 2, "adam", epochs=1, run_id="parts", **settings)
+    fit(store, 2, "adam", epochs=np.int64(1), run_id="parts", **settings)
     resumed, _ = fit(store, 2, "adam", epochs=3, run_id="parts", **settings)
     assert [record["epoch"] for record in resumed.getHistory()] == [0, 1, 2]
     for a, b in zip(whole.getModel().parameters(), resumed.getModel().parameters(), strict=True):

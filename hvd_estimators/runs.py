@@ -1,0 +1,191 @@
+"""What a run is of: its data, model and settings, noted beside its checkpoint. Runs on the driver.
+
+A checkpoint is gone on from only by a fit that is of the same. What that is, is a dict of plain
+values, so that an error can tell what differs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from hvd_estimators.data.manifest import DatasetManifest, Split
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.plain import plain
+from hvd_estimators.store import RunPaths, Store
+
+__all__ = ["Fits", "check_run", "data_identity", "digest", "in_use", "named"]
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()
+_in_use: set[tuple[str, str]] = set()
+
+
+def check_run(store: Store, run: RunPaths) -> None:
+    """Make sure that a run's checkpoint, where there is one, is of the same as a fit.
+
+    One of a version that noted nothing is gone on from, with a warning: it was asked for by name.
+
+    Raises
+    ------
+    ParamError
+        If it is of other data, another model or other settings.
+    """
+    path = run.checkpoint_path
+    if path is None or not store.exists(path):
+        return
+    notes = _notes_path(run)
+    if not store.exists(notes):
+        logger.warning(
+            "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
+            "no %s). It is gone on from unchecked.",
+            run.run_id,
+            notes,
+        )
+        return
+    found = json.loads(store.read(notes).decode()).get("fingerprint", {})
+    wanted = _as_json(run.fingerprint)
+    differences = _differences(found, wanted)
+    if differences:
+        raise ParamError(
+            f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
+            f"trained with {'; '.join(differences)}. Set another run_id (or none: each fit then "
+            "has a run of its own), or what it was trained with. To go on from it all the same, "
+            f"delete {notes!r}."
+        )
+
+
+def _note(store: Store, run: RunPaths) -> None:
+    """Note beside a run's checkpoint, which may not be there yet, what it is of."""
+    if run.checkpoint_path is not None:
+        document = {"run_id": run.run_id, "fingerprint": _as_json(run.fingerprint)}
+        store.write_text(_notes_path(run), json.dumps(document, indent=1, sort_keys=True))
+
+
+@contextlib.contextmanager
+def in_use(store: Store, run: RunPaths) -> Iterator[None]:
+    """Note what a run is of, and keep other fits of this process from it until the block ends.
+
+    Raises
+    ------
+    ParamError
+        If one has it already.
+    """
+    key = (store.prefix_path, run.run_path)
+    with _lock:
+        if key in _in_use:
+            raise ParamError(
+                f"run_id: {run.run_id!r} is being trained by another fit of this application, "
+                "which writes the same checkpoint. Set another run_id, or none."
+            )
+        _in_use.add(key)
+    try:
+        _note(store, run)
+        yield
+    finally:
+        with _lock:
+            _in_use.discard(key)
+
+
+def digest(fingerprint: Mapping[str, Any]) -> str:
+    """Return a few characters that are others for another fingerprint."""
+    document = json.dumps(_as_json(fingerprint), sort_keys=True)
+    return hashlib.sha256(document.encode()).hexdigest()[:12]
+
+
+def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str, Any]:
+    """Return what tells a dataset from others: its columns, and its rows as far as they are known.
+
+    Prepared data has a sum over its rows, which is the same however often they are prepared. That
+    of others is told by the names of files below their folder, and their row groups.
+    """
+    specs = [manifest.column(name) for name in columns]
+    identity: dict[str, Any] = {
+        "columns": [[spec.name, spec.kind, spec.dtype, list(spec.shape)] for spec in specs],
+        "training rows": manifest.train.rows,
+        "validation rows": manifest.validation.rows if manifest.validation else 0,
+    }
+    if manifest.content is not None:
+        return {**identity, "content of the rows": manifest.content}
+    splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
+    return {**identity, "files": digest({"splits": [_files(split) for split in splits]})}
+
+
+def named(value: Any) -> Any:
+    """Return what a value that JSON cannot hold is told by: names of functions and of classes."""
+    value = plain(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): named(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [named(entry) for entry in value]
+    if isinstance(value, type) or hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+class Fits:
+    """The models of several fits, as threads ask for them.
+
+    Parameters
+    ----------
+    fit : callable
+        Of the fit's index.
+    number : int
+        How many there are.
+    """
+
+    def __init__(self, fit: Callable[[int], Any], number: int) -> None:
+        self._fit = fit
+        self._indices = iter(range(number))
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Fits:
+        return self
+
+    def __next__(self) -> tuple[int, Any]:
+        with self._lock:
+            index = next(self._indices)
+        return index, self._fit(index)
+
+
+def _files(split: Split) -> list[Any]:
+    return [
+        [group.file.removeprefix(split.path), group.index, group.rows, group.open_bytes]
+        for group in split.row_groups
+    ]
+
+
+def _notes_path(run: RunPaths) -> str:
+    return f"{run.run_path}/metadata.json"
+
+
+def _as_json(fingerprint: Mapping[str, Any]) -> Any:
+    return json.loads(json.dumps(plain(dict(fingerprint)), default=named))
+
+
+def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Return what differs, the old before the new, among what both tell."""
+    told = []
+    for name in wanted.keys() & found.keys():
+        old, new = found[name], wanted[name]
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            told += [f"{name}: {difference}" for difference in _differences(old, new)]
+            told += [f"{name}: {key} (now without)" for key in old.keys() - new.keys()]
+            told += [f"{name}: no {key} (now with)" for key in new.keys() - old.keys()]
+        elif old != new:
+            told.append(f"{name} {_short(old)} (now {_short(new)})")
+    return sorted(told)
+
+
+def _short(value: Any) -> str:
+    text = re.sub(r"\s+", " ", value if isinstance(value, str) else json.dumps(value))
+    return text if len(text) <= 120 else f"{text[:80]}… ({digest({'value': value})})"

@@ -1,0 +1,168 @@
+"""Which fits go on from a run's checkpoint, and which are refused before a rank starts."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pyarrow as pa
+import pytest
+import pytorch_lightning
+import torch
+from pyarrow import parquet
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.runs import in_use
+from hvd_estimators.torch import TorchEstimator
+
+
+class Started(Exception):
+    """The ranks would have started."""
+
+
+class NoRanks:
+    """A backend that tells that it was called."""
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
+        raise Started
+
+    def num_processes(self) -> int:
+        return 1
+
+
+class Module(pytorch_lightning.LightningModule):
+    def __init__(self, lr: float = 0.1, width: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters("lr")
+        self.layer = torch.nn.Linear(1, width)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch["x"][:, None]).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+def torch_params(lr: float = 0.1, drop: float = 0.5, kind: Any = torch.optim.SGD) -> dict[str, Any]:
+    net = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(drop))
+    return {"model": net, "optimizer": kind(net.parameters(), lr=lr)}
+
+
+def keras_params(lr: float = 0.1, drop: float = 0.5, kind: Any = keras.optimizers.SGD) -> Any:
+    layers = [keras.Input((1,)), keras.layers.Dense(1), keras.layers.Dropout(drop)]
+    return {"model": keras.Sequential(layers), "optimizer": kind(lr)}
+
+
+ESTIMATORS: dict[str, Any] = {
+    "torch": (TorchEstimator, {**torch_params(), "loss": torch.nn.L1Loss(), "input_shapes": [[1]]}),
+    "keras": (KerasEstimator, {**keras_params(), "loss": "mse"}),
+    "lightning": (LightningEstimator, {"model": Module()}),
+}
+
+
+def write(store: Any, rows: int = 10) -> None:
+    folder = Path(store.get_train_data_path())
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {"x": np.arange(rows, dtype=np.float32), "y": np.ones(rows, np.float32)}
+    parquet.write_table(pa.table(columns), folder / "a.parquet")
+
+
+def start(store: Any, framework: str, **params: Any) -> None:
+    cls, given = ESTIMATORS[framework]
+    common = {
+        "backend": NoRanks(),
+        "store": store,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "run_id": "mine",
+        "random_seed": 1,
+        "verbose": 0,
+    }
+    with pytest.raises(Started):
+        cls(**{**common, **given, **params}).fit_on_parquet()
+
+
+def leave_checkpoint(store: Any) -> None:
+    store.write_text(store.run_paths("mine").checkpoint_path, "of an earlier part")
+
+
+CHANGES: list[Any] = [
+    ("torch", {"batch_size": 8}, r"settings: batch_size 32 \(now 8\)"),
+    ("torch", {"random_seed": 2}, r"settings: random_seed 1 \(now 2\)"),
+    ("torch", {"loss": torch.nn.MSELoss()}, r"settings: loss torch.*L1Loss \(now torch.*MSELoss"),
+    ("torch", torch_params(lr=0.2), r"model: options: group 0: lr 0\.1 \(now 0\.2\)"),
+    ("torch", torch_params(drop=0.1), r"layers Seq.*p=0\.5.*\(now Sequ.*p=0\.1"),
+    ("torch", torch_params(kind=torch.optim.Adam), r"optimizer torch.*SGD \(now torch.*Adam\)"),
+    ("torch", {"learning_rate": 0.3}, r"settings: learning_rate null \(now 0\.3\)"),
+    ("torch", {"feature_cols": ["y"], "label_cols": ["x"]}, r"data: columns.*feature_cols"),
+    ("keras", {"batch_size": 8}, r"batch_size"),
+    ("keras", keras_params(lr=0.2), r"optimizers: 0 .*SGD\): learning_rate 0\.1.* \(now 0\.2"),
+    ("keras", keras_params(drop=0.1), r"Dropout\): rate 0\.5 \(now 0\.1\)"),
+    (
+        "keras",
+        keras_params(kind=keras.optimizers.Adam),
+        r"model: optimizers: 0 .*SGD\) \(now without\).*no 0 .*Adam\) \(now with\)",
+    ),
+    ("keras", {"loss": "mae"}, r"model: loss mse \(now mae\)"),
+    ("lightning", {"model": Module(lr=0.2)}, r"model: hparams: lr 0\.1 \(now 0\.2\)"),
+    ("lightning", {"model": Module(width=2)}, r"model: layers .*model: weights"),
+    ("lightning", {"trainer_args": {"precision": 64}}, r"trainer_args: no precision \(now with\)"),
+]
+
+
+@pytest.mark.parametrize("framework", ESTIMATORS)
+def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework: str) -> None:
+    write(store)
+    start(store, framework)
+    # Nothing was kept: whatever comes next is the first part.
+    start(store, framework, batch_size=7)
+    start(store, framework)
+    leave_checkpoint(store)
+    # More epochs; numbers as NumPy has them; more to see; a model that Keras numbers otherwise.
+    same = {"keras": keras_params(), "torch": torch_params(np.float64(0.1))}.get(framework, {})
+    start(store, framework, epochs=np.int64(5), verbose=1, batch_size=np.int32(32), **same)
+    for name, changes, message in CHANGES:
+        if name == framework:
+            with pytest.raises(ParamError, match=rf"run_id: .*'mine' .*{message}.* another run_id"):
+                start(store, framework, **changes)
+    start(store, framework, batch_size=8, run_id="other")
+    write(store, rows=11)
+    with pytest.raises(ParamError, match=r"data: files.*data: training rows 10 \(now 11\)"):
+        start(store, framework)
+
+
+def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_warning(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(store)
+    leave_checkpoint(store)
+    with caplog.at_level(logging.WARNING):
+        start(store, "torch")
+    assert "the checkpoint of 'mine' does not say what it was trained on" in caplog.text
+    # From now on it does.
+    with pytest.raises(ParamError, match=r"batch_size 32 \(now 8\).*delete '.*mine/metadata.json'"):
+        start(store, "torch", batch_size=8)
+
+
+def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
+    write(store)
+    with (
+        in_use(store, store.run_paths("mine")),
+        pytest.raises(ParamError, match="'mine' is being trained by another fit"),
+    ):
+        start(store, "torch")
+    start(store, "torch")
+
+
+def test_a_store_that_keeps_no_runs_has_nothing_to_go_on_from(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path), save_runs=False)
+    write(store)
+    start(store, "torch")
+    start(store, "torch", batch_size=8)
+    assert not list(tmp_path.rglob("metadata.json"))
