@@ -23,16 +23,19 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def sum_over_ranks() -> tuple[int, str, float]:
+def sum_over_ranks() -> tuple[str, int, float, set[str]]:
+    """Return the host's name, its number of ranks, the sum, and the addresses of connections."""
     import horovod.torch as hvd
+    import psutil
     import torch
 
     hvd.init()
     total = hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum)
-    return hvd.local_size(), socket.gethostname(), float(total)
+    used = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "ESTABLISHED"}
+    return socket.gethostname(), hvd.local_size(), float(total), used - {"127.0.0.1"}
 
 
-def run_job(env: dict[str, str | None] | None = None) -> list[tuple[int, str, float]]:
+def run_job(env: dict[str, str | None] | None = None) -> list[tuple[str, int, float, set[str]]]:
     from hvd_estimators.launch.spark import SparkBackend
 
     return SparkBackend(2, env=env).run(sum_over_ranks)
@@ -57,7 +60,19 @@ def test_ranks_reduce_whatever_their_hosts_names_are(
 
     results = cluster.run(run_job)
 
-    assert sorted(results) == sorted((1, name, 3.0) for name in names)
+    assert sorted(results, key=repr) == [
+        (names[0], 1, 3.0, {cluster.first.address}),
+        (names[1], 1, 3.0, {cluster.second.address}),
+    ]
+
+
+def test_ranks_reduce_over_ipv6(cluster: Cluster) -> None:
+    # No Spark is at home there: the interface has no IPv4 address.
+    results = cluster.run(run_job, {"HOROVOD_GLOO_IFACE": "six0"})
+
+    used = {frozenset(addresses) for *_, addresses in results}
+    assert used == {frozenset([cluster.first.only6]), frozenset([cluster.second.only6])}
+    assert [total for _, _, total, _ in results] == [3.0, 3.0]
 
 
 def test_a_network_that_does_not_lead_to_the_other_host_is_an_error_at_once(
