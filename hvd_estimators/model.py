@@ -70,6 +70,15 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         metadata: dict[str, Any] | None = self.getOrDefault("_metadata")
         return metadata
 
+    def _kept_elsewhere(self) -> str:
+        run_id = self.getOrDefault("run_id")
+        if run_id is None:
+            return ""
+        return (
+            "This object is as it was. A store that keeps runs has what was trained as "
+            f"run_id={run_id!r}: fit() with that run_id and otherwise the same params returns it."
+        )
+
     def getOutputCols(self) -> list[str]:
         """Return the names of the columns that `transform` adds, default ones where none is set."""
         given = self.getOrDefault("outputCols")

@@ -28,7 +28,7 @@ from pyspark.ml.util import (
     MLWriter,
 )
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.folders import Folder, open_folder
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import Store
@@ -52,6 +52,13 @@ class FileWritable(MLWritable):
     def _dump_param(self, name: str, value: Any) -> bytes:
         """Return a param's value as bytes; overridden where pickling it will not do."""
         return cloudpickle.dumps(value)
+
+    def _kept_elsewhere(self) -> str:
+        """Return what to tell somebody who cannot save this of where else it is; empty if nowhere.
+
+        What then goes wrong in saving becomes a `StoreError` that says so.
+        """
+        return ""
 
     def _extra_files(self) -> dict[str, bytes]:
         """Return further files, by name, for other programs to read."""
@@ -88,6 +95,19 @@ class _Writer(MLWriter):
         self.saveImpl(path)
 
     def saveImpl(self, path: str) -> None:
+        kept = self._instance._kept_elsewhere()
+        try:
+            self._save(path)
+        except HvdEstimatorsError:
+            raise
+        except Exception as error:
+            if not kept:
+                raise
+            raise StoreError(
+                f"{path!r} could not be saved ({type(error).__name__}: {error}). {kept}"
+            ) from error
+
+    def _save(self, path: str) -> None:
         # Before anything is touched: a value may not be picklable.
         document = _Document.of(self._instance)
         folder = open_folder(self.sparkSession, path)

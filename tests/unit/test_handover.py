@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.spec import EpochRecord, TrainResult
 from hvd_estimators.store.base import RunPaths
+from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.handover import Handover, train_stored
 
 STATE = bytes(range(256)) * 100
@@ -149,6 +152,14 @@ def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoin
     assert files(tmp_path) == (
         {"store/runs/mine/checkpoints/checkpoint"} if has_checkpoint else set()
     )
+
+
+def test_a_model_that_cannot_be_saved_says_which_run_it_is_of(tmp_path: Path) -> None:
+    cannot = {"model": torch.nn.Linear(1, 1), "loss": threading.Lock()}
+    with pytest.raises(StoreError, match=r"cannot pickle .*run_id='mine'"):
+        TorchModel(**cannot, run_id="mine").save(str(tmp_path / "model"))
+    with pytest.raises(TypeError, match="cannot pickle"):
+        TorchModel(**cannot).save(str(tmp_path / "model"))
 
 
 def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
