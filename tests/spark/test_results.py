@@ -30,18 +30,9 @@ def small_driver(spark: Any) -> Iterator[None]:
 
 
 def temporary_files(spark: Any) -> set[Path]:
-    """Return what this application has in Spark's temporary folders, but for shuffled rows."""
-    context = spark.sparkContext
-    folders = [Path(context._temp_dir)]
-    folders += map(
-        Path,
-        context._jvm.org.apache.spark.SparkEnv.get()
-        .blockManager()
-        .diskBlockManager()
-        .localDirsString(),
-    )
-    found = {path for folder in folders for path in folder.rglob("*") if path.is_file()}
-    return {path for path in found if not path.name.startswith("shuffle_")}
+    """Return what this application's driver has in its temporary folder."""
+    folder = Path(spark.sparkContext._temp_dir).parent
+    return {path for path in folder.rglob("*") if path.is_file()}
 
 
 class Wide(torch.nn.Module):
