@@ -82,6 +82,43 @@ def test_a_rank_that_holds_the_lock_ends_when_its_parent_is_killed(tmp_path, par
     wait_until(lambda: list((tmp_path / "scratch").iterdir()) == [])
 
 
+def processes_with(folder):
+    """Return the processes whose temporary folder is this one."""
+    found = []
+    for process in psutil.process_iter(["environ", "status"]):
+        of_test = (process.info["environ"] or {}).get("TMPDIR") == str(folder)
+        if of_test and process.info["status"] != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.mark.parametrize(
+    "delays",
+    [
+        pytest.param([0.02 * i for i in range(3, 60, 15)], id="some"),
+        pytest.param(
+            [0.01 * i for i in range(120)],
+            id="many",
+            marks=[pytest.mark.soak, pytest.mark.timeout(600)],
+        ),
+    ],
+)
+def test_nothing_is_left_whenever_the_parent_is_killed(tmp_path, delays):
+    """While it starts the rank, the rank its guardian, the rank its children, and later."""
+    program, call = tmp_path / "parent.py", tmp_path / "call"
+    program.write_text(PARENT)
+    call.write_bytes(pickle_call(start_and_hold_the_lock, (str(tmp_path / "pids"),), {}))
+    for i, delay in enumerate(delays):
+        scratch = tmp_path / f"scratch{i}"
+        scratch.mkdir()
+        environment = {**os.environ, "TMPDIR": str(scratch)}
+        parent = subprocess.Popen([sys.executable, program, call, "alone"], env=environment)
+        time.sleep(delay)
+        parent.kill()
+        parent.wait()
+        wait_until(lambda scratch=scratch: not processes_with(scratch))
+
+
 def test_a_rank_ends_with_its_parent_though_a_fork_of_it_lives_on(tmp_path, parent):
     process, ranks = parent("fork")
     (fork,) = pids(tmp_path / "fork")

@@ -1,0 +1,96 @@
+"""Executors that are killed while ranks run, or this process; run by test_cluster.py.
+
+Each rank holds Python's lock and has a child in a session of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from pyspark.sql import SparkSession
+
+from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
+from hvd_estimators.launch.spark import SparkBackend
+
+
+def hold_the_lock(folder: str) -> None:
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    partial = Path(folder, f"{os.environ['HOROVOD_RANK']}.partial")
+    partial.write_text(f"{os.getpid()} {child.pid}")
+    partial.rename(partial.with_suffix(".pids"))
+    ctypes.PyDLL(None).sleep(300)
+
+
+def wait_until(condition: Callable[[], bool]) -> float:
+    """Return how many seconds it took."""
+    started = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started < 60, "waited too long"
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def main(folder: Path, then: str) -> None:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    spark = (
+        SparkSession.builder.master("local-cluster[2,1,1024]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("OFF")
+    seconds: list[float] = []
+
+    def end_by(act: Callable[[psutil.Process], None]) -> None:
+        """Do something to the executor of rank 0 once both ranks run; see them end."""
+        files = [folder / f"{rank}.pids" for rank in range(2)]
+        wait_until(lambda: all(file.exists() for file in files))
+        pids = [int(pid) for file in files for pid in file.read_text().split()]
+        parents = psutil.Process(pids[0]).parents()
+        for file in files:
+            file.unlink()
+        act(next(parent for parent in parents if parent.name() == "java"))
+        # The other executor's end when Spark cancels their task, which takes it 2 to 4 seconds.
+        seconds.append(wait_until(lambda: all(map(ended, pids[:2]))))
+        wait_until(lambda: all(map(ended, pids)))
+
+    def run(act: Callable[[psutil.Process], None]) -> None:
+        thread = threading.Thread(target=end_by, args=(act,))
+        thread.start()
+        try:
+            SparkBackend(2).run(hold_the_lock, (str(folder),))
+        finally:
+            thread.join()
+
+    if then == "be killed":
+        SparkBackend(2).run(hold_the_lock, (str(folder),))
+    with pytest.raises(WorkerFailedError, match="An executor was lost") as caught:
+        run(lambda executor: executor.kill())
+    assert caught.value.host
+    assert "ExecutorLostFailure" in str(caught.value)
+    # Another executor comes in its place, and is waited for.
+    assert SparkBackend(2).run(lambda: os.environ["HOROVOD_RANK"]) == ["0", "1"]
+    with pytest.raises(JobCancelledError, match="shut down"):
+        run(lambda executor: spark.stop())
+    assert seconds[0] < 5, seconds
+    print("all well", seconds)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
