@@ -539,11 +539,12 @@ class HorovodEstimator(
         iterator
             Of (index, model); threads may share it.
         """
+        estimator = self.copy()
 
         def fit_one(index: int) -> HorovodModel:
-            copied = self.copy(paramMaps[index])
+            copied = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
-            if self.getOrDefault("run_id") is not None and "run_id" not in given:
+            if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
                 copied._grid_index = index
             return copied.fit(dataset)
 

@@ -90,6 +90,11 @@ def in_use(store: Store, run: RunPaths) -> Iterator[None]:
         _note(store, run)
         yield
     finally:
+        if run.checkpoint_path is not None and not store.exists(run.checkpoint_path):
+            # Nothing was trained that could be gone on from.
+            store.delete(_notes_path(run))
+            if store.exists(run.run_path):
+                store.delete_empty(run.run_path)
         with _lock:
             _in_use.discard(key)
 
@@ -106,7 +111,8 @@ def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str
     Prepared data has a sum over its rows, which is the same however often they are prepared. That
     of others is told by the names of files below their folder, and their row groups.
     """
-    specs = [manifest.column(name) for name in columns]
+    specs = [spec for spec in manifest.columns if spec.name in columns]
+    specs.sort(key=lambda spec: columns.index(spec.name))
     identity: dict[str, Any] = {
         "columns": [[spec.name, spec.kind, spec.dtype, list(spec.shape)] for spec in specs],
         "training rows": manifest.train.rows,
@@ -181,7 +187,7 @@ def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[st
             told += [f"{name}: {difference}" for difference in _differences(old, new)]
             told += [f"{name}: {key} (now without)" for key in old.keys() - new.keys()]
             told += [f"{name}: no {key} (now with)" for key in new.keys() - old.keys()]
-        elif old != new:
+        elif json.dumps(old) != json.dumps(new):
             told.append(f"{name} {_short(old)} (now {_short(new)})")
     return sorted(told)
 

@@ -42,6 +42,15 @@ __all__ = ["LightningEstimator", "TorchEstimator"]
 
 logger = logging.getLogger(__name__)
 
+_OF_A_PART = frozenset(
+    {
+        *("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps", "callbacks", "logger"),
+        *("profiler", "log_every_n_steps", "enable_checkpointing", "enable_progress_bar"),
+        *("enable_model_summary", "default_root_dir", "num_sanity_val_steps"),
+    }
+)
+"""Arguments of a Trainer that may be others in a later part of a run."""
+
 _PROFILERS = ("simple", "advanced", "pytorch")
 
 
@@ -142,9 +151,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
     def _model_identity(self) -> dict[str, Any]:
         identity = super()._model_identity()
         module, get = self.getOrDefault("model"), self.getOrDefault
-        # How long a run is may be another in a later part of it.
-        left_out = ("max_epochs", "max_steps", "max_time", "min_epochs", "min_steps")
-        arguments = {k: v for k, v in get("trainer_args").items() if k not in left_out}
+        arguments = {k: v for k, v in get("trainer_args").items() if k not in _OF_A_PART}
         identity["trainer_args"] = named(arguments)
         if self._is_lightning:
             identity["hparams"] = named(dict(module.hparams))

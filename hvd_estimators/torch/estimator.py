@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvd_estimators.data.columns import Columns
 from hvd_estimators.data.manifest import DatasetManifest
@@ -283,7 +284,11 @@ class TorchEstimator(HorovodEstimator):
             "class": named(type(module)),
             # Without addresses, as functions among a module's attributes may show them.
             "layers": re.sub(r" at 0x[0-9a-f]+", "", repr(module)),
-            "weights": [[n, list(v.shape), str(v.dtype)] for n, v in module.state_dict().items()],
+            "weights": [
+                [name, None if is_lazy(value) else list(value.shape), str(value.dtype)]
+                for name, value in module.state_dict().items()
+                if isinstance(value, torch.Tensor)
+            ],
         }
         if optimizer is not None:
             # What takes the place of the optimizer's rate is one of the settings.
