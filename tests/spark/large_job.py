@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
+from hvd_estimators.exceptions import ResultsError
 
 ROWS = 8
 
@@ -108,6 +110,19 @@ def images(spark: SparkSession, folder: Path, rows: int) -> None:
     np.testing.assert_allclose(found, np.arange(rows), rtol=1e-2)
 
 
+def results(spark: SparkSession, folder: Path, ranks: int) -> None:
+    """Return what the driver's JVM can collect, and more than that, which leaves it alive."""
+    from hvd_estimators.launch.spark import SparkBackend, _collectable_bytes
+
+    backend = SparkBackend(ranks)
+    most = _collectable_bytes(spark.sparkContext) // ranks
+    for size in (most // 4, most - 2**10):
+        assert list(map(len, backend.run(bytes, [size]))) == [size] * ranks
+    with pytest.raises(ResultsError, match="Return less"):
+        backend.run(bytes, [most + 2**10])
+    assert spark.range(3).count() == 3
+
+
 def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
     """Run and predict many times with 20 MB, and look at what stays on the disk."""
     import torch
@@ -168,7 +183,13 @@ def main(folder: Path, job: str, *arguments: str) -> None:
     assert spark.sparkContext._jvm.java.lang.Runtime.getRuntime().maxMemory() <= 2**30
     started = time.monotonic()
     values = [int(a) if a.isdigit() else a for a in arguments]
-    {"fit": fit, "images": images, "flat_disk": flat_disk}[job](spark, folder, *values)
+    jobs: dict[str, Any] = {
+        "fit": fit,
+        "images": images,
+        "results": results,
+        "flat_disk": flat_disk,
+    }
+    jobs[job](spark, folder, *values)
     print(f"all well in {time.monotonic() - started:.0f} s")
     spark.stop()
 

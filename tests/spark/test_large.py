@@ -21,6 +21,7 @@ import pytest
             for f in ("torch", "keras", "lightning")
         ),
         ("images", "1500"),
+        ("results", "2"),
         ("flat_disk", "20"),
     ],
     ids="-".join,
