@@ -10,11 +10,12 @@ import psutil
 import pytest
 
 from hvd_estimators import build_mends, doctor
-from hvd_estimators.build_mends import MENDS_REVISION, installed_mends, require_mends
+from hvd_estimators.build_mends import MENDS_REVISION, installed_mends
 from hvd_estimators.doctor import Status, diagnose
 from hvd_estimators.doctor_probes import Facts, HorovodFacts
 from hvd_estimators.doctor_processes import ProbeError, run_python, two_rank_allreduce
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.local import LocalBackend
 
 VERSIONS = {
     "pyspark": "3.5.9",
@@ -76,7 +77,7 @@ def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
     monkeypatch.setattr(build_mends, "find_spec", lambda name: as_released)
     assert installed_mends() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
-        require_mends()
+        LocalBackend(1).run(print)
 
 
 def test_a_healthy_machine_has_no_problem_and_exits_with_0(capsys):

@@ -2,6 +2,8 @@
 
 import dataclasses
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -245,10 +247,14 @@ class TestCandidates:
 
 
 def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differs(
-    monkeypatch, tmp_path
+    monkeypatch,
 ):
     identity = host_identity()
-    assert host_identity() == identity
+    print_identity = "from hvd_estimators.launch.addresses import *; print(host_identity())"
+    elsewhere = subprocess.run(
+        [sys.executable, "-c", print_identity], capture_output=True, text=True
+    )
+    assert elsewhere.stdout.strip() == identity, elsewhere.stderr
 
     monkeypatch.setattr(addresses.socket, "gethostname", lambda: "elsewhere")
     assert host_identity() != identity
