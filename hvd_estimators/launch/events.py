@@ -1,23 +1,21 @@
 """Events from ranks to the driver while a job runs: progress, and lines of output.
 
-One JSON document per line over TCP. The first line is a secret that the ranks get in their
-environment, so that nobody else's lines are taken.
+Messages of `hvd_estimators.launch.channel`: both ends prove that they know a secret, which ranks
+get in their environment, so that nobody else's events are taken.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
 import logging
 import os
-import secrets
 import socket
-import socketserver
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from hvd_estimators.launch.channel import Channel, new_secret
+from hvd_estimators.launch.listener import Listener
 
 __all__ = ["EVENTS_VARIABLE", "EventSender", "receive_events"]
 
@@ -26,6 +24,9 @@ EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
 
 _CONNECT_SECONDS = 5.0
 _DRAIN_SECONDS = 1.0
+# Events may be days apart, and a rank may be stopped in the middle of one.
+_IDLE_SECONDS = 30 * 86400.0
+_SILENCE_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
@@ -48,57 +49,32 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
     dict
         Environment variables for the ranks.
     """
-    secret = secrets.token_hex(16)
+    secret = new_secret()
     lock = threading.Lock()
-    connected: set[Any] = set()
     ended = threading.Event()
 
-    class Server(socketserver.ThreadingTCPServer):
-        def process_request(self, request: Any, client_address: Any) -> None:
-            connected.add(request)
-            super().process_request(request, client_address)
-
-        def shutdown_request(self, request: Any) -> None:
-            super().shutdown_request(request)
-            connected.discard(request)
-
-    class Connection(socketserver.StreamRequestHandler):
-        def handle(self) -> None:
-            given = self.rfile.readline(256).strip()
-            if not hmac.compare_digest(given, secret.encode()):
-                return
-            for line in self.rfile:
-                with lock:
-                    if ended.is_set():
-                        return
-                    try:
-                        handler(json.loads(line))
-                    except Exception:
-                        logger.exception("An event of a rank could not be handled")
+    def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
+        channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
+        proved()
+        while True:
+            event, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
+            with lock:
+                if ended.is_set():
+                    return
+                try:
+                    handler(event)
+                except Exception:
+                    logger.exception("An event of a rank could not be handled")
 
     host = host.strip("[]")  # as Spark writes an IPv6 address
-    Server.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = Server((_listening_address(host), 0), Connection)
-    server.daemon_threads = True
-    # Connections end with their rank; one that does not must not hold up the driver.
-    server.block_on_close = False
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        yield {EVENTS_VARIABLE: f"{host}:{server.server_address[1]}:{secret}"}
-    finally:
-        server.shutdown()
-        thread.join()
-        # Ranks that have ended have closed their connections: what is still on its way is taken.
-        server.timeout = 0
-        for _ in range(server.request_queue_size + 1):
-            server.handle_request()
-        deadline = time.monotonic() + _DRAIN_SECONDS
-        while connected and time.monotonic() < deadline:
-            time.sleep(0.01)
-        with lock:
-            ended.set()
-        server.server_close()
+    with Listener(_listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
+        try:
+            yield {EVENTS_VARIABLE: f"{host}:{listener.port}:{secret.hex()}"}
+        finally:
+            # Ranks that have ended have closed their connections: what is on its way is taken.
+            listener.drain(_DRAIN_SECONDS)
+            with lock:
+                ended.set()
 
 
 def _listening_address(host: str) -> str:
@@ -130,8 +106,8 @@ class EventSender:
         host, port, secret = target.rsplit(":", 2)
         try:
             self._socket = socket.create_connection((host, int(port)), _CONNECT_SECONDS)
-            self._socket.sendall(f"{secret}\n".encode())
-        except OSError as error:
+            self._channel = Channel.connect(self._socket, bytes.fromhex(secret), _CONNECT_SECONDS)
+        except (OSError, ValueError) as error:
             logger.info(
                 "No progress on the driver: cannot reach it at %s:%s (%s)", host, port, error
             )
@@ -142,7 +118,7 @@ class EventSender:
         if self._socket is None:
             return
         try:
-            self._socket.sendall(json.dumps(event).encode() + b"\n")
+            self._channel.send(event)
         except OSError:
             self.close()
 

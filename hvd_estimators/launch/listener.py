@@ -35,13 +35,19 @@ class Listener:
         Called with the connection, which is closed afterwards, and with a function to call when
         the other end has proved who it is. Those that have not are as many as 256; the oldest makes
         room. Errors of the connection end it.
+    is_ipv6 : bool, optional
+        Which addresses are meant by an empty one. Default: what the address is.
     """
 
     def __init__(
-        self, address: str, serve: Callable[[socket.socket, Callable[[], None]], None]
+        self,
+        address: str,
+        serve: Callable[[socket.socket, Callable[[], None]], None],
+        is_ipv6: bool | None = None,
     ) -> None:
         self._serve = serve
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
+        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.bind((address, 0))
@@ -53,6 +59,7 @@ class Listener:
         self._lock = threading.Lock()
         self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
         self._friends: set[socket.socket] = set()
+        self._taken: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STRANGERS)
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -76,6 +83,22 @@ class Listener:
     ) -> None:
         self.close()
 
+    def drain(self, seconds: float) -> None:
+        """Wait until all connections, those that nobody has taken yet too, have ended."""
+        deadline = time.monotonic() + seconds
+        # Connections are taken in their order: after this one all that came before are known.
+        with contextlib.suppress(OSError):
+            mine = socket.create_connection(self._socket.getsockname()[:2], seconds)
+            known = mine.getsockname()[:2]
+            mine.close()
+            while known not in self._taken and time.monotonic() < deadline:
+                time.sleep(_PAUSE_SECONDS / 5)
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not (self._strangers or self._friends):
+                    return
+            time.sleep(_PAUSE_SECONDS / 5)
+
     def close(self) -> None:
         """Let nobody connect any more, and end the connections."""
         with self._lock:
@@ -93,7 +116,7 @@ class Listener:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._socket.accept()
+                connection, place = self._socket.accept()
             except OSError:
                 if self._closed:
                     return
@@ -105,6 +128,7 @@ class Listener:
                     connection.close()
                     return
                 self._strangers[connection] = None
+                self._taken.append(place[:2])
                 crowd = len(self._strangers) > _MOST_STRANGERS
                 oldest = next(iter(self._strangers)) if crowd else None
             if oldest is not None:

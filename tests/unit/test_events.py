@@ -95,14 +95,20 @@ def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
         assert [step for sender, step in got if sender == rank] == list(range(20))
 
 
-@pytest.mark.parametrize("secret", ["wrong", "", "0" * 32])
+@pytest.mark.parametrize("secret", ["wrong", "", "0" * 32, "0" * 64])
 def test_events_with_another_secret_are_not_taken(received, target, secret):
-    host, port, _ = target.rsplit(":", 2)
+    host, port, right = target.rsplit(":", 2)
 
     with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as stranger:
         stranger.sendall(f"{secret}\n".encode() + json.dumps({"evil": True}).encode() + b"\n")
+        stranger.sendall(b"\0" * 64)
         stranger.settimeout(10)
+        heard = stranger.recv(1000)
+        assert len(heard) == 32  # a number that it would have had to answer
+        assert right.encode() not in heard
         assert stranger.recv(1) == b""  # the connection was closed
+    with contextlib.closing(EventSender(f"{host}:{port}:{secret}")) as sender:
+        sender.send(evil=True)
     with contextlib.closing(EventSender(target)) as sender:
         sender.send(good=True)
 
