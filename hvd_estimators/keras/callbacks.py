@@ -17,6 +17,7 @@ from hvd_estimators.keras.learning_rate import (
     LearningRateWarmupCallback,
 )
 from hvd_estimators.keras.metric_states import added_variables, merge_states, merged_metrics
+from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import is_distributed
 from hvd_estimators.keras.randomness import split_seed_states
 
@@ -155,7 +156,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
             **{f"val_{name}": value for name, value in (self._validation or {}).items()},
         }
         others = {name: value for name, value in logs.items() if name not in measured}
-        gathered = hvd.allgather_object(others, name="hvd_estimators.logs")
+        gathered = exchange.gather(others, "hvd_estimators.logs")
         for name in sorted({name for found in gathered for name in found}):
             values = [found[name] for found in gathered if name in found]
             measured[name] = sum(values) / len(values)
@@ -170,7 +171,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         merged = merged_metrics(self.model)
         if merged:
             states = [[variable.numpy() for variable in metric.variables] for metric in merged]
-            ranks = hvd.allgather_object(states, name=f"hvd_estimators.metrics_{stage}.merged")
+            ranks = exchange.gather(states, f"hvd_estimators.metrics_{stage}.merged")
             for metric, *of_ranks in zip(merged, *ranks, strict=True):
                 merge_states(metric, of_ranks)
         results = self.model.get_metrics_result()

@@ -7,6 +7,7 @@ import os
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
+from hvd_estimators.keras.objects import gather_numbers
 from hvd_estimators.training.rank import check_gpus
 
 __all__ = ["choose_devices", "limit_threads"]
@@ -27,7 +28,8 @@ def choose_devices(use_gpu: bool) -> None:
     tf.config.set_visible_devices([chosen] if chosen else [], "GPU")
     if chosen:
         tf.config.experimental.set_memory_growth(chosen, True)
-    check_gpus(hvd.allgather_object(bool(gpus), name="hvd_estimators.gpus"))
+    available = gather_numbers(bool(gpus), "hvd_estimators.gpus")
+    check_gpus([bool(has_gpu) for has_gpu in available])
 
 
 def limit_threads() -> None:

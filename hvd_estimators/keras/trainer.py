@@ -21,6 +21,7 @@ from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_c
 from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
+from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import load
@@ -200,7 +201,7 @@ class _Trainer:
         document = None
         if self.rank == 0 and path is not None and self.spec.store.exists(path):
             document = self.spec.store.read(path)
-        document = hvd.broadcast_object(document, root_rank=0, name="checkpoint")
+        document = exchange.broadcast(document, "checkpoint")
         if document is None:
             return
         state = read_checkpoint(self.model, document)

@@ -23,6 +23,7 @@ from pyspark import BarrierTaskContext, Broadcast
 from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
+from hvd_estimators.launch.channel import ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
@@ -197,6 +198,7 @@ def _linked_outcome(
             rank_environment(slot),
             listening_environment(address),
             proxy.environment(),
+            ranks_key(job.secret),
             visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
             job.env,
         )

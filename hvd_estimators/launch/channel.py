@@ -19,7 +19,18 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["SECRET_BYTES", "AuthenticationError", "Channel", "new_secret", "receive_exactly"]
+__all__ = [
+    "RANKS_KEY_VARIABLE",
+    "SECRET_BYTES",
+    "AuthenticationError",
+    "Channel",
+    "new_secret",
+    "ranks_key",
+    "receive_exactly",
+]
+
+RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
+"""Environment variable of a rank: what it proves to the others with that it is of the job."""
 
 SECRET_BYTES = 32
 
@@ -37,6 +48,14 @@ class AuthenticationError(ConnectionError):
 def new_secret() -> bytes:
     """Return a secret for a job."""
     return secrets.token_bytes(SECRET_BYTES)
+
+
+def ranks_key(secret: bytes) -> dict[str, str]:
+    """Return the variable that lets a rank prove itself to other ranks of the job.
+
+    Its value says nothing of the secret.
+    """
+    return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:

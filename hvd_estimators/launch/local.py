@@ -14,6 +14,7 @@ from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
@@ -86,6 +87,7 @@ class LocalBackend(Backend):
             "PYTHONPATH": python_path(sys.path),
         }
         # Ranks that end are seen by this process itself.
+        key = ranks_key(new_secret())
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
         with contextlib.ExitStack() as stack:
@@ -103,6 +105,7 @@ class LocalBackend(Backend):
                             rank_environment(slot),
                             listening_environment(LOOPBACK),
                             proxy.environment(),
+                            key,
                             self._env,
                             env,
                         ),

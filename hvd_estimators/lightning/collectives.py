@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.torch.objects import exchange
+
 __all__ = [
     "broadcast_object",
     "broadcast_tensors",
@@ -41,14 +43,13 @@ def outside_inference_mode(function: Function) -> Function:
 @outside_inference_mode
 def broadcast_object(value: Any, root: int = 0) -> Any:
     """Return an object of one rank on all ranks."""
-    # By default the object's type names it, and ranks without an object wait for another.
-    return hvd.broadcast_object(value, root_rank=root, name="lightning.object")
+    return exchange.broadcast(value, "lightning.object", root)
 
 
 @outside_inference_mode
 def gather_objects(value: Any) -> list[Any]:
     """Return an object of every rank, in the order of the ranks."""
-    return list(hvd.allgather_object(value, name="lightning.objects"))
+    return exchange.gather(value, "lightning.objects")
 
 
 def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:

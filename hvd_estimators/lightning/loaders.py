@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import horovod.torch as hvd
 import torch
 
 from hvd_estimators.data.readers import DataModule
+from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
@@ -180,7 +180,7 @@ class ValidationLoader(_Loader):
         lent = None
         if first is not None:
             lent = {name: tensor[:_STAND_IN_ROWS].clone() for name, tensor in first.items()}
-        offers = hvd.allgather_object(lent, name="validation_rows")
+        offers = exchange.gather(lent, "validation_rows")
         self._stand_in = next((rows for rows in offers if rows is not None), None)
 
 

@@ -17,6 +17,7 @@ import torch
 from hvd_estimators.data.readers import open_data_module
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
+from hvd_estimators.lightning.collectives import broadcast_object
 from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
@@ -226,7 +227,7 @@ class _Run:
             checkpoint = self.checkpoint_io.load_checkpoint(path)
             state = checkpoint["callbacks"][RunCheckpoint.__qualname__]
             logger.info("Resuming run %s after %d epochs", path, len(state["history"]))
-        state = hvd.broadcast_object(state, root_rank=0, name="checkpoint")
+        state = broadcast_object(state)
         return state or {"history": [], "taken": 0}
 
     def _save(self, checkpoint: Mapping[str, Any]) -> None:

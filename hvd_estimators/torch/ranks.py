@@ -7,6 +7,7 @@ import hashlib
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.torch.objects import gather_numbers
 from hvd_estimators.training.rank import check_gpus
 
 __all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
@@ -20,8 +21,8 @@ def choose_device(use_gpu: bool) -> torch.device:
     RuntimeError
         If some ranks have a GPU and others have none.
     """
-    available = hvd.allgather_object(use_gpu and torch.cuda.is_available(), name="cuda")
-    if not check_gpus(available):
+    available = gather_numbers(use_gpu and torch.cuda.is_available(), "cuda")
+    if not check_gpus([bool(has_gpu) for has_gpu in available]):
         return torch.device("cpu")
     # Pinned ranks see one GPU; the others choose by their number on the machine.
     index = hvd.local_rank() % torch.cuda.device_count()

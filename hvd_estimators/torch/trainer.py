@@ -19,6 +19,7 @@ from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.checks import check_weightable
 from hvd_estimators.torch.learning_rate import LearningRate
 from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -257,7 +258,7 @@ class _Trainer:
         document = None
         if self.rank == 0 and path is not None and self.spec.store.exists(path):
             document = self.spec.store.read(path)
-        document = hvd.broadcast_object(document, root_rank=0, name="checkpoint")
+        document = exchange.broadcast(document, "checkpoint")
         if document is None:
             return
         state = load_state(document)

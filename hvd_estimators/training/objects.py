@@ -1,0 +1,90 @@
+"""Objects from rank to rank, taken from those alone who prove that they are ranks of the job.
+
+Horovod's own ``broadcast_object`` and ``allgather_object`` run what they receive (pickle), and the
+connections between ranks prove nothing. Ours carry a code that is made with a key of the job, which
+ranks have in their environment, of what they carry, its name and its place in the order of the job.
+"""
+
+from __future__ import annotations
+
+import collections
+import hmac
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import numpy.typing as npt
+
+from hvd_estimators.launch.channel import RANKS_KEY_VARIABLE
+
+__all__ = ["ObjectExchange"]
+
+Bytes = npt.NDArray[np.uint8]
+
+_TAG_BYTES = 32
+
+
+class ObjectExchange:
+    """Gathers and broadcasts objects over a framework's collectives. Every rank makes one.
+
+    Parameters
+    ----------
+    rank : callable
+        Returns this rank.
+    gather : callable
+        Called with bytes and a name; returns the bytes of all ranks, one after the other. Called
+        for the lengths first.
+    gather_lengths : callable
+        Called with a number and a name; returns the numbers of all ranks, in their order.
+    """
+
+    def __init__(
+        self,
+        rank: Callable[[], int],
+        gather: Callable[[Bytes, str], Bytes],
+        gather_lengths: Callable[[int, str], Sequence[int]],
+    ) -> None:
+        self._rank = rank
+        self._gather = gather
+        self._gather_lengths = gather_lengths
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def gather(self, value: Any, name: str) -> list[Any]:
+        """Return an object of every rank, in the order of the ranks."""
+        return [pickle.loads(part) for part in self._parts(cloudpickle.dumps(value), name)]
+
+    def broadcast(self, value: Any, name: str, root: int = 0) -> Any:
+        """Return an object of one rank on all ranks."""
+        own = cloudpickle.dumps(value) if self._rank() == root else b""
+        document = self._parts(own, name)[root]
+        return value if self._rank() == root else pickle.loads(document)
+
+    def _parts(self, document: bytes, name: str) -> list[bytes]:
+        place = f"{name} {self._counts[name]}"
+        self._counts[name] += 1
+        sealed = np.frombuffer(_tag(place, self._rank(), document) + document, np.uint8)
+        lengths = self._gather_lengths(len(sealed), f"{name}.lengths")
+        whole = self._gather(sealed, f"{name}.bytes").tobytes()
+        ends = np.cumsum(lengths)
+        parts = []
+        for rank, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            part = whole[end - length : end]
+            tag, content = part[:_TAG_BYTES], part[_TAG_BYTES:]
+            if not hmac.compare_digest(tag, _tag(place, rank, content)):
+                raise ConnectionError(
+                    f"What came as rank {rank}'s does not prove to be of this job, and was not "
+                    "used. Somebody else has a connection to this rank."
+                )
+            parts.append(content)
+        return parts
+
+
+def _tag(place: str, rank: int, document: bytes) -> bytes:
+    # Ranks that others start (horovodrun) have no key, and trust their connections.
+    key = os.environ.get(RANKS_KEY_VARIABLE, "").encode()
+    code = hmac.new(key, f"{place} {rank} ".encode(), "sha256")
+    code.update(document)
+    return code.digest()
