@@ -275,9 +275,9 @@ def _all(addresses: Sequence[str]) -> str:
 
 async def _probe(others: Mapping[int, Offer]) -> dict[int, list[str]]:
     """Return for each host its addresses that it answers at."""
-    clock = asyncio.get_running_loop().time
+    clock, ended = asyncio.get_running_loop().time, asyncio.Event()
     attempts = {
-        asyncio.ensure_future(_reach(address, port, offer.nonce)): (other, address)
+        asyncio.ensure_future(_reach(address, port, offer.nonce, ended)): (other, address)
         for other, offer in others.items()
         for address, port in offer.endpoints
     }
@@ -295,15 +295,17 @@ async def _probe(others: Mapping[int, Offer]) -> dict[int, list[str]]:
                 reached[other].append(address)
         if not is_shorter and all(reached.values()):
             is_shorter, deadline = True, min(deadline, clock() + _GRACE_SECONDS)
+    # Until Python 3.12 wait_for() forgets a cancellation that comes as what it waits for ends.
+    ended.set()
     for attempt in waiting:
         attempt.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     return reached
 
 
-async def _reach(address: str, port: int, nonce: str) -> bool:
-    """Return whether the host of an offer answers there; waits as long as nobody does."""
-    while True:
+async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> bool:
+    """Return whether the host of an offer answers there; tries until it does, or all is ended."""
+    while not ended.is_set():
         try:
             answer = await asyncio.wait_for(_answer_of(address, port), _ATTEMPT_SECONDS)
             return answer == nonce.encode()
@@ -312,6 +314,7 @@ async def _reach(address: str, port: int, nonce: str) -> bool:
             return False
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_PAUSE_SECONDS)
+    return False
 
 
 async def _answer_of(address: str, port: int) -> bytes:

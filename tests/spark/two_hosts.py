@@ -85,7 +85,9 @@ class Host:
         (self._etc / "nsswitch.conf").write_text("hosts: files\n")
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
-        self._add_link("eth0", "first", f"{self.address}/24", f"{self.address6}/64")
+        # What takes an interface's first address, as Gloo does, takes one that nobody reaches.
+        alone = f"203.0.113.{number}/32"
+        self._add_link("eth0", "first", alone, f"{self.address}/24", f"{self.address6}/64")
         self._add_link("six0", "second", f"{self.only6}/64")
         _ip("-n", self.namespace, "link", "add", "bridge0", "type", "bridge")
         _ip("-n", self.namespace, "addr", "add", f"{SAME_ADDRESS}/16", "dev", "bridge0")
