@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import datetime
 import logging
 import secrets
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
-from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.classification import ClassificationParams
@@ -34,21 +30,13 @@ from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import (
-    boolean,
-    declare,
-    integer,
-    names,
-    number,
-    numbers,
-    shapes,
-    text,
-)
+from hvd_estimators.params import boolean, declare, integer, names, number, numbers, shapes, text
 from hvd_estimators.progress import show_progress
 from hvd_estimators.reading import ReadingParams
-from hvd_estimators.runs import Fits, check_run, data_identity, digest, in_use, named
+from hvd_estimators.run_params import RunParams
+from hvd_estimators.runs import in_use
 from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
-from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store import Store
 from hvd_estimators.training.handover import Handover, Trainer, train_stored
 from hvd_estimators.transforming import TransformationParams
 
@@ -63,23 +51,13 @@ DRY_RUN_ROWS = 11
 
 
 class HorovodEstimator(
-    Estimator[HorovodModel],
+    RunParams,
     ReadingParams,
     TransformationParams,
     ClassificationParams,
     GridParams,
 ):
     """Base of the estimators."""
-
-    _run_settings: ClassVar[tuple[str, ...]] = (
-        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
-        *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
-        *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
-        *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
-        *("transformation_edit_fields", "transformation_removed_fields"),
-    )
-    # Its place in a grid, where this is one of the copies that are fitted.
-    _grid_index: int | None = None
 
     # What opens a trained state, for messages.
     _state_reader = "the framework"
@@ -163,9 +141,6 @@ class HorovodEstimator(
     )
     partitions_per_process = declare(
         "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
-    )
-    run_id = declare(
-        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
     )
     compress_sparse_cols = declare(
         "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
@@ -505,55 +480,6 @@ class HorovodEstimator(
         weight = self.getOrDefault("sample_weight_col")
         wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
         return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
-
-    def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a run is of, so that only such fits go on from its checkpoint.
-
-        Not the number of ranks and of epochs, which may be others in a later part of a run.
-        """
-        return {
-            "data": data_identity(manifest, self._needed_columns()),
-            "model": model,
-            "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
-        }
-
-    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
-        get = self.getOrDefault
-        run_id = self._new_run_id(prefix)
-        if self._grid_index is not None:
-            run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
-        run = replace(get("store").run_paths(run_id), fingerprint=fingerprint)
-        check_run(get("store"), run)
-        return run
-
-    def fitMultiple(
-        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
-    ) -> Iterator[tuple[int, HorovodModel]]:
-        """Fit with each of several dicts of params, as Spark's validators do.
-
-        With ``run_id`` each has a run of its own, whose name begins with it and goes on with a
-        digest of data, model and settings, so that such a fit, too, can be gone on with.
-
-        Returns
-        -------
-        iterator
-            Of (index, model); threads may share it.
-        """
-        estimator = self.copy()
-
-        def fit_one(index: int) -> HorovodModel:
-            copied = estimator.copy(paramMaps[index])
-            given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
-            if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
-                copied._grid_index = index
-            return copied.fit(dataset)
-
-        return Fits(fit_one, len(paramMaps))
-
-    def _new_run_id(self, prefix: str) -> str:
-        """Return the run's name: what is set, or one that no other run has."""
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
 
 
 def _zeros(spec: ColumnSpec) -> Array:

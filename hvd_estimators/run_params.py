@@ -1,0 +1,92 @@
+"""Params of runs: which one a fit is, and what it is of. Runs on the driver."""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from pyspark.ml import Estimator
+from pyspark.sql import DataFrame
+
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.model import HorovodModel
+from hvd_estimators.params import DeclaredParams, declare, text
+from hvd_estimators.runs import Fits, check_run, data_identity, digest, named
+from hvd_estimators.store import RunPaths
+
+__all__ = ["RunParams"]
+
+
+class RunParams(Estimator[HorovodModel], DeclaredParams):
+    """An estimator's ``run_id``, and a run of its own for each fit of a grid."""
+
+    _run_settings: ClassVar[tuple[str, ...]] = (
+        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
+        *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
+        *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
+        *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
+        *("transformation_edit_fields", "transformation_removed_fields"),
+    )
+    # Its place in a grid, where this is one of the copies that are fitted.
+    _grid_index: int | None = None
+
+    run_id = declare(
+        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
+    )
+
+    @abc.abstractmethod
+    def _needed_columns(self) -> list[str]:
+        """Return the columns that training reads."""
+
+    def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a run is of, so that only such fits go on from its checkpoint.
+
+        Not the number of ranks and of epochs, which may be others in a later part of a run.
+        """
+        return {
+            "data": data_identity(manifest, self._needed_columns()),
+            "model": model,
+            "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
+        }
+
+    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
+        get = self.getOrDefault
+        run_id = self._new_run_id(prefix)
+        if self._grid_index is not None:
+            run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
+        run = replace(get("store").run_paths(run_id), fingerprint=fingerprint)
+        check_run(get("store"), run)
+        return run
+
+    def fitMultiple(
+        self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
+    ) -> Iterator[tuple[int, HorovodModel]]:
+        """Fit with each of several dicts of params, as Spark's validators do.
+
+        With ``run_id`` each has a run of its own, whose name begins with it and goes on with a
+        digest of data, model and settings, so that such a fit, too, can be gone on with.
+
+        Returns
+        -------
+        iterator
+            Of (index, model); threads may share it.
+        """
+        estimator = self.copy()
+
+        def fit_one(index: int) -> HorovodModel:
+            copied = estimator.copy(paramMaps[index])
+            given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
+            if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
+                copied._grid_index = index
+            return copied.fit(dataset)
+
+        return Fits(fit_one, len(paramMaps))
+
+    def _new_run_id(self, prefix: str) -> str:
+        """Return the run's name: what is set, or one that no other run has."""
+        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        return self.getOrDefault("run_id") or f"{prefix}_{now}_{uuid.uuid4().hex[:6]}"
