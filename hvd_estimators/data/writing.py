@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
@@ -26,6 +28,8 @@ ROW_GROUP_BYTES = 16 * 2**20
 
 _HASHED = 128
 """Elements of an array, at two places, that tell rows from others."""
+
+_EMPTY = "The DataFrame is empty: there are no rows to train on."
 
 _KEY_SEEDS = 2**32
 """Parts the seeds of keys from those of a split, to which Spark adds the number of a partition."""
@@ -112,7 +116,7 @@ def write_dataset(
     if validation is not None:
         writer = writer.partitionBy(split)
     writer.parquet(store.spark_url(path))
-    observed = observation.get
+    observed = _told(observation)
     if validation is not None:
         if observed["split_nulls"]:
             raise DataError(
@@ -125,7 +129,7 @@ def write_dataset(
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
     train = read_split(store, train_path, specs)
     if not train.rows:
-        raise DataError("The DataFrame is empty: there are no rows to train on.")
+        raise DataError(_EMPTY)
     val = read_split(store, val_path, specs) if validation is not None else None
     shapes = complete_shapes(store, train, specs)
     content = str(observed["content"])
@@ -213,6 +217,18 @@ def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
             parts.append(F.size(value))
     # Half of the hash: the sum of 2**32 rows does not overflow.
     return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
+
+
+def _told(observation: Observation) -> dict[str, Any]:
+    """Return what was measured on the way."""
+    try:
+        return observation.get
+    except Py4JJavaError as error:
+        # Spark 4 asserts that something was measured. Nothing was where its optimizer put an empty
+        # frame in the place of one that can have no rows.
+        if error.java_exception.getClass().getName() != "java.lang.AssertionError":
+            raise
+        raise DataError(_EMPTY) from error
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:

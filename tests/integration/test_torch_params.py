@@ -113,7 +113,8 @@ def test_runs_are_not_kept_when_the_store_says_so(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path / "store"), save_runs=False)
     write_rows(Path(store.get_train_data_path()), 32)
     fit(store, 1, "sgd")
-    assert not Path(store.get_runs_path()).exists()
+    # The model went to the rank, and its state came back, through a folder that is gone.
+    assert list(Path(store.get_runs_path()).iterdir()) == []
 
 
 def test_event_files_hold_the_losses_of_the_history(store: Any) -> None:
