@@ -18,6 +18,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.build_mends import TOKEN_VARIABLE
+from hvd_estimators.launch.addresses import LOOPBACK
 from hvd_estimators.launch.channel import receive_exactly
 from hvd_estimators.launch.listener import Listener
 from hvd_estimators.launch.parent import JOB_SCOPE
@@ -25,7 +26,6 @@ from hvd_estimators.launch.rendezvous_client import Link, PeerLostError
 
 __all__ = ["GlooProxy"]
 
-_LOOPBACK = "127.0.0.1"
 _REQUEST_SECONDS = 5.0
 _MOST_HEAD_BYTES = 16 * 2**10
 _MOST_BODY_BYTES = 16 * 2**20
@@ -48,12 +48,12 @@ class GlooProxy:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._token = secrets.token_hex(32)
-        self._listener = Listener(_LOOPBACK, self._serve)
+        self._listener = Listener(LOOPBACK, self._serve)
 
     def environment(self) -> dict[str, str]:
         """Return the variables that tell the rank of this server."""
         return {
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": _LOOPBACK,
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._listener.port),
             TOKEN_VARIABLE: self._token,
         }
