@@ -21,12 +21,12 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.common import need_baseline, parser, show_result, show_table
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.readers.base import PlannedDataModule
-from hvd_estimators.data.readers.petastorm import PetastormDataModule
-from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch.tensors import tensor_batches
 

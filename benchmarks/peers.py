@@ -25,10 +25,10 @@ from pyarrow import parquet
 
 from benchmarks.common import parser, show_result, show_table
 from benchmarks.loader import Data, petastorm_batches, write
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.readers.base import PlannedDataModule
-from hvd_estimators.data.readers.petastorm import PetastormDataModule
-from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.torch.tensors import tensor_batches
 
 PASSES = 3

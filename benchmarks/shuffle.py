@@ -21,15 +21,15 @@ from pyarrow import parquet
 
 from benchmarks.common import parser, show_result, show_table, spark_session
 from hvd_estimators import Store, prepare_data
-from hvd_estimators.data.batching import SHUFFLE_BUFFER_BYTES
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.layout import order_warning
-from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.data.prepare import load_manifest
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.readers.base import PlannedDataModule
-from hvd_estimators.data.readers.petastorm import PetastormDataModule
-from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.layout import order_warning
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.prepare.dataframe import load_manifest
 
 RANKS = 2
 WIDTH, LABELS, BATCH = 64, 10, 256

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from hvd_estimators.data.catalog import PreparedDataset, list_prepared_data
-    from hvd_estimators.data.prepare import prepare_data
-    from hvd_estimators.data.prepared import clear_prepared_data, clear_training_cache
-    from hvd_estimators.data.properties import get_dataset_properties
+    from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
+    from hvd_estimators.prepare.dataframe import prepare_data
+    from hvd_estimators.prepare.properties import get_dataset_properties
+    from hvd_estimators.prepare.reuse import clear_prepared_data, clear_training_cache
     from hvd_estimators.store import Store
 
 __version__ = "0.1.0"
@@ -32,12 +32,12 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "PreparedDataset": "hvd_estimators.data.catalog",
+        "PreparedDataset": "hvd_estimators.prepare.catalog",
         "Store": "hvd_estimators.store",
-        "clear_prepared_data": "hvd_estimators.data.prepared",
-        "clear_training_cache": "hvd_estimators.data.prepared",
-        "get_dataset_properties": "hvd_estimators.data.properties",
-        "list_prepared_data": "hvd_estimators.data.catalog",
-        "prepare_data": "hvd_estimators.data.prepare",
+        "clear_prepared_data": "hvd_estimators.prepare.reuse",
+        "clear_training_cache": "hvd_estimators.prepare.reuse",
+        "get_dataset_properties": "hvd_estimators.prepare.properties",
+        "list_prepared_data": "hvd_estimators.prepare.catalog",
+        "prepare_data": "hvd_estimators.prepare.dataframe",
     },
 )

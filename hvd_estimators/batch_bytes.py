@@ -20,7 +20,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.data.names import clashing, quoted
+from hvd_estimators.prepare.column_names import clashing, quoted
 
 __all__ = ["BATCH_BYTES", "Spread", "spread"]
 

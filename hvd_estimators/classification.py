@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.params import DeclaredParams, declare, one_of, text
+from hvd_estimators.parquet.columns import Array
 
 __all__ = ["ClassScores", "ClassificationParams"]
 

@@ -13,24 +13,24 @@ import numpy as np
 from pyspark.sql import DataFrame
 
 from hvd_estimators.classification import ClassificationParams
-from hvd_estimators.data.columns import Array, Columns
-from hvd_estimators.data.footers import first_rows, read_manifest
-from hvd_estimators.data.layout import order_warning
-from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
-from hvd_estimators.data.names import quoted, require_columns
-from hvd_estimators.data.prepare import load_manifest, prepare_data
-from hvd_estimators.data.prepared import hold
-from hvd_estimators.data.schema import known_columns
-from hvd_estimators.data.sharding import ShardPlan, plan_shards
-from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError, ShapeError
 from hvd_estimators.grids import GridParams
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.loading.order import order_warning
+from hvd_estimators.loading.sharding import ShardPlan, plan_shards
+from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, declare, integer, names, number, numbers, shapes, text
+from hvd_estimators.parquet.columns import Array, Columns
+from hvd_estimators.parquet.discovery import first_rows, read_manifest
+from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.prepare.column_names import quoted, require_columns
+from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
+from hvd_estimators.prepare.reuse import hold
+from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.progress import show_progress
 from hvd_estimators.reading import ReadingParams
 from hvd_estimators.run_params import RunParams

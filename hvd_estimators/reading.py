@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_estimators.data.batching import SHUFFLE_BUFFER_BYTES
-from hvd_estimators.data.readers import check_data_module
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
+from hvd_estimators.loading.readers import check_data_module
 from hvd_estimators.params import DeclaredParams, boolean, declare, integer, names, one_of, text
 
 __all__ = ["ReadingParams"]
@@ -70,7 +70,7 @@ class ReadingParams(DeclaredParams):
     )
     data_module = declare(
         "What reads the rows: 'petastorm', 'arrow', or a class derived from "
-        "hvd_estimators.data.readers.DataModule. Default: Petastorm where it can be imported, "
+        "hvd_estimators.loading.readers.DataModule. Default: Petastorm where it can be imported, "
         "PyArrow otherwise.",
     )
 

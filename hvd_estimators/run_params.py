@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
-from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import DeclaredParams, declare, text
+from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.runs import Fits, check_run, data_identity, digest, named
 from hvd_estimators.store import RunPaths
 

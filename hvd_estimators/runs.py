@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.data.manifest import DatasetManifest, Split
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.parquet.manifest import DatasetManifest, Split
 from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
 

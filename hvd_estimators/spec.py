@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.readers.base import DataModule
-from hvd_estimators.data.sharding import ShardPlan
+from hvd_estimators.loading.readers.base import DataModule
+from hvd_estimators.loading.sharding import ShardPlan
+from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store.base import RunPaths, Store
 
 __all__ = ["DataSpec", "EpochRecord", "TrainResult", "TrainSpec"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_estimators.data.transformation import Transformation, edited_fields
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.loading.transformation import Transformation, edited_fields
 from hvd_estimators.params import DeclaredParams, boolean, declare, names
 
 __all__ = ["TransformationParams"]

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.data.columns import Array
+from hvd_estimators.parquet.columns import Array
 
 __all__ = [
     "GradientAverager",

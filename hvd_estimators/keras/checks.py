@@ -12,7 +12,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
@@ -27,6 +26,7 @@ from hvd_estimators.keras.losses import (
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
+from hvd_estimators.parquet.columns import Columns
 
 __all__ = ["DryRun", "call_on_zeros", "kept_random_state"]
 

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.parquet.columns import Array
 
 __all__ = ["check_classes", "class_weights", "class_weights_of_tensor"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_estimators.data.batching import Run
-from hvd_estimators.data.readers import DataModule
+from hvd_estimators.loading.batching import Run
+from hvd_estimators.loading.readers import DataModule
 
 __all__ = ["ColumnDatasets", "column_dataset"]
 

@@ -9,9 +9,6 @@ from typing import Any
 import keras
 from pyspark.sql import DataFrame
 
-from hvd_estimators.data.columns import Columns
-from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.keras.backend import (
@@ -46,6 +43,9 @@ from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, integer
+from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 import numpy as np
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.parquet.columns import Array
 
 __all__ = ["added_variables", "check_metrics", "leaf_metrics", "merge_states", "merged_metrics"]
 

@@ -7,7 +7,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.checks import call_on_zeros
@@ -19,6 +18,7 @@ from hvd_estimators.keras.serialization import dump, dump_model, load_model, sav
 from hvd_estimators.keras.tensors import alike
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
+from hvd_estimators.parquet.columns import Array
 
 __all__ = ["KerasModel"]
 

@@ -23,7 +23,6 @@ import cloudpickle
 import keras
 import numpy as np
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.keras.backend import has_own_compile
 from hvd_estimators.keras.custom_objects import find_custom_objects
 from hvd_estimators.keras.states import (
@@ -34,6 +33,7 @@ from hvd_estimators.keras.states import (
     without_variables,
 )
 from hvd_estimators.keras.traits import Traits
+from hvd_estimators.parquet.columns import Array
 
 __all__ = [
     "OptimizerDocument",

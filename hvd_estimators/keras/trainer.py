@@ -13,8 +13,6 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from hvd_estimators.data.readers import DataModule, open_data_module
-from hvd_estimators.data.readers.base import PlannedDataModule
 from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
 from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
@@ -35,6 +33,8 @@ from hvd_estimators.keras.session import (
 )
 from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
+from hvd_estimators.loading.readers import DataModule, open_data_module
+from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import joined

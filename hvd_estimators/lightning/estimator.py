@@ -12,10 +12,6 @@ import cloudpickle
 import torch
 from pyspark.sql import DataFrame
 
-from hvd_estimators.data.columns import Columns
-from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.data.properties import column_metadata
-from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.lightning.adapter import ModuleAdapter
@@ -25,7 +21,11 @@ from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.trainer import LightningTrainSpec, train
 from hvd_estimators.lightning.users_data import is_lightning_data
+from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.params import boolean, declare, integer
+from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
 from hvd_estimators.spec import TrainResult
 from hvd_estimators.torch import estimator as torch_estimator
@@ -127,7 +127,7 @@ class LightningEstimator(torch_estimator.TorchEstimator):
     )
     data_module = declare(
         "What reads the rows: 'petastorm', 'arrow', a class derived from "
-        "hvd_estimators.data.readers.DataModule, or a LightningDataModule class. Default: "
+        "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
         "Petastorm where it can be imported, PyArrow otherwise."
     )
     loader_num_epochs = declare(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hvd_estimators.data.readers import DataModule
+from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.weighted_batches import WeightedBatches

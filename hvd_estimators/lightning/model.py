@@ -12,12 +12,12 @@ from pyspark.sql import Column, DataFrame, Row
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.data.columns import Array
-from hvd_estimators.data.names import quoted
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, declare
+from hvd_estimators.parquet.columns import Array
+from hvd_estimators.prepare.column_names import quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.calls import call_with_leading
 from hvd_estimators.torch.outputs import as_list

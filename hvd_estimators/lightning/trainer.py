@@ -14,7 +14,6 @@ import cloudpickle
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.data.readers import open_data_module
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
 from hvd_estimators.lightning.collectives import broadcast_object
@@ -23,6 +22,7 @@ from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
+from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state

@@ -12,9 +12,9 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators.data.columns import Columns
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 from hvd_estimators.torch.tensors import Loss, TensorSpec

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators.data.columns import Columns
-from hvd_estimators.data.manifest import DatasetManifest
-from hvd_estimators.data.properties import column_metadata
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.params import declare, functions, one_of, shapes
+from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
 from hvd_estimators.spec import DataSpec, TrainResult
 from hvd_estimators.torch.checks import check_fit, check_weightable

@@ -7,10 +7,10 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators.data.columns import Array
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
+from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.checks import output_shapes
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import (

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.data.batching import Run
-from hvd_estimators.data.columns import Array
+from hvd_estimators.loading.batching import Run
+from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.outputs import as_list
 
 __all__ = [

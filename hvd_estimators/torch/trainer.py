@@ -12,7 +12,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.data.readers import DataModule, open_data_module
+from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochRecord, TrainResult, TrainSpec
 from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
 from hvd_estimators.torch.calls import call_with_known, call_with_leading

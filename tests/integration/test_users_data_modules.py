@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from reference import WIDTH, RecordingBackend, write_rows
 
-from hvd_estimators.data.readers import DataModule
 from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.loading.readers import DataModule
 
 pytestmark = pytest.mark.integration
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from pyspark.sql import functions as F
 
-from hvd_estimators.data.names import clashing
 from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.prepare.column_names import clashing
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark

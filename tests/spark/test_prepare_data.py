@@ -20,8 +20,8 @@ from hvd_estimators import (
     clear_training_cache,
     prepare_data,
 )
-from hvd_estimators.data import prepare
 from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.prepare import dataframe as prepare
 
 pytestmark = pytest.mark.spark
 

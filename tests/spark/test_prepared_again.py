@@ -26,7 +26,7 @@ from hvd_estimators import (
     list_prepared_data,
     prepare_data,
 )
-from hvd_estimators.data import prepare
+from hvd_estimators.prepare import dataframe as prepare
 
 pytestmark = pytest.mark.spark
 
@@ -205,7 +205,7 @@ def test_rows_that_may_be_others_are_prepared_each_time_and_deleted(
 def test_a_frame_without_a_plan_here_is_prepared_each_time(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hvd_estimators.data import plans
+    from hvd_estimators.prepare import lineage as plans
 
     # As a DataFrame of Spark Connect, which has no _jdf.
     monkeypatch.setattr(plans, "_analyzed", lambda df: None)

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.data import batching
-from hvd_estimators.data.batching import cut_runs
-from hvd_estimators.data.rows import Memory
 from hvd_estimators.exceptions import DataError
+from hvd_estimators.loading import batching
+from hvd_estimators.loading.batching import cut_runs
+from hvd_estimators.loading.rows import Memory
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
 ROW_BYTES = 8 + 2 * 4

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.readers import DataModule, check_data_module, open_data_module
-from hvd_estimators.data.sharding import plan_shards
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.loading.readers import DataModule, check_data_module, open_data_module
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.spec import DataSpec
 from hvd_estimators.store import LocalStore
 
@@ -76,7 +76,7 @@ def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, 
     with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
         assert data.short_name == ("arrow" if petastorm is None else "petastorm")
 
-    monkeypatch.setitem(sys.modules, "hvd_estimators.data.readers.petastorm", None)
+    monkeypatch.setitem(sys.modules, "hvd_estimators.loading.readers.petastorm", None)
     with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
         assert data.short_name == "arrow"
     with pytest.raises(ImportError):

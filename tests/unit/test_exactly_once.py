@@ -8,16 +8,16 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hvd_estimators.data import batching
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.readers import ranges
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.loading import batching
+from hvd_estimators.loading.readers import ranges
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.store import LocalStore
 
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.data.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.data.batching import Run, cut_runs
-from hvd_estimators.data.readers import DataModule
 from hvd_estimators.keras.dataset import ColumnDatasets, column_dataset
 from hvd_estimators.keras.tensors import Field, TensorSpec
+from hvd_estimators.loading.batching import Run, cut_runs
+from hvd_estimators.loading.readers import DataModule
 
 
 def make_columns(rows: int) -> dict[str, np.ndarray]:

@@ -6,9 +6,10 @@ import pytest
 from foreign import describe
 from pyarrow import parquet
 
-from hvd_estimators.data.layout import FETCHED_BYTES, order_warning
-from hvd_estimators.data.manifest import ColumnSpec, RowGroup
-from hvd_estimators.data.sharding import plan_shards
+from hvd_estimators.loading.order import order_warning
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.layout import FETCHED_BYTES
+from hvd_estimators.parquet.manifest import ColumnSpec, RowGroup
 
 MIB = 2**20
 SPECS = [ColumnSpec("x", "vector", "float32", (64,))]

@@ -17,16 +17,16 @@ pytest.importorskip(
     "petastorm", reason="not installable beside today's PyArrow", exc_type=ImportError
 )
 
-from hvd_estimators.data.readers import ranges
-from hvd_estimators.data.readers.petastorm import (
+from hvd_estimators.exceptions import ReaderError
+from hvd_estimators.loading.readers import ranges
+from hvd_estimators.loading.readers.petastorm import (
     _NEXT,
     _PART,
     PetastormDataModule,
     _in_sequence,
     _RangeVentilator,
 )
-from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.exceptions import ReaderError
+from hvd_estimators.loading.sharding import plan_shards
 
 pytestmark = pytest.mark.timeout(60)
 

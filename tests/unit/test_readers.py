@@ -10,13 +10,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hvd_estimators.data.footers import read_manifest
-from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.readers import mixing
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.data.transformation import Transformation
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.loading.readers import mixing
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 ROWS = 53
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.data.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 

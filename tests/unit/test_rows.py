@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hvd_estimators.data import rows
-from hvd_estimators.data.rows import Layout, Memory, Rows
+from hvd_estimators.loading import rows
+from hvd_estimators.loading.rows import Layout, Memory, Rows
 
 ROWS = 57
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from py4j.protocol import Py4JError
 
-from hvd_estimators.data import sources
+from hvd_estimators.prepare import sources
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.data.readers import DataModule
+from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.tensors import Loss
 from hvd_estimators.training.weighted_batches import WeightedBatches

@@ -10,24 +10,24 @@ import pytest
 from foreign import describe, write
 from pyarrow import parquet
 
-from hvd_estimators.data import transformation as transformation_module
-from hvd_estimators.data.columns import table_to_columns
-from hvd_estimators.data.manifest import ColumnSpec
-from hvd_estimators.data.readers import ranges
-from hvd_estimators.data.readers.arrow import ArrowDataModule
-from hvd_estimators.data.readers.mixing import one_by_one
-from hvd_estimators.data.sharding import plan_shards
-from hvd_estimators.data.transformation import (
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.loading import transformation as transformation_module
+from hvd_estimators.loading.readers import ranges
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.mixing import one_by_one
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.loading.transformation import (
     EditedField,
     Transformation,
     Transformed,
     edited_fields,
 )
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.parquet.columns import table_to_columns
+from hvd_estimators.parquet.manifest import ColumnSpec
 
 READERS: list[type] = [ArrowDataModule]
 with contextlib.suppress(ImportError):
-    from hvd_estimators.data.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 
     READERS.append(PetastormDataModule)
 WORDS = np.array(["a", "bb", "ccc", "dd"], object)

@@ -1,0 +1,1 @@
+"""Parquet to batches, on the ranks."""

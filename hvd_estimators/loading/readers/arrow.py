@@ -1,0 +1,38 @@
+"""Reading with PyArrow alone, in threads: runs with any PyArrow and NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.mixing import Bundle, in_turns
+from hvd_estimators.loading.readers.ranges import RangeFiles, Slices, range_tables
+from hvd_estimators.parquet.columns import Columns, table_to_columns
+
+__all__ = ["ArrowDataModule"]
+
+
+class ArrowDataModule(PlannedDataModule):
+    """Reads row groups with PyArrow, in threads: PyArrow decodes without the interpreter's lock.
+
+    Takes ``reader_pool_type="process"`` for ``"thread"``; ``"dummy"`` reads in the thread that
+    asks. Files are opened through fsspec, with ``storage_options``. A worker holds one part of a
+    row group (see `range_tables`) that waits to be taken.
+    """
+
+    short_name = "arrow"
+
+    def read(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges in threads; see `PlannedDataModule.read`."""
+        files = RangeFiles(self.storage_options or {})
+
+        def read(slices: Slices) -> Generator[tuple[Columns, bool], None, None]:
+            path = slices.row_range.file
+            with files.open(path, self.columns) as file:
+                for table, ends_slice in range_tables(file, slices, self.columns):
+                    yield table_to_columns(table, self.columns, path), ends_slice
+
+        bundles = (bundle for bundles in passes for bundle in bundles)
+        yield from in_turns(bundles, read, 0 if self.reader_pool_type == "dummy" else workers)

@@ -1,0 +1,401 @@
+"""The reader interface: what a rank trains on, as batches of columns."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, ClassVar
+
+import numpy as np
+from typing_extensions import Self
+
+from hvd_estimators.loading import batching
+from hvd_estimators.loading.batching import Run, cut_runs, drawn_runs, hold
+from hvd_estimators.loading.prefetch import Prefetch
+from hvd_estimators.loading.readers.mixing import Bundle, mixed, one_by_one
+from hvd_estimators.loading.readers.ranges import PART_BYTES
+from hvd_estimators.loading.rows import Memory, Rows
+from hvd_estimators.loading.sharding import RowRange, ShardPlan, batch_sizes
+from hvd_estimators.loading.transformation import RowFunction, Transformation, Transformed
+from hvd_estimators.parquet.columns import Array, Columns, num_rows
+from hvd_estimators.parquet.manifest import ColumnSpec
+
+__all__ = ["DataModule", "PlannedDataModule"]
+
+Batch = dict[str, Array]
+_RUNS_AHEAD = 2
+_DRAWN_ROWS = 2**12
+"""Rows that are held, and are drawn at a time to be transformed."""
+
+
+class DataModule(ABC):
+    """Gives a rank its batches. Runs on the worker; used as a context manager.
+
+    Subclass it to feed training from elsewhere and pass the class as ``data_module``. It is made
+    with keyword arguments only; take those you need and pass the rest on.
+
+    Parameters
+    ----------
+    train_dir, val_dir : str
+        Where the Parquet files lie; ``val_dir`` is None without validation.
+    num_train_epochs : int
+        Epochs that will be asked for.
+    has_val : bool
+        Whether `val_data` will be called.
+    train_batch_size, val_batch_size : int
+        Rows in a full batch of one rank.
+    shuffle : bool
+        Whether training rows come in random order.
+    transform_fn : callable, optional
+        Row (a dict of values) to row, applied to every row that is read.
+    inmemory_cache_all : bool
+        Keep the rank's rows in memory after the first pass.
+    cur_shard, shard_count : int
+        This rank and the number of ranks.
+    schema_fields : sequence of str
+        The columns that training needs.
+    storage_options : dict, optional
+        Passed to the store's fsspec filesystem.
+    steps_per_epoch_train, steps_per_epoch_val : int
+        Batches of one epoch.
+    verbose : int
+        0 is silent.
+    **kwargs
+        Whatever else the trainer knows; see `PlannedDataModule`.
+    """
+
+    short_name: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        *,
+        train_dir: str,
+        val_dir: str | None,
+        num_train_epochs: int = 1,
+        has_val: bool = True,
+        train_batch_size: int = 32,
+        val_batch_size: int = 32,
+        shuffle: bool = True,
+        transform_fn: RowFunction | None = None,
+        inmemory_cache_all: bool = False,
+        cur_shard: int = 0,
+        shard_count: int = 1,
+        schema_fields: Sequence[str] = (),
+        storage_options: Mapping[str, Any] | None = None,
+        steps_per_epoch_train: int = 1,
+        steps_per_epoch_val: int = 1,
+        verbose: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        self.train_dir = train_dir
+        self.val_dir = val_dir
+        self.num_train_epochs = num_train_epochs
+        self.has_val = has_val
+        self.train_batch_size = train_batch_size
+        self.val_batch_size = val_batch_size
+        self.shuffle = shuffle
+        self.transform_fn = transform_fn
+        self.inmemory_cache_all = inmemory_cache_all
+        self.cur_shard = cur_shard
+        self.shard_count = shard_count
+        self.schema_fields = schema_fields
+        self.storage_options = storage_options
+        self.steps_per_epoch_train = steps_per_epoch_train
+        self.steps_per_epoch_val = steps_per_epoch_val
+        self.verbose = verbose
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(  # noqa: B027 - not every module holds something open
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Release readers and threads; nothing to do by default."""
+
+    @abstractmethod
+    def train_data(self) -> Iterator[Batch]:
+        """Return training batches without end: column name to array of ``(rows, *shape)``.
+
+        Where they end nevertheless, training ends with a `DataError`.
+        """
+
+    @abstractmethod
+    def val_data(self) -> Iterator[Batch]:
+        """Return the batches of one pass over this rank's validation rows, a new one each time."""
+
+    def train_runs(self) -> Iterator[Run]:
+        """Return the training batches in runs, for those who take several at a time."""
+        return _single_runs(self.train_data())
+
+    def val_runs(self) -> Iterator[Run]:
+        """Return the validation batches of one pass in runs."""
+        return _single_runs(self.val_data())
+
+    def global_train_sizes(self) -> Iterator[int] | None:
+        """Return the rows of each training step over all ranks, where they are known beforehand.
+
+        None (the default) makes the trainer add the ranks' rows up in every step.
+        """
+        return None
+
+
+class PlannedDataModule(DataModule):
+    """A data module that delivers exactly the rows of a `ShardPlan`.
+
+    A subclass only reads: it turns row ranges into columns, in the order that it is given. Order,
+    shuffling, batching, row transformation and caching are done here, once for all readers.
+
+    Parameters
+    ----------
+    columns : sequence of ColumnSpec
+        The columns to read.
+    train_plan, val_plan : ShardPlan
+        Which rank reads what; ``val_plan`` is None without validation.
+    random_seed : int
+        Together with rank and pass it determines the order of the rows.
+    skip_train_steps : int
+        Training batches that were taken before (a resumed run starts after them).
+    reader_pool_type : {"thread", "process", "dummy"}
+        How readers work in parallel.
+    train_reader_worker_count, val_reader_worker_count : int
+        Readers that work in parallel.
+    transformation : Transformation, optional
+        Applied to all rows that are read. Default: ``transform_fn``, where that is given.
+    shuffle_buffer_size : int, optional
+        Bytes of rows that are held for shuffling. Default: 128 MiB.
+    **kwargs
+        See `DataModule`.
+    """
+
+    def __init__(
+        self,
+        *,
+        columns: Sequence[ColumnSpec],
+        train_plan: ShardPlan,
+        val_plan: ShardPlan | None = None,
+        random_seed: int = 0,
+        skip_train_steps: int = 0,
+        reader_pool_type: str = "thread",
+        train_reader_worker_count: int = 2,
+        val_reader_worker_count: int = 2,
+        transformation: Transformation | None = None,
+        shuffle_buffer_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.columns = columns
+        self.train_plan = train_plan
+        self.val_plan = val_plan
+        self.random_seed = random_seed
+        self.skip_train_steps = skip_train_steps
+        self.reader_pool_type = reader_pool_type
+        self.train_reader_worker_count = train_reader_worker_count
+        self.val_reader_worker_count = val_reader_worker_count
+        if transformation is None and self.transform_fn is not None:
+            transformation = Transformation(self.transform_fn)
+        self.transformation = transformation
+        self.shuffle_buffer_bytes = shuffle_buffer_size or batching.SHUFFLE_BUFFER_BYTES
+        self._cache: dict[RowRange, list[Columns]] = {}
+        self._memory = Memory()
+        self._open: set[Generator[Run, None, None] | Prefetch[Run]] = set()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything that still reads."""
+        for source in list(self._open):
+            source.close()
+
+    @abstractmethod
+    def read(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges, pass after pass, in the order that is given.
+
+        Called in a thread of its own, unless the pool type is "dummy". It may read ahead, by a
+        bounded number of bytes.
+
+        Parameters
+        ----------
+        passes : iterator of sequence of Bundle
+            What to read in each pass, bundle after bundle, and of each a slice of every range in
+            turn (see `in_turns`); may have no end, and is drawn from as reading goes on.
+        workers : int
+            How many readers may work in parallel.
+
+        Yields
+        ------
+        dict
+            The columns of one or more parts of each slice; no part has rows of two ranges.
+        """
+
+    def train_data(self) -> Iterator[Batch]:
+        """Return training batches, pass after pass, each pass in its own order."""
+        return _batches(self.train_runs())
+
+    def val_data(self) -> Iterator[Batch]:
+        """Return one pass over this rank's validation rows, in stored order."""
+        return _batches(self.val_runs())
+
+    def train_runs(self) -> Iterator[Run]:
+        """Return the training batches in runs, for those who take several at a time."""
+        return self._ahead(self._train_runs(), "training rows")
+
+    def val_runs(self) -> Iterator[Run]:
+        """Return the validation batches of one pass in runs."""
+        return self._ahead(self._val_runs(), "validation rows")
+
+    def _train_runs(self) -> Generator[Run, None, None]:
+        sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
+        first_pass, skip = divmod(self.skip_train_steps, len(sizes))
+        held = self.shuffle and self.inmemory_cache_all
+        with contextlib.closing(
+            self._held_runs(sizes, first_pass) if held else self._read_runs(sizes, first_pass)
+        ) as runs:
+            for run in runs:
+                skipped = min(skip, len(run.sizes))
+                skip -= skipped
+                if skipped < len(run.sizes):
+                    yield run.skip(skipped) if skipped else run
+
+    def _read_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+        """Return the training batches, read anew in each pass."""
+        rngs = (
+            self._rng(pass_number, "rows") if self.shuffle else None
+            for pass_number in itertools.count(first_pass)
+        )
+        passes = self._train_passes(first_pass)
+        with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
+            yield from cut_runs(parts, sizes, rngs, self._memory, self.shuffle_buffer_bytes)
+
+    def _held_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+        """Return the training batches, read once, and shuffled as a whole in each pass."""
+        bundles = one_by_one(self.train_plan.shards[self.cur_shard])
+        total = self.train_plan.rows(self.cur_shard)
+        with contextlib.closing(
+            self.read(iter([bundles]), self.train_reader_worker_count)
+        ) as parts:
+            rows = hold(parts, total, self._memory)
+        rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
+        if self.transformation is None:
+            yield from drawn_runs(rows, sizes, rngs, self._memory)
+            return
+        # Each pass is transformed anew: transformations may be random.
+        some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
+        parts_drawn = (run.rows.columns() for run in drawn_runs(rows, some, rngs, self._memory))
+        transformed = self._transformed(parts_drawn)
+        yield from cut_runs(transformed, sizes, itertools.repeat(None), self._memory)
+
+    def _val_runs(self) -> Generator[Run, None, None]:
+        if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
+            return
+        ranges = self.val_plan.shards[self.cur_shard]
+        sizes = self.val_plan.batch_sizes(self.cur_shard, self.val_batch_size)
+        # The last steps of a short shard can be empty.
+        sizes = [size for size in sizes if size]
+        passes = iter([one_by_one(ranges)])
+        with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
+            yield from cut_runs(parts, sizes, memory=self._memory)
+
+    def _ahead(self, runs: Generator[Run, None, None], name: str) -> Iterator[Run]:
+        """Make runs in a thread of their own, while the ones before are used."""
+        in_this_thread = self.reader_pool_type == "dummy"
+        source = runs if in_this_thread else Prefetch(runs, _RUNS_AHEAD, f"hvd_estimators {name}")
+        self._open.add(source)
+        try:
+            yield from source
+        finally:
+            source.close()
+            self._open.discard(source)
+
+    def global_train_sizes(self) -> Iterator[int]:
+        """Return the rows of each training step over all ranks, without end."""
+        sizes = self.train_plan.global_batch_sizes(self.train_batch_size)
+        step = self.skip_train_steps
+        while True:
+            yield sizes[step % len(sizes)]
+            step += 1
+
+    def _parts(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        read = self._read_cached if self.inmemory_cache_all else self.read
+        with contextlib.closing(read(passes, workers)) as parts:
+            yield from self._transformed(parts)
+
+    def _transformed(self, parts: Iterable[Columns]) -> Iterator[Columns]:
+        transformed = None if self.transformation is None else Transformed(self.transformation)
+        for part in parts:
+            if transformed is None:
+                yield part
+            else:
+                yield from transformed.parts(part, PART_BYTES)
+
+    def _read_cached(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read what comes in stored order, each range once."""
+        for bundles in passes:
+            ranges = [slices.row_range for bundle in bundles for slices in bundle]
+            missing = [row_range for row_range in ranges if row_range not in self._cache]
+            with contextlib.closing(self.read(iter([one_by_one(missing)]), workers)) as parts:
+                for row_range in ranges:
+                    if row_range not in self._cache:
+                        self._cache[row_range] = list(_take_rows(parts, row_range.rows))
+                        _make_read_only(self._cache[row_range])
+                    yield from self._cache[row_range]
+
+    def _train_passes(self, first_pass: int) -> Iterator[Sequence[Bundle]]:
+        ranges = self.train_plan.shards[self.cur_shard]
+        row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in self.columns)
+        open_groups = self.train_plan.open_groups
+        total = self.train_plan.rows(self.cur_shard)
+        is_known = self.transformation is None and all(c.kind != "text" for c in self.columns)
+        if is_known and total * row_bytes <= self.shuffle_buffer_bytes:
+            open_groups = 1  # the buffer mixes all rows
+        for pass_number in itertools.count(first_pass):
+            if self.shuffle:
+                rng = self._rng(pass_number, "row groups")
+                yield mixed(ranges, open_groups, row_bytes, self.shuffle_buffer_bytes, rng)
+            else:
+                yield one_by_one(ranges)
+
+    def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
+        salt = {"row groups": 0, "rows": 1}[purpose]
+        return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
+
+
+def _single_runs(batches: Iterator[Batch]) -> Iterator[Run]:
+    for batch in batches:
+        yield Run(Rows.of(batch), (num_rows(batch),))
+
+
+def _batches(runs: Iterator[Run]) -> Iterator[Batch]:
+    for run in runs:
+        yield from run.batches()
+
+
+def _make_read_only(parts: Iterable[Columns]) -> None:
+    """Keep a transformation, which may edit arrays, from editing these instead of a copy."""
+    for part in parts:
+        for array in part.values():
+            array.setflags(write=False)
+
+
+def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
+    """Yield parts until they have a number of rows."""
+    while rows > 0:
+        part = next(parts, None)
+        if part is None:
+            return
+        rows -= num_rows(part)
+        yield part

@@ -1,0 +1,105 @@
+"""A user's data module, held to what it has to deliver. Runs on the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.loading.batching import Run
+from hvd_estimators.loading.readers.base import DataModule
+
+__all__ = ["HeldDataModule"]
+
+
+class HeldDataModule(DataModule):
+    """Passes on what a data module delivers, and raises where it ends too early.
+
+    Training would go on without rows, or wait for the other ranks, and a mean over nothing is nan.
+
+    Parameters
+    ----------
+    module : DataModule
+        The user's.
+    rank : int
+        This rank.
+    steps : int
+        Training batches of an epoch on each rank.
+    skip_steps : int
+        Those that were taken in an earlier part of the run.
+    has_val_rows : bool
+        Whether the rank has rows to validate on.
+    """
+
+    def __init__(
+        self, module: DataModule, *, rank: int, steps: int, skip_steps: int, has_val_rows: bool
+    ) -> None:
+        self.module = module
+        self._rank = rank
+        self._steps = steps
+        self._skip_steps = skip_steps
+        self._has_val_rows = has_val_rows
+        self._val_batches = 0
+
+    def __enter__(self) -> Self:
+        self.module.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Leave the user's module."""
+        self.module.__exit__(exc_type, exc, traceback)
+
+    def train_data(self) -> Iterator[Any]:
+        """Return the training batches; raise `DataError` where they end."""
+        for run in self.train_runs():
+            yield from run.batches()
+
+    def val_data(self) -> Iterator[Any]:
+        """Return the batches of one pass over the validation rows."""
+        for run in self.val_runs():
+            yield from run.batches()
+
+    def train_runs(self) -> Iterator[Run]:
+        """Return the training batches in runs; raise `DataError` where they end."""
+        delivered = 0
+        for run in self.module.train_runs():
+            delivered += len(run.sizes)
+            yield run
+        epoch, of_epoch = divmod(self._skip_steps + delivered, self._steps)
+        raise DataError(
+            f"Rank {self._rank}, epoch {epoch} (the first is 0): {self._name}.train_data() ended "
+            f"after {of_epoch} of {self._steps} batches ({delivered} in all). Let it go on without "
+            "end, pass after pass, or set train_steps_per_epoch to the batches that every rank has."
+        )
+
+    def val_runs(self) -> Iterator[Run]:
+        """Return the validation batches of one pass; raise `DataError` if there are too few."""
+        delivered = 0
+        for run in self.module.val_runs():
+            delivered += len(run.sizes)
+            yield run
+        wanted = max(self._val_batches, int(self._has_val_rows))
+        if delivered < wanted:
+            raise DataError(
+                f"Rank {self._rank}: {self._name}.val_data() ended after {delivered} batches; "
+                f"expected {wanted} at least"
+                f"{', as in the passes before' if self._val_batches else ''}. Return a new "
+                "iterator over the validation rows each time."
+            )
+        self._val_batches = delivered
+
+    def global_train_sizes(self) -> Iterator[int] | None:
+        """Return what the user's module says."""
+        return self.module.global_train_sizes()
+
+    @property
+    def _name(self) -> str:
+        return type(self.module).__name__

@@ -1,0 +1,336 @@
+"""Reading with Petastorm's readers and worker pools, row group by row group, as planned."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import pyarrow as pa
+
+with warnings.catch_warnings():
+    # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
+    warnings.simplefilter("ignore", FutureWarning)
+    from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.fs_utils import FilesystemResolver, get_filesystem_and_path_or_paths
+    from petastorm.local_disk_cache import LocalDiskCache
+    from petastorm.reader import Reader
+    from petastorm.workers_pool import EmptyResultError
+    from petastorm.workers_pool.ventilator import Ventilator
+
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.mixing import Bundle, in_turns
+from hvd_estimators.loading.readers.petastorm_pools import make_pool
+from hvd_estimators.loading.readers.ranges import RangeFiles, Slices, range_tables
+from hvd_estimators.parquet.columns import Columns, table_to_columns
+from hvd_estimators.parquet.manifest import ColumnSpec
+
+__all__ = ["PetastormDataModule"]
+
+_FILE, _PART, _NEXT = (b"hvd_estimators.%s" % name for name in (b"file", b"part", b"next"))
+
+
+class PetastormDataModule(PlannedDataModule):
+    """Reads with Petastorm: a worker pool fetches row groups ahead of the training loop.
+
+    Petastorm shards by whole row groups and in an order of its own. This reader keeps its
+    `Reader` and worker pools, and hands the workers the planned row ranges instead, so that each
+    row is read once and the order depends on the seed alone.
+
+    Parameters
+    ----------
+    cache_type : {"null", "local-disk"}
+        "local-disk" keeps what was read in a folder on this machine, for the passes that follow;
+        it is deleted at the end.
+    cache_location : str, optional
+        Where that folder is made. Default: among the system's temporary files.
+    cache_size_limit : int
+        Bytes that it may hold, about; what was stored first gives way.
+    **kwargs
+        See `PlannedDataModule`.
+    """
+
+    short_name = "petastorm"
+
+    def __init__(
+        self,
+        *,
+        cache_type: str = "null",
+        cache_location: str | None = None,
+        cache_size_limit: int = 10 * 2**30,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._cached_parts: LocalDiskCache | None = None
+        if cache_type == "local-disk":
+            folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
+            # Parts are of all sizes: no row size to check the limit against.
+            self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything that still reads, and delete the cache."""
+        super().__exit__(exc_type, exc, traceback)
+        if self._cached_parts is not None:
+            self._cached_parts.cleanup()
+
+    def read(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
+        first = next(passes)
+        if not first:
+            return
+        # Every pass reads the same row groups, in another order.
+        files = sorted({slices.row_range.file for bundle in first for slices in bundle})
+        # Row groups that are read in turns are read by one worker, which has threads of its own.
+        together = any(len(bundle) > 1 for bundle in first)
+        work: Iterator[Sequence[Bundle]] = _chain(first, passes)
+        if not together:
+            work = ((bundle,) for bundles in work for bundle in bundles)
+        threads = workers if together and self.reader_pool_type != "dummy" else 0
+        items = (
+            {
+                "columns": self.columns,
+                "storage_options": self.storage_options or {},
+                "bundles": bundles,
+                "threads": threads,
+                "sequence": sequence,
+            }
+            for sequence, bundles in enumerate(work)
+        )
+        reader = self._open_reader(files, items, workers, together)
+        try:
+            for table in _in_sequence(reader, reader.ventilator.make_room):
+                file = table.schema.metadata[_FILE].decode()
+                yield table_to_columns(table, self.columns, file)
+        finally:
+            reader.stop()
+            reader.join()
+
+    def _open_reader(
+        self,
+        files: list[str],
+        items: Iterator[dict[str, Any]],
+        workers: int,
+        one_at_a_time: bool,
+    ) -> _PlannedReader:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            if "://" in files[0]:
+                filesystem, paths = get_filesystem_and_path_or_paths(
+                    files, "libhdfs", storage_options=self.storage_options
+                )
+            else:
+                # Not as URLs: Petastorm would cut a path at "?" or "#".
+                filesystem, paths = FilesystemResolver("file:///").filesystem(), files
+            return _PlannedReader(
+                filesystem,
+                paths,
+                items=items,
+                one_at_a_time=one_at_a_time,
+                # Workers are told what to read: Petastorm knows fewer types than PyArrow.
+                schema_fields=None,
+                reader_pool=make_pool(self.reader_pool_type, workers),
+                worker_class=_RangeWorker,
+                is_batched_reader=True,
+                cache=self._cached_parts,
+            )
+
+
+def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterator[Sequence[Bundle]]:
+    yield first
+    yield from rest
+
+
+def _in_sequence(
+    tables: Iterable[pa.Table], make_room: Callable[[], None]
+) -> Generator[pa.Table, None, None]:
+    """Yield tables in the order in which they were asked for; process pools answer in any.
+
+    `make_room` is called when the last table of an item is at hand, so that what waits here for
+    the tables of a slow worker, or of one that has died, is bounded.
+    """
+    early: dict[tuple[int, int], pa.Table] = {}
+    wanted = (0, 0)
+    for table in tables:
+        early[_numbers(table, _PART)] = table
+        while (table := early.pop(wanted, None)) is not None:
+            following = _numbers(table, _NEXT)
+            if following[0] > wanted[0]:
+                make_room()
+            yield table
+            wanted = following
+
+
+def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
+    sequence, part = table.schema.metadata[key].split()
+    return int(sequence), int(part)
+
+
+class _PlannedReader(Reader):
+    """Petastorm's reader with the plan's row ranges in the place of its own sharding."""
+
+    def __init__(
+        self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any
+    ) -> None:
+        self._items = items
+        self._one_at_a_time = one_at_a_time
+        super().__init__(*args, **kwargs)
+
+    def _filter_row_groups(
+        self, dataset: Any, row_groups: Sequence[Any], *args: Any
+    ) -> tuple[list[int], None]:
+        return list(range(len(row_groups))), None
+
+    def _create_ventilator(self, *args: Any) -> _RangeVentilator:
+        in_flight = 1 if self._one_at_a_time else self._workers_pool.workers_count + 2
+        self.ventilator = _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
+        return self.ventilator
+
+
+class _RangeVentilator(Ventilator):
+    """Hands row ranges to the workers, a bounded number of them ahead of the consumer."""
+
+    def __init__(
+        self,
+        ventilate: Any,
+        items: Iterator[dict[str, Any]],
+        in_flight: int,
+    ) -> None:
+        super().__init__(ventilate)
+        self._items = items
+        self._room = threading.Semaphore(in_flight)
+        self._stopping = False
+        self._ventilated = 0
+        self._processed = 0
+        self._all_ventilated = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def processed_item(self) -> None:
+        self._processed += 1
+
+    def make_room(self) -> None:
+        """Let one more range be read."""
+        self._room.release()
+
+    def completed(self) -> bool:
+        # Pools ask when they are out of work, and stop reading if so. They may have looked before
+        # the last range came to them: it has to be processed as well.
+        return self._all_ventilated and self._processed == self._ventilated
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        upcoming = next(self._items, None)
+        self._all_ventilated = upcoming is None
+        while (item := upcoming) is not None:
+            upcoming = next(self._items, None)
+            self._room.acquire()
+            if self._stopping:
+                return
+            self._ventilated += 1
+            # Before it goes out: once it is processed, nobody waits for another.
+            self._all_ventilated = upcoming is None
+            self._ventilate_fn(**item)
+
+
+class _RangeWorker(ArrowReaderWorker):
+    """Reads row ranges as Arrow tables."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._files: RangeFiles | None = None
+
+    @staticmethod
+    def new_results_queue_reader() -> _TableQueueReader:
+        return _TableQueueReader()
+
+    def process(
+        self,
+        columns: Sequence[ColumnSpec],
+        storage_options: Mapping[str, Any],
+        bundles: Sequence[Bundle],
+        threads: int,
+        sequence: int,
+    ) -> None:
+        self._files = self._files or RangeFiles(storage_options)
+        read = functools.partial(self._read, columns=columns)
+        tables = in_turns(iter(bundles), read, threads)
+        with contextlib.closing(tables):
+            table, path = next(tables)
+            for part, following in enumerate(itertools.chain(tables, [None])):
+                after = (sequence + 1, 0) if following is None else (sequence, part + 1)
+                metadata = {
+                    _FILE: path,
+                    _PART: f"{sequence} {part}",
+                    _NEXT: f"{after[0]} {after[1]}",
+                }
+                self.publish_func(table.replace_schema_metadata(metadata))
+                if following is not None:
+                    table, path = following
+
+    def _read(
+        self, slices: Slices, columns: Sequence[ColumnSpec]
+    ) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+        """Yield the tables of a range and its path, and whether each ends a slice."""
+        row_range = slices.row_range
+        tables = self._read_tables(slices, columns)
+        with contextlib.closing(tables):
+            position = 0
+
+            def read_up_to(part: int) -> tuple[pa.Table, bool, bool]:
+                nonlocal position
+                skipped, position = part - position, part + 1
+                return next(itertools.islice(tables, skipped, None))
+
+            is_last = False
+            for part in itertools.count():
+                if is_last:
+                    return
+                where = (row_range.file, row_range.row_group, row_range.start, slices.rows, part)
+                fill = functools.partial(read_up_to, part)
+                table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
+                yield (table, row_range.file), ends_slice
+
+    def _read_tables(
+        self, slices: Slices, columns: Sequence[ColumnSpec]
+    ) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+        """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
+        assert self._files is not None
+        path = slices.row_range.file
+        with self._files.open(path, columns) as file:
+            tables = range_tables(file, slices, columns)
+            table, ends_slice = next(tables)
+            for following in tables:
+                yield table, ends_slice, False
+                table, ends_slice = following
+            yield table, ends_slice, True
+
+
+class _TableQueueReader:
+    """Takes tables from the pool as they are, where Petastorm would go through pandas."""
+
+    batched_output = True
+
+    def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> pa.Table:
+        try:
+            return workers_pool.get_results()
+        except EmptyResultError:
+            raise StopIteration from None

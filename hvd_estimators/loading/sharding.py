@@ -1,0 +1,175 @@
+"""Which rank reads which rows, and how many of them in each step: pure arithmetic.
+
+Every rank computes the same numbers from the same plan, so nothing has to be exchanged to know
+how many rows the other ranks see in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.parquet.manifest import RowGroup
+
+__all__ = ["MOST_OPEN_GROUPS", "RowRange", "ShardPlan", "batch_sizes", "plan_shards"]
+
+MOST_OPEN_GROUPS = 64
+"""Row groups that a rank reads at a time, at most: each has a file open."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
+
+    file: str
+    row_group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in the range."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The rows of each rank.
+
+    Attributes
+    ----------
+    shards : tuple of tuple of RowRange
+        ``shards[rank]`` is what that rank reads in one pass over the data, in stored order.
+        Together the shards hold every row exactly once, and two ranks differ by at most one row.
+    open_groups : int
+        Row groups that a rank reads at a time where rows are shuffled, some rows of each in turn.
+    """
+
+    shards: tuple[tuple[RowRange, ...], ...]
+    open_groups: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that the plan was made for."""
+        return len(self.shards)
+
+    def rows(self, rank: int) -> int:
+        """Return the number of rows that a rank reads in one pass."""
+        return sum(row_range.rows for row_range in self.shards[rank])
+
+    def steps(self, batch_size: int) -> int:
+        """Return the number of steps, the same on all ranks, in which one pass is made."""
+        return -(-max(self.rows(rank) for rank in range(self.num_ranks)) // batch_size)
+
+    def batch_sizes(self, rank: int, batch_size: int) -> list[int]:
+        """Return the rows of each step of one rank; see `batch_sizes`."""
+        return batch_sizes(self.rows(rank), self.steps(batch_size), batch_size)
+
+    def global_batch_sizes(self, batch_size: int) -> list[int]:
+        """Return the rows of each step over all ranks."""
+        per_rank = [self.batch_sizes(rank, batch_size) for rank in range(self.num_ranks)]
+        return [sum(sizes) for sizes in zip(*per_rank, strict=True)]
+
+
+def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
+    """Cut rows into a number of batches: full ones first, and no batch empty if that can be.
+
+    Parameters
+    ----------
+    rows : int
+        Rows to cut, at most ``steps * batch_size``.
+    steps : int
+        Number of batches.
+    batch_size : int
+        Rows in a full batch.
+
+    Returns
+    -------
+    list of int
+        ``steps`` sizes, each from 0 to ``batch_size``, that add up to ``rows``.
+    """
+    sizes = []
+    for steps_left in range(steps, 0, -1):
+        size = min(batch_size, max(rows - (steps_left - 1), min(rows, 1)))
+        sizes.append(size)
+        rows -= size
+    return sizes
+
+
+def plan_shards(
+    row_groups: Sequence[RowGroup],
+    num_ranks: int,
+    *,
+    allow_empty: bool = False,
+    seed: int | None = None,
+    open_bytes: int = 0,
+) -> ShardPlan:
+    """Cut row groups into one shard per rank.
+
+    Shards are contiguous, or, with a seed, each has one of every few neighbouring row groups, so
+    that it is a sample of all rows, however these are sorted. Row groups are cut where a rank's
+    share ends inside one: the two ranks that meet there both read it and each keeps its part.
+
+    Parameters
+    ----------
+    row_groups : sequence of RowGroup
+        The dataset's row groups in stored order.
+    num_ranks : int
+        Number of ranks, at least 1.
+    allow_empty : bool
+        Accept fewer rows than ranks (validation): some ranks then have none.
+    seed : int, optional
+        Deals row groups to ranks by chance.
+    open_bytes : int
+        Memory of a rank for the row groups that it reads at a time; see `RowGroup.open_bytes`.
+        0: they are read one after another.
+
+    Returns
+    -------
+    ShardPlan
+        Shards whose sizes differ by at most one row.
+
+    Raises
+    ------
+    DataError
+        If there are fewer rows than ranks and ``allow_empty`` is not set.
+    """
+    total = sum(group.rows for group in row_groups)
+    if total < num_ranks and not allow_empty:
+        raise DataError(
+            f"The dataset has {total} rows, fewer than the {num_ranks} ranks that are to train "
+            f"on it: each rank needs at least one. Set num_proc to {max(total, 1)} or less."
+        )
+    bounds = [total * rank // num_ranks for rank in range(num_ranks + 1)]
+    shards: list[list[RowRange]] = [[] for _ in range(num_ranks)]
+    rank = offset = 0
+    for group in row_groups if seed is None else _dealt(row_groups, num_ranks, seed):
+        start = 0
+        while start < group.rows:
+            while offset == bounds[rank + 1]:
+                rank += 1
+            stop = min(group.rows, start + bounds[rank + 1] - offset)
+            shards[rank].append(RowRange(group.file, group.index, start, stop))
+            offset += stop - start
+            start = stop
+    if seed is not None:
+        order = {(group.file, group.index): i for i, group in enumerate(row_groups)}
+        for shard in shards:
+            shard.sort(key=lambda part: order[part.file, part.row_group])
+    largest = max((group.open_bytes for group in row_groups), default=0)
+    open_groups = min(max(open_bytes // max(largest, 1), 1), MOST_OPEN_GROUPS)
+    return ShardPlan(tuple(tuple(shard) for shard in shards), open_groups)
+
+
+def _dealt(row_groups: Sequence[RowGroup], num_ranks: int, seed: int) -> list[RowGroup]:
+    """Deal row groups, as many as there are ranks at a time; return the ranks' one by one."""
+    rng = np.random.default_rng([seed, num_ranks])
+    hands: list[list[RowGroup]] = [[] for _ in range(num_ranks)]
+    for first in range(0, len(row_groups), num_ranks):
+        ranks = rng.permutation(num_ranks)
+        for rank, group in zip(ranks, row_groups[first : first + num_ranks], strict=False):
+            hands[rank].append(group)
+    return [group for hand in hands for group in hand]

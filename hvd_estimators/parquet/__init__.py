@@ -1,0 +1,1 @@
+"""Parquet datasets and what they hold, on both sides."""

@@ -1,0 +1,163 @@
+"""Arrow types to column specs: which types can be trained on, and what to do about the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyarrow as pa
+
+from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.parquet.manifest import ColumnSpec
+
+__all__ = ["column_spec", "is_bytes", "is_level", "is_list_view", "num_leaves", "text_options"]
+
+
+def _one_of(*names: str) -> Callable[[pa.DataType], bool]:
+    # Predicates of types that only newer versions of PyArrow have.
+    predicates = [getattr(pa.types, name) for name in names if hasattr(pa.types, name)]
+    return lambda data_type: any(predicate(data_type) for predicate in predicates)
+
+
+is_list_view = _one_of("is_list_view", "is_large_list_view")
+is_bytes = _one_of("is_binary", "is_large_binary", "is_binary_view", "is_fixed_size_binary")
+_is_string = _one_of("is_string", "is_large_string", "is_string_view")
+_is_list = _one_of("is_list", "is_large_list", "is_list_view", "is_large_list_view")
+
+
+def column_spec(
+    name: str,
+    data_type: pa.DataType,
+    file: str,
+    *,
+    allow_text: bool = False,
+    bytes_as_text: bool = True,
+) -> ColumnSpec:
+    """Describe a column by its Arrow type.
+
+    Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays
+    of unsigned 8-bit integers. A dictionary-encoded column is as one of its values.
+
+    Parameters
+    ----------
+    name : str
+        The column's name.
+    data_type : pyarrow.DataType
+        Its type.
+    file : str
+        The file that has it; for messages.
+    allow_text : bool
+        Take strings, and bytes as such (but for those of a fixed size).
+    bytes_as_text : bool
+        Do so with bytes; False makes arrays of them nevertheless.
+
+    Returns
+    -------
+    ColumnSpec
+        Dimensions that the type does not tell are -1.
+
+    Raises
+    ------
+    ColumnError
+        If such a type cannot be trained on.
+    DataError
+        If the type says that there are only nulls.
+    """
+    leaf, shape = data_type, []
+    while True:
+        if pa.types.is_fixed_size_list(leaf):
+            shape.append(leaf.list_size)
+        elif _is_list(leaf):
+            shape.append(-1)
+        else:
+            break
+        leaf = leaf.value_type
+        while is_level(leaf):
+            leaf = leaf[0].type
+    if pa.types.is_dictionary(leaf):
+        leaf = leaf.value_type
+    is_text = _is_string(leaf) or (
+        bytes_as_text and is_bytes(leaf) and not pa.types.is_fixed_size_binary(leaf)
+    )
+    if allow_text and is_text and not shape:
+        return ColumnSpec(name, "text", "object")
+    if is_bytes(leaf):
+        shape.append(leaf.byte_width if pa.types.is_fixed_size_binary(leaf) else -1)
+        dtype = "uint8"
+    elif pa.types.is_boolean(leaf):
+        dtype = "bool"
+    elif pa.types.is_decimal(leaf):
+        dtype = "float64"
+    elif pa.types.is_integer(leaf) or pa.types.is_floating(leaf):
+        dtype = leaf.to_pandas_dtype().__name__
+    elif pa.types.is_null(leaf):
+        raise DataError(
+            f"Column {name!r} holds nothing but nulls in {file!r} (its type there is {data_type}); "
+            "fill or drop them before training."
+        )
+    else:
+        raise ColumnError(
+            f"Column {name!r} has type {data_type} in {file!r}; expected a number, a boolean, "
+            f"bytes, or lists of these: {_remedy(leaf, data_type)}, or leave it out."
+        )
+    return ColumnSpec(name, "array" if shape else "scalar", dtype, tuple(shape))
+
+
+def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
+    """Return what `column_spec` is told about text in one column.
+
+    Parameters
+    ----------
+    allow_text : bool or mapping
+        Whether text is taken in all columns, or those in which it is, to whether bytes are text.
+    name : str
+        The column.
+    """
+    if isinstance(allow_text, bool):
+        return {"allow_text": allow_text, "bytes_as_text": True}
+    return {"allow_text": name in allow_text, "bytes_as_text": allow_text.get(name, True)}
+
+
+def is_level(element: pa.DataType) -> bool:
+    """Return whether the elements of a list are a level of Spark's old format, and no structs.
+
+    With ``spark.sql.parquet.writeLegacyFormat`` a list in a list has no level of its own for its
+    elements, and PyArrow takes the inner list for a struct that holds nothing else.
+    """
+    return (
+        pa.types.is_struct(element)
+        and element.num_fields == 1
+        and element[0].name in ("array", "bag")
+    )
+
+
+def num_leaves(data_type: pa.DataType) -> int:
+    """Return how many Parquet columns hold a column of this type."""
+    if isinstance(data_type, pa.BaseExtensionType):
+        return num_leaves(data_type.storage_type)
+    if pa.types.is_struct(data_type):
+        return sum(num_leaves(data_type[i].type) for i in range(data_type.num_fields))
+    if pa.types.is_map(data_type):
+        return num_leaves(data_type.key_type) + num_leaves(data_type.item_type)
+    if _is_list(data_type) or pa.types.is_fixed_size_list(data_type):
+        return num_leaves(data_type.value_type)
+    return 1
+
+
+def _remedy(leaf: pa.DataType, data_type: pa.DataType) -> str:
+    if _is_string(leaf) and pa.types.is_dictionary(data_type):
+        return "store the codes of its categories instead (in pandas, frame[column].cat.codes)"
+    if _is_string(leaf):
+        return (
+            "store numbers instead, such as those of pyspark.ml.feature.StringIndexer or "
+            "pandas.factorize"
+        )
+    if pa.types.is_temporal(leaf):
+        return "store a number instead, such as the seconds since a moment, or the day of the year"
+    if pa.types.is_struct(leaf):
+        return "store the fields that are needed as columns of their own"
+    if pa.types.is_map(leaf):
+        return "store the values that are needed as columns of their own"
+    if isinstance(leaf, pa.BaseExtensionType):
+        return f"store it as the type that it is made of, {leaf.storage_type}"
+    return "store it as one of these"

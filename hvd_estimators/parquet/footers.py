@@ -1,0 +1,135 @@
+"""The Parquet files of a dataset, and what their footers hold."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from hvd_estimators.exceptions import ColumnError, StoreError
+from hvd_estimators.parquet.arrow_types import num_leaves
+from hvd_estimators.parquet.partitions import partition_values
+from hvd_estimators.store.base import Store
+
+__all__ = ["Footer", "read_footers", "unreadable"]
+
+_THREADS = 16
+
+
+@dataclass(frozen=True)
+class Footer:
+    """A file's footer, read when it was asked for and never kept.
+
+    Attributes
+    ----------
+    file : str
+        The file's path, as the filesystem lists it.
+    metadata : pyarrow.parquet.FileMetaData
+        The footer itself.
+    schema : pyarrow.Schema
+        The columns as they are read.
+    leaves : dict of str to range
+        Column to the positions of the Parquet columns that hold it.
+    partitions : dict of str to str
+        Values that stand in the path, below the dataset's.
+    """
+
+    file: str
+    metadata: parquet.FileMetaData
+    schema: pa.Schema
+    leaves: dict[str, range]
+    partitions: dict[str, str]
+
+    def holds(self, name: str) -> bool:
+        """Return whether the file itself holds a column, and be sure that it is one only."""
+        count = len(self.schema.get_all_field_indices(name))
+        if count > 1:
+            raise ColumnError(
+                f"The file {self.file!r} holds {count} columns of the name {name!r}; expected one. "
+                "Rename the others."
+            )
+        return bool(count)
+
+    def type(self, name: str) -> pa.DataType:
+        """Return a column's Arrow type."""
+        return self.schema.field(name).type
+
+    def nulls(self, name: str) -> int:
+        """Return how many nulls a column holds, as far as the writer tells."""
+        return sum(
+            statistics.null_count
+            for group in range(self.metadata.num_row_groups)
+            for leaf in self.leaves[name]
+            if (statistics := self.metadata.row_group(group).column(leaf).statistics) is not None
+            and statistics.has_null_count
+        )
+
+
+def read_footers(store: Store, path: str) -> list[Footer]:
+    """Read the footers of all files under a path, in the order of their names.
+
+    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
+    ``.crc`` files.
+
+    Raises
+    ------
+    StoreError
+        If there are no Parquet files, or a file is not Parquet.
+    """
+    if not store.exists(path):
+        raise StoreError(f"There is no Parquet dataset at {path!r}.")
+    below = _paths_below(store, path)
+    files = sorted(file for file in below if _is_data(below[file]))
+    if not files:
+        raise StoreError(f"There are no Parquet files under {path!r}.")
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return list(pool.map(lambda file: _read(store, file, below[file]), files))
+
+
+def _paths_below(store: Store, path: str) -> dict[str, str]:
+    """Return every file under a path, with the part of its path that is below."""
+    # Filesystems list paths in a form of their own, without a scheme.
+    fs = store.fs
+    root = fs._strip_protocol(path).rstrip("/")
+    return {file: fs._strip_protocol(file).removeprefix(root).strip("/") for file in fs.find(path)}
+
+
+def _is_data(below: str) -> bool:
+    # As Spark has it: an underscore does not hide a partition column.
+    parts = below.split("/")
+    return not below.endswith(".crc") and not any(
+        part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts
+    )
+
+
+def _read(store: Store, file: str, below: str) -> Footer:
+    try:
+        with store.fs.open(file, "rb") as handle:
+            metadata = parquet.read_metadata(handle)
+        schema = metadata.schema.to_arrow_schema()
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(file, error) from error
+    return Footer(file, metadata, schema, _leaves(schema), partition_values(below))
+
+
+def _leaves(schema: pa.Schema) -> dict[str, range]:
+    """Return the positions of the Parquet columns that hold each column."""
+    # By position, not by path: a field b of a struct a has the same path as a column a.b, and what
+    # lies below a list's path differs from writer to writer.
+    leaves, start = {}, 0
+    for field in schema:
+        leaves[field.name] = range(start, start + num_leaves(field.type))
+        start = leaves[field.name].stop
+    return leaves
+
+
+def unreadable(file: str, error: Exception) -> StoreError:
+    """Return the error that says that a file cannot be read, and what to do."""
+    return StoreError(
+        f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} ({error}). "
+        "Write it again if it is damaged; move it away, or begin its name with '_', if it is no "
+        "data. If Spark wrote lists in lists with spark.sql.parquet.writeLegacyFormat=true, write "
+        "them without it."
+    )

@@ -1,0 +1,1 @@
+"""DataFrame to Parquet, on the driver."""

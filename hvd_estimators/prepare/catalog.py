@@ -1,0 +1,193 @@
+"""The prepared datasets that lie in a store, whichever application wrote them.
+
+Runs on the driver. A dataset is there once its manifest is: writers write that last.
+"""
+
+from __future__ import annotations
+
+import datetime
+import posixpath
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.parquet.manifest import MANIFEST_FILE, DatasetManifest
+from hvd_estimators.prepare.owners import SUFFIX, owner_path
+from hvd_estimators.store import Store
+
+__all__ = [
+    "PreparedDataset",
+    "dataset_paths",
+    "is_whole",
+    "list_prepared_data",
+    "load_manifest",
+    "manifest_path",
+    "staging_path",
+    "stored_datasets",
+    "stored_indices",
+]
+
+_STAGING = ".partial"
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """A dataset that `prepare_data` wrote.
+
+    Attributes
+    ----------
+    index : str
+        What `prepare_data` yielded.
+    rows, validation_rows : int
+        Rows to train on and to validate on. Both are 0 in what a writer left that was killed.
+    columns : tuple of str
+        Names of the DataFrame's columns that it holds.
+    num_bytes : int
+        Size of its files.
+    created : datetime.datetime or None
+        When it was finished, in UTC; None where the store does not tell.
+    """
+
+    index: str
+    rows: int
+    validation_rows: int
+    columns: tuple[str, ...]
+    num_bytes: int
+    created: datetime.datetime | None
+
+
+def list_prepared_data(store: Store) -> list[PreparedDataset]:
+    """Return the finished datasets in a store, the oldest first. Runs on the driver.
+
+    Those of other applications are among them, also of such as ended without deleting theirs.
+    Data that is being written, or that a killed writer left, is not.
+
+    Parameters
+    ----------
+    store : Store
+        Where `prepare_data` wrote.
+
+    Returns
+    -------
+    list of PreparedDataset
+        See `clear_prepared_data` for how to delete them.
+    """
+    return [dataset for dataset in stored_datasets(store) if dataset.rows]
+
+
+def stored_datasets(store: Store) -> list[PreparedDataset]:
+    """Return all datasets in a store, the oldest first, and what killed writers left (0 rows)."""
+    datasets = [_describe(store, index) for index in stored_indices(store)]
+    earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
+    return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))
+
+
+def stored_indices(store: Store) -> list[str]:
+    """Return the indices of all that `stored_datasets` describes."""
+    store.fs.invalidate_cache()
+    paths = (store.get_train_data_path(), store.get_val_data_path())
+    return list(dict.fromkeys(index for path in paths for index in _numbered(store, path)))
+
+
+def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
+    """Read the manifest of a dataset that `prepare_data` wrote.
+
+    Raises
+    ------
+    StoreError
+        If there is no such dataset, or its manifest is damaged.
+    """
+    path = manifest_path(store, dataset_idx)
+    if not store.exists(path):
+        raise StoreError(
+            f"dataset_idx: the store holds no prepared dataset {dataset_idx!r} (looked for "
+            f"{path!r}). Call fit_on_parquet inside the 'with prepare_data(...)' block."
+        )
+    try:
+        return DatasetManifest.from_json(store.read(path).decode())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"dataset_idx: the manifest of the prepared dataset {dataset_idx!r} is damaged "
+            f"({path!r}: {error!r}). Prepare the data again; clear_prepared_data(store, "
+            f"{dataset_idx!r}) deletes what is left."
+        ) from error
+
+
+def is_whole(store: Store, index: str) -> bool:
+    """Return whether a dataset's manifest and all files that it names are there."""
+    store.fs.invalidate_cache()
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return False
+    splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
+    present = {file for split in splits for file in store.fs.find(split.path)}
+    return present >= {group.file for split in splits for group in split.row_groups}
+
+
+def manifest_path(store: Store, index: str) -> str:
+    """Return where a dataset's manifest lies."""
+    return f"{store.get_train_data_path(index)}/{MANIFEST_FILE}"
+
+
+def staging_path(store: Store, index: str) -> str:
+    """Return where a dataset is written before it is split."""
+    return store.get_train_data_path(index) + _STAGING
+
+
+def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
+    """Return all that a dataset may have: the manifest's folder first, who owns it last."""
+    return (
+        store.get_train_data_path(index),
+        store.get_val_data_path(index),
+        staging_path(store, index),
+        owner_path(store, index),
+    )
+
+
+def _numbered(store: Store, path: str) -> Iterator[str]:
+    """Yield the indices that stand in names below a path's folder as in those of datasets."""
+    parent, name = posixpath.split(path)
+    # An index is 12 hexadecimal digits: nothing else that lies here is taken for one.
+    endings = "|".join(map(re.escape, (_STAGING, SUFFIX)))
+    pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
+    if not store.exists(parent):
+        return
+    for entry in store.fs.ls(parent, detail=False):
+        match = pattern.fullmatch(posixpath.basename(entry.rstrip("/")))
+        if match:
+            yield match[1]
+
+
+def _describe(store: Store, index: str) -> PreparedDataset:
+    num_bytes = sum(
+        file["size"] or 0
+        for folder in dataset_paths(store, index)[:-1]
+        for file in store.fs.find(folder, detail=True).values()
+    )
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return PreparedDataset(index, 0, 0, (), num_bytes, None)
+    return PreparedDataset(
+        index,
+        manifest.train.rows,
+        manifest.validation.rows if manifest.validation else 0,
+        tuple(column.name for column in manifest.columns),
+        num_bytes,
+        _modified(store, manifest_path(store, index)),
+    )
+
+
+def _modified(store: Store, path: str) -> datetime.datetime | None:
+    try:
+        modified: Any = store.fs.modified(path)
+    except (NotImplementedError, OSError):
+        return None
+    if not isinstance(modified, datetime.datetime):
+        return None
+    if modified.tzinfo is None:
+        return modified.replace(tzinfo=datetime.timezone.utc)
+    return modified.astimezone(datetime.timezone.utc)

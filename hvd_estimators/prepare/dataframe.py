@@ -1,0 +1,242 @@
+"""DataFrame to Parquet: which columns and rows are written, and whether they are written already.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.parquet.arrow_types import text_options
+from hvd_estimators.plain import plain
+from hvd_estimators.prepare.catalog import load_manifest
+from hvd_estimators.prepare.column_names import quoted, require_columns
+from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
+from hvd_estimators.prepare.reuse import lend
+from hvd_estimators.prepare.schema import StoredColumn, stored_column
+from hvd_estimators.prepare.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
+from hvd_estimators.store import Store
+
+__all__ = ["load_manifest", "prepare_data"]
+
+logger = logging.getLogger(__name__)
+
+_USUAL_WIDTH = 64
+"""Elements of an array or a text, where nothing is known."""
+
+
+@contextlib.contextmanager
+def prepare_data(
+    num_processes: int,
+    store: Store,
+    df: DataFrame,
+    label_columns: Sequence[str],
+    feature_columns: Sequence[str] | None = None,
+    validation: float | str | None = None,
+    sample_weight_col: str | None = None,
+    compress_sparse: bool = False,
+    partitions_per_process: int = 10,
+    verbose: int = 0,
+    random_seed: int | None = None,
+    check_finite: bool = False,
+    allow_text: bool | Mapping[str, bool] = False,
+    shuffle_on_write: bool = True,
+) -> Iterator[str]:
+    """Write a DataFrame as Parquet files that ranks read.
+
+    What this application has written already is used again, if the rows are known to be the same:
+    the DataFrame has the same plan (by Spark's own comparison) over plain files that have not
+    changed, ``spark.range`` or local data, and the options below are the same. Of several threads
+    that ask for the same, one writes. Anything else, such as RDDs, JDBC, Python functions, clocks
+    and random numbers over shuffled rows, is written each time.
+
+    The dataset is there until the block ends. After that, the few that were used last are kept
+    for the next time and deleted when the interpreter exits (see `list_prepared_data` and
+    `clear_prepared_data`); one that cannot be used again is deleted at once.
+
+    Parameters
+    ----------
+    num_processes : int
+        Number of ranks that will train on it.
+    store : Store
+        Where it is written.
+    df : DataFrame
+        The rows; evaluated at most once.
+    label_columns, feature_columns, sample_weight_col
+        The columns that are written. ``feature_columns=None`` takes all but the others.
+    validation : float or str, optional
+        The fraction of rows to validate on (chosen at random, by the seed), or the name of a
+        column that is true, or above zero, for them.
+    compress_sparse : bool
+        Write vectors as indices and values of what is not zero.
+    partitions_per_process : int
+        At most as many files per rank are written (on each side of a split).
+    verbose : int
+        Above zero, logs paths and row counts.
+    random_seed : int, optional
+        Seed of the split and of the order. Default: 0. The same rows in the same partitions are
+        split and put in order in the same way.
+    check_finite : bool
+        Refuse NaN and infinity, also such as arise where a vector's number is too large for a
+        32-bit float.
+    allow_text : bool or dict
+        Write columns of strings and bytes, too, which a ``transformation_fn`` or a model makes
+        numbers of: all, or those that are named, to whether bytes are taken.
+    shuffle_on_write : bool
+        Write the rows in random order, so that training on them in the order of their files,
+        through a small buffer, is training in random order, however they were sorted. False
+        writes them as they come, which is faster; ranks then mix them as they read them, as far
+        as memory allows.
+
+    Yields
+    ------
+    str
+        The dataset's index, for ``fit_on_parquet(dataset_idx=…)``.
+
+    Raises
+    ------
+    ParamError
+        If ``validation`` or a number is out of range.
+    ColumnError
+        If a column is missing or of a type that cannot be trained on.
+    DataError
+        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
+        that are not finite and not wanted.
+    StoreError
+        If the store cannot be written to.
+    """
+    # As a notebook's arithmetic gives them; the JVM takes no scalars of NumPy's.
+    num_processes, partitions_per_process = plain(num_processes), plain(partitions_per_process)
+    validation, random_seed = plain(validation), plain(random_seed)
+    _check_numbers(num_processes, partitions_per_process, validation)
+    label_columns = list(label_columns or [])
+    require_columns(df, "label_columns", label_columns)
+    extra = [sample_weight_col] if sample_weight_col else []
+    if isinstance(validation, str):
+        require_columns(df, "validation", [validation])
+    if feature_columns is None:
+        left_out = {*label_columns, *extra, validation}
+        feature_columns = [name for name in df.columns if name not in left_out]
+    require_columns(df, "feature_columns", list(feature_columns))
+    require_columns(df, "sample_weight_col", extra) if extra else None
+    names = list(dict.fromkeys([*feature_columns, *label_columns, *extra]))
+    columns: list[StoredColumn] = []
+    taken = set(names)
+    for name in names:
+        text = text_options(allow_text, name)
+        column = stored_column(df, name, compress_sparse=compress_sparse, taken=taken, **text)
+        columns.append(column)
+        taken.update(column.spec.stored_names)
+    if extra and columns[names.index(extra[0])].spec.kind != "scalar":
+        raise ColumnError(
+            f"sample_weight_col: expected a column of numbers, found {extra[0]!r} of type "
+            f"{df.schema[extra[0]].dataType.simpleString()}."
+        )
+    seed = random_seed or 0
+    split = _validation(df, validation, seed)
+    max_files = num_processes * partitions_per_process
+    shuffle: Shuffle | None = None
+    if shuffle_on_write:
+        shuffle = Shuffle(seed, _num_files(df, columns, num_processes, max_files))
+    by_position = shuffle is not None or (split is not None and split.by_position)
+    store.check()
+
+    def write(index: str) -> None:
+        manifest = write_dataset(
+            store,
+            index,
+            df if shuffle else df.coalesce(max_files),
+            columns,
+            split,
+            shuffle,
+            in_order=by_position and keeps_order(df),
+            check_finite=check_finite,
+        )
+        logger.log(
+            logging.INFO if verbose else logging.DEBUG,
+            "Prepared %d training and %d validation rows under %s (dataset %s)",
+            manifest.train.rows,
+            manifest.validation.rows if manifest.validation else 0,
+            store.prefix_path,
+            index,
+        )
+
+    options: Hashable = (
+        *(type(store), store.get_train_data_path(), store.get_val_data_path()),
+        repr(sorted(store.storage_options.items())),
+        *(tuple(names), compress_sparse, max_files, check_finite),
+        validation or None,
+        shuffle,
+        seed if isinstance(validation, float) else None,
+    )
+    with lend(store, source_plan(df), options, write) as index:
+        yield index
+
+
+def _check_numbers(
+    num_processes: int, partitions_per_process: int, validation: float | str | None
+) -> None:
+    if num_processes < 1:
+        raise ParamError(f"num_processes: expected 1 or more, found {num_processes}.")
+    if partitions_per_process < 1:
+        raise ParamError(
+            f"partitions_per_process: expected 1 or more, found {partitions_per_process}."
+        )
+    if validation is None or isinstance(validation, str):
+        return
+    if isinstance(validation, bool) or not isinstance(validation, (int, float)):
+        raise ParamError(
+            f"validation: expected a fraction or a column's name, found {validation!r}."
+        )
+    if not 0 <= validation < 1:
+        raise ParamError(
+            f"validation: expected a fraction from 0 to less than 1, found {validation}."
+        )
+
+
+def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Validation | None:
+    """Return how rows are split; None without validation."""
+    if not validation:
+        return None
+    if not isinstance(validation, str):
+        return Validation(F.rand(seed) < float(validation), by_position=True)
+    data_type = df.schema[validation].dataType
+    column = df[quoted(validation)]
+    if isinstance(data_type, T.BooleanType):
+        return Validation(column)
+    if isinstance(data_type, (T.FloatType, T.DoubleType)):
+        # For Spark, NaN is above all numbers.
+        return Validation(F.when(~F.isnan(column), column > 0))
+    if isinstance(data_type, T.NumericType):
+        return Validation(column > 0)
+    raise ColumnError(
+        f"validation: column {validation!r} has type {data_type.simpleString()}; expected a "
+        "boolean, or a number that is above zero for rows to validate on."
+    )
+
+
+def _num_files(
+    df: DataFrame, columns: Sequence[StoredColumn], num_processes: int, max_files: int
+) -> int:
+    """Return how many files shuffled rows are written to: a row group each, if rows are few.
+
+    What is not known must not be guessed from where the rows lie, or how many cores there are: the
+    same rows are to give the same files.
+    """
+    rows = estimated_rows(df)
+    if rows is None:
+        return max_files
+    row_bytes = sum(
+        np.dtype(column.spec.dtype).itemsize * (1 if column.spec.kind == "scalar" else _USUAL_WIDTH)
+        for column in columns
+    )
+    return min(max(math.ceil(rows * row_bytes / ROW_GROUP_BYTES), num_processes), max_files)

@@ -1,0 +1,214 @@
+"""The prepared datasets of this application: what is shared, in use, or to be deleted.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import uuid
+import weakref
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from hvd_estimators.prepare.catalog import dataset_paths, is_whole, stored_indices
+from hvd_estimators.prepare.lineage import SourcePlan
+from hvd_estimators.prepare.owners import is_dead, owner_of
+from hvd_estimators.store import Store
+
+__all__ = ["KEPT_DATASETS", "Loan", "Registry", "delete_orphans"]
+
+logger = logging.getLogger(__name__)
+
+KEPT_DATASETS = 3
+"""Datasets that are kept while nothing uses them: those that were used last."""
+
+_LOOK_AGAIN_SECONDS = 1.0
+"""How often those who wait look whether somebody writes still."""
+
+
+@dataclass(eq=False)
+class Entry:
+    """A dataset that this application is writing or has written."""
+
+    store: Store
+    index: str
+    source: SourcePlan | None
+    """None where no other DataFrame can be known to hold the same rows."""
+    options: Hashable
+    writer: weakref.ref[Loan]
+    written: bool = False
+    last_used: int = 0
+
+
+class Loan:
+    """One use of a dataset. It ends when it says so, or when nothing refers to it any more.
+
+    An exception such as KeyboardInterrupt can come between any two steps of those who use a
+    dataset, also while they clean up. A count, or a lock, would then stay as it is for ever.
+    """
+
+    def __init__(self) -> None:
+        self.entry: Entry | None = None
+        self.thread = threading.current_thread()
+        self.over = False
+
+
+class Registry:
+    """The datasets of this application; all that it keeps is guarded by one lock."""
+
+    def __init__(self) -> None:
+        # Not the condition itself, whose __enter__ is Python code that can be interrupted.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._entries: list[Entry] = []
+        self._own: set[str] = set()
+        self._loans: dict[str, weakref.WeakSet[Loan]] = {}
+        self._clock = itertools.count(1)
+
+    def take(self, loan: Loan, store: Store, source: SourcePlan | None, options: Hashable) -> Entry:
+        """Return a dataset to use; if it is not written yet, the caller is the one to write it."""
+        with self._lock:
+            while True:
+                self._drop_abandoned(threading.current_thread())
+                entry = self._find(source, options)
+                if entry is None:
+                    index = uuid.uuid4().hex[:12]
+                    entry = Entry(store, index, source, options, weakref.ref(loan))
+                    loan.entry = entry
+                    self._own.add(index)
+                    self._use(index, loan)
+                    self._entries.append(entry)
+                elif not entry.written:
+                    self._changed.wait(_LOOK_AGAIN_SECONDS)
+                    continue
+                elif not is_whole(entry.store, entry.index):
+                    # Somebody cleared or damaged it. Those who use it find out by themselves.
+                    entry.source = None
+                    self._trim()
+                    continue
+                else:
+                    loan.entry = entry
+                    self._use(entry.index, loan)
+                return entry
+
+    def written(self, entry: Entry) -> None:
+        """Let others use what was written, if its sources did not change meanwhile."""
+        shared = entry.source is not None and entry.source.is_current()
+        with self._lock:
+            if not shared:
+                entry.source = None
+            entry.written = True
+            self._changed.notify_all()
+
+    def give_back(self, loan: Loan) -> None:
+        """Stop using a dataset; delete what is no longer to be kept, and what is half written."""
+        with self._lock:
+            if loan.entry is not None:
+                loan.entry.last_used = next(self._clock)
+            self._drop_abandoned()
+            self._trim()
+            self._changed.notify_all()
+
+    def hold(self, loan: Loan, index: str) -> None:
+        """Keep a dataset, whoever wrote it, from being deleted by this process."""
+        with self._lock:
+            self._use(index, loan)
+
+    def clear(self, datasets: Sequence[tuple[Store, str]], force: bool) -> list[str]:
+        """Delete datasets that are not in use, and return their indices.
+
+        Those of other processes are deleted only if these are certainly dead, or by force.
+        """
+        with self._lock:
+            self._drop_abandoned()
+            deleted = []
+            for store, index in datasets:
+                if self._in_use(index):
+                    continue
+                if force or index in self._own or is_dead(owner_of(store, index)):
+                    for entry in self._entries:
+                        if entry.index == index:
+                            entry.source = None
+                    for path in dataset_paths(store, index):
+                        store.delete(path)
+                    self._entries = [entry for entry in self._entries if entry.index != index]
+                    deleted.append(index)
+        return deleted
+
+    def store_of(self, index: str) -> Store | None:
+        """Return where a dataset of this application lies."""
+        with self._lock:
+            return next((entry.store for entry in self._entries if entry.index == index), None)
+
+    def clear_own(self) -> None:
+        """Delete what this application wrote and does not use."""
+        with self._lock:
+            own = [(entry.store, entry.index) for entry in self._entries]
+        self.clear(own, force=True)
+
+    def end(self) -> None:
+        """Delete everything that this application wrote. Nothing can be in use any more."""
+        for entry in self._entries:
+            _delete(entry.store, entry.index)
+        self._entries = []
+
+    def _use(self, index: str, loan: Loan) -> None:
+        self._loans.setdefault(index, weakref.WeakSet()).add(loan)
+
+    def _in_use(self, index: str) -> bool:
+        return any(not loan.over for loan in list(self._loans.get(index, ())))
+
+    def _find(self, source: SourcePlan | None, options: Hashable) -> Entry | None:
+        if source is None:
+            return None
+        alike = (e for e in self._entries if e.options == options and e.source is not None)
+        return next((e for e in alike if e.source and e.source.same_as(source)), None)
+
+    def _drop_abandoned(self, waiting: threading.Thread | None = None) -> None:
+        """Forget and delete what nobody is writing any more; a thread that waits does not write."""
+        for entry in [entry for entry in self._entries if not entry.written]:
+            loan = entry.writer()
+            if loan is None or loan.over or loan.thread is waiting or not loan.thread.is_alive():
+                self._remove(entry)
+
+    def _trim(self) -> None:
+        idle = [e for e in self._entries if e.written and not self._in_use(e.index)]
+        idle.sort(key=lambda entry: entry.last_used)
+        kept = [entry for entry in idle if entry.source is not None][-KEPT_DATASETS:]
+        for entry in idle:
+            if entry not in kept:
+                self._remove(entry)
+
+    def _remove(self, entry: Entry) -> None:
+        # In this order: whatever comes between, nobody else uses it, and it is deleted later.
+        entry.source = None
+        _delete(entry.store, entry.index)
+        self._entries.remove(entry)
+        self._loans.pop(entry.index, None)
+
+
+def _delete(store: Store, index: str) -> None:
+    try:
+        for path in dataset_paths(store, index):
+            store.delete(path)
+    except Exception as error:
+        logger.warning(
+            "The prepared dataset %s could not be deleted (%s). "
+            "hvd_estimators.clear_prepared_data(store) tries again.",
+            index,
+            error,
+        )
+
+
+def delete_orphans(store: Store) -> None:
+    """Delete what processes left that were killed on this machine, or ended by a signal."""
+    try:
+        for index in stored_indices(store):
+            if is_dead(owner_of(store, index)):
+                logger.info("Deleting the prepared dataset %s, whose process is dead.", index)
+                _delete(store, index)
+    except Exception as error:
+        logger.warning("Looking for what dead processes left in %r failed: %s", store, error)

@@ -1,0 +1,236 @@
+"""DataFrame columns to Parquet columns that readers take as arrays: expressions for Spark's JVM.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql import types as T
+
+from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.parquet.arrow_types import text_options
+from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.prepare.column_names import quoted, unused_name
+
+__all__ = ["StoredColumn", "feature_array", "known_columns", "stored_column"]
+
+_SCALARS: dict[type[T.DataType], str] = {
+    T.ByteType: "int8",
+    T.ShortType: "int16",
+    T.IntegerType: "int32",
+    T.LongType: "int64",
+    T.FloatType: "float32",
+    T.DoubleType: "float64",
+    T.BooleanType: "bool",
+    T.DecimalType: "float64",
+}
+_REMEDIES: dict[type[T.DataType], str] = {
+    T.StringType: "index it with pyspark.ml.feature.StringIndexer, or leave it out",
+    T.DateType: "turn it into a number, for example with datediff or dayofyear",
+    T.TimestampType: "turn it into a number, for example with unix_timestamp",
+    T.TimestampNTZType: "turn it into a number, for example with unix_timestamp",
+    T.DayTimeIntervalType: "turn it into a number, for example of seconds, with extract",
+    T.StructType: "select its fields as columns of their own, or convert it to an array",
+    T.MapType: "select the keys that you need as columns, or convert it to an array",
+}
+
+
+_DENSE = 1
+"""The field ``type`` of dense vectors, in the struct that VectorUDT is stored as; sparse is 0."""
+
+
+@dataclass(frozen=True)
+class StoredColumn:
+    """How one DataFrame column is written.
+
+    Attributes
+    ----------
+    spec : ColumnSpec
+        The column as readers see it; its shape is ``(-1,)`` until the rows have been measured.
+    expressions : tuple of Column
+        What is written to Parquet, named as ``spec.stored_names``.
+    length : Column or None
+        Number of elements of a row's value, null or below zero for a null; None for scalars.
+    """
+
+    spec: ColumnSpec
+    expressions: tuple[Column, ...]
+    length: Column | None = None
+
+    def is_not_finite(self) -> Column | None:
+        """Return the expression, over what is written, that is true where a row holds NaN or inf.
+
+        None where the type has neither.
+        """
+        if not self.spec.dtype.startswith("float"):
+            return None
+        condition: Callable[[Column], Column] = _is_not_finite
+        for _ in self.spec.shape:
+            condition = _exists(condition)
+        return condition(F.col(quoted(self.spec.stored_names[-1])))
+
+
+def stored_column(
+    df: DataFrame,
+    name: str,
+    *,
+    compress_sparse: bool = False,
+    allow_text: bool = False,
+    bytes_as_text: bool = True,
+    taken: Collection[str] = (),
+) -> StoredColumn:
+    """Decide how a column is written.
+
+    Parameters
+    ----------
+    df : DataFrame
+        Holds the column.
+    name : str
+        A vector, an array of numbers (of one length in all rows), a number or a boolean. Vectors
+        are written as 32-bit floats, decimals as 64-bit floats, everything else in its own type.
+    compress_sparse : bool
+        Write vectors as indices and values of what is not zero.
+    allow_text : bool
+        Take strings and bytes, too.
+    bytes_as_text : bool
+        Do so with bytes.
+    taken : collection of str
+        Names that other columns are written under.
+
+    Raises
+    ------
+    ColumnError
+        If the type cannot be trained on.
+    """
+    data_type = df.schema[name].dataType
+    column = df[quoted(name)]
+    if isinstance(data_type, VectorUDT):
+        return _sparse(name, column, taken) if compress_sparse else _dense(name, column)
+    text_types = (T.StringType, T.BinaryType) if bytes_as_text else T.StringType
+    if allow_text and isinstance(data_type, text_types):
+        return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
+    if isinstance(data_type, T.ArrayType):
+        element, depth = _leaf(data_type)
+        dtype = _dtype(name, element, data_type)
+        if isinstance(element, T.DecimalType):
+            column = column.cast("array<" * depth + "double" + ">" * depth)
+        spec = ColumnSpec(name, "array", dtype, (-1,) * depth)
+        return StoredColumn(spec, (column.alias(name),), F.size(column))
+    dtype = _dtype(name, data_type, data_type)
+    if isinstance(data_type, T.DecimalType):
+        column = column.cast("double")
+    return StoredColumn(ColumnSpec(name, "scalar", dtype), (column.alias(name),))
+
+
+def known_columns(
+    df: DataFrame, names: list[str], allow_text: bool | Mapping[str, bool] = False
+) -> list[ColumnSpec] | None:
+    """Return what the schema tells of columns, without running anything.
+
+    Parameters
+    ----------
+    df : DataFrame
+        Holds the columns.
+    names : list of str
+        The columns.
+    allow_text : bool or mapping
+        Take text, too; see `text_options`.
+
+    Returns
+    -------
+    list of ColumnSpec, or None
+        The columns with their shapes; None if the schema does not tell all of them (the width of
+        an array never, that of a vector where an ML transformer left it in the metadata).
+    """
+    specs = []
+    for name in names:
+        spec = stored_column(df, name, **text_options(allow_text, name)).spec
+        if spec.shape:
+            width = df.schema[name].metadata.get("ml_attr", {}).get("num_attrs")
+            if spec.kind != "vector" or not width:
+                return None
+            spec = replace(spec, shape=(int(width),))
+        specs.append(spec)
+    return specs
+
+
+def feature_array(df: DataFrame, name: str, allow_text: bool = False) -> Column:
+    """Return a column in the form in which a model's UDF takes it: vectors as float arrays.
+
+    Raises
+    ------
+    ColumnError
+        If the type cannot be predicted on.
+    """
+    return stored_column(df, name, allow_text=allow_text).expressions[0]
+
+
+def _dense(name: str, column: Column) -> StoredColumn:
+    raw = F.unwrap_udt(column)
+    array = (
+        # Dense vectors need no copy through a JVM object; vector_to_array makes one of each.
+        F.when(raw["type"] == _DENSE, raw["values"].cast("array<float>"))
+        # vector_to_array fails on a null, without telling which column it was in.
+        .when(column.isNotNull(), vector_to_array(column, "float32"))
+    )
+    spec = ColumnSpec(name, "vector", "float32", (-1,))
+    return StoredColumn(spec, (array.alias(name),), F.size(array))
+
+
+def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
+    spec = ColumnSpec(name, "sparse", "float32", (-1,))
+    spec = replace(spec, stored=tuple(unused_name(part, taken) for part in spec.stored_names))
+    raw = F.unwrap_udt(column)
+    values = raw["values"].cast("array<float>")
+    size = F.when(raw["type"] == _DENSE, F.size(values)).otherwise(raw["size"])
+    pairs = F.when(
+        raw["type"] == _DENSE,
+        F.transform(
+            values, lambda value, index: F.struct(index.alias("index"), value.alias("value"))
+        ),
+    ).otherwise(
+        F.zip_with(
+            raw["indices"],
+            values,
+            lambda index, value: F.struct(index.alias("index"), value.alias("value")),
+        )
+    )
+    # A sparse vector may hold zeros, too.
+    pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
+    expressions = (
+        pairs[field].alias(stored)
+        for field, stored in zip(("index", "value"), spec.stored_names, strict=True)
+    )
+    return StoredColumn(spec, tuple(expressions), size)
+
+
+def _is_not_finite(value: Column) -> Column:
+    return F.isnan(value) | (F.abs(value) == float("inf"))
+
+
+def _exists(condition: Callable[[Column], Column]) -> Callable[[Column], Column]:
+    return lambda array: F.exists(array, condition)
+
+
+def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
+    element, depth = data_type.elementType, 1
+    while isinstance(element, T.ArrayType):
+        element, depth = element.elementType, depth + 1
+    return element, depth
+
+
+def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
+    if type(leaf) in _SCALARS:
+        return _SCALARS[type(leaf)]
+    remedy = _REMEDIES.get(type(leaf), "convert it to one of these, or leave it out")
+    raise ColumnError(
+        f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
+        f"vector or an array of numbers: {remedy}."
+    )

@@ -1,0 +1,265 @@
+"""Write a dataset in one Spark job: converted, checked, split and measured on the way.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.sql import Column, DataFrame, Observation
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.parquet.discovery import complete_shapes, read_split
+from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.prepare.catalog import manifest_path, staging_path
+from hvd_estimators.prepare.column_names import quoted, unused_name
+from hvd_estimators.prepare.schema import StoredColumn
+from hvd_estimators.store import Store
+
+__all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "write_dataset"]
+
+ROW_GROUP_BYTES = 16 * 2**20
+"""Target size of a row group: the unit that readers fetch and shuffle."""
+
+_HASHED = 128
+"""Elements of an array, at two places, that tell rows from others."""
+
+_EMPTY = "The DataFrame is empty: there are no rows to train on."
+
+_KEY_SEEDS = 2**32
+"""Parts the seeds of keys from those of a split, to which Spark adds the number of a partition."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Which rows to validate on.
+
+    Attributes
+    ----------
+    condition : Column
+        True for these rows.
+    by_position : bool
+        Whether the condition depends on where a row lies.
+    """
+
+    condition: Column
+    by_position: bool = False
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How rows are put in random order.
+
+    Attributes
+    ----------
+    seed : int
+        Decides the order, together with the rows of each partition.
+    files : int
+        Files that are written (for each side of a split), a few less if rows are few.
+    """
+
+    seed: int
+    files: int
+
+
+def write_dataset(
+    store: Store,
+    index: str,
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    shuffle: Shuffle | None = None,
+    *,
+    in_order: bool = False,
+    check_finite: bool,
+) -> DatasetManifest:
+    """Write a DataFrame's columns, and the manifest last.
+
+    Parameters
+    ----------
+    store : Store
+        Where to write.
+    index : str
+        Index of the dataset.
+    df : DataFrame
+        The rows; unless they are shuffled, one file is written for each of its partitions, and for
+        each side of the split.
+    columns : sequence of StoredColumn
+        What to write.
+    validation : Validation, optional
+        How to split.
+    shuffle : Shuffle, optional
+        Puts the rows in random order, those of each side of the split.
+    in_order : bool
+        Whether rows come in the same order each time. Where they do not, and something depends on
+        the order, they are put in a certain one first, so that the same rows give the same files,
+        and a task that runs a second time the same rows.
+    check_finite : bool
+        Refuse NaN and infinity.
+
+    Raises
+    ------
+    DataError
+        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
+        that are not finite and not wanted.
+    """
+    train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
+    split = _own_name("__split", columns)
+    path = train_path if validation is None else staging_path(store, index)
+    frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
+    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+    if validation is not None:
+        writer = writer.partitionBy(split)
+    writer.parquet(store.spark_url(path))
+    observed = _told(observation)
+    if validation is not None:
+        if observed["split_nulls"]:
+            raise DataError(
+                f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
+                "true or false, or a number, in every row."
+            )
+        _move(store, f"{path}/{split}=false", train_path, "to train on")
+        _move(store, f"{path}/{split}=true", val_path, "to validate on")
+        store.delete(path)
+    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    train = read_split(store, train_path, specs)
+    if not train.rows:
+        raise DataError(_EMPTY)
+    val = read_split(store, val_path, specs) if validation is not None else None
+    shapes = complete_shapes(store, train, specs)
+    content = str(observed["content"])
+    manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
+    store.write_text(manifest_path(store, index), manifest.to_json())
+    return manifest
+
+
+def _frame(
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    shuffle: Shuffle | None,
+    in_order: bool,
+    check_finite: bool,
+) -> tuple[DataFrame, Observation]:
+    """Return what is to be written, and what will tell what was measured on the way."""
+    split, key = _own_name("__split", columns), _own_name("__key", columns)
+    given = [expression for column in columns for expression in column.expressions]
+    lengths = {
+        _own_name(f"__length_{i}", columns): column.length
+        for i, column in enumerate(columns)
+        if column.length is not None
+    }
+    given += [length.alias(name) for name, length in lengths.items()]
+    drawn: list[Column] = []
+    measures = [*_measures(columns, check_finite), _content(columns, validation is not None)]
+    if validation is not None:
+        (drawn if validation.by_position else given).append(validation.condition.alias(split))
+        measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
+    if shuffle is not None:
+        drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias(key))
+    frame = df.select(*given)
+    if drawn:
+        if not in_order:
+            frame = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
+        frame = frame.select("*", *drawn)
+    observation = Observation()
+    frame = frame.observe(observation, *measures).drop(*lengths)
+    if shuffle is not None:
+        # A file holds the rows whose keys' hashes fall to it, in the order of the keys. The writer
+        # wants the sides of a split one after the other.
+        order = [key] if validation is None else [split, key]
+        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(*order).drop(key)
+    return frame, observation
+
+
+def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
+    """Return the name of a column of our own, which no column that is written has."""
+    return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
+
+
+def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
+    """Return the aggregates that find nulls, ragged rows and, if asked for, NaN and infinity."""
+    measures = []
+    for i, column in enumerate(columns):
+        if column.length is not None:
+            length = F.col(_own_name(f"__length_{i}", columns))
+            # The size of a null is null under ANSI rules and -1 otherwise.
+            measures += [
+                F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
+                F.max(length).alias(f"max_{i}"),
+                F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
+            ]
+        not_finite = column.is_not_finite() if check_finite else None
+        if not_finite is not None:
+            measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
+    return measures
+
+
+def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
+    """Return the aggregate that tells rows from others, in whatever order they come."""
+    parts = [F.col(quoted(_own_name("__split", columns)))] if is_split else []
+    for column in columns:
+        depth = len(column.spec.shape)
+        for name in column.spec.stored_names:
+            value = F.col(quoted(name))
+            if not depth:
+                parts.append(value)
+                continue
+            # Of long arrays the beginning and the middle: hashing takes as long as writing.
+            middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
+            length = F.lit(_HASHED if depth == 1 else 1)
+            parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
+            parts.append(F.size(value))
+    # Half of the hash: the sum of 2**32 rows does not overflow.
+    return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
+
+
+def _told(observation: Observation) -> dict[str, Any]:
+    """Return what was measured on the way."""
+    try:
+        return observation.get
+    except Py4JJavaError as error:
+        # Spark 4 asserts that something was measured. Nothing was where its optimizer put an empty
+        # frame in the place of one that can have no rows.
+        if error.java_exception.getClass().getName() != "java.lang.AssertionError":
+            raise
+        raise DataError(_EMPTY) from error
+
+
+def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
+    """Hold a column against what was observed while writing, and set an array's length."""
+    if observed.get(f"not_finite_{i}"):
+        raise DataError(
+            f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "
+            f"{observed[f'not_finite_{i}']} rows; fill or drop them, or set check_finite=False."
+        )
+    if not spec.shape:
+        return spec
+    if observed[f"nulls_{i}"]:
+        raise DataError(
+            f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
+            "before training."
+        )
+    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
+    if shortest is None:
+        return spec
+    if shortest != longest:
+        raise DataError(
+            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
+            "elements. Pad or cut them to one length."
+        )
+    return replace(spec, shape=(int(longest), *spec.shape[1:]))
+
+
+def _move(store: Store, source: str, target: str, purpose: str) -> None:
+    if not store.exists(source):
+        raise DataError(
+            f"validation: there are no rows {purpose}. Choose a fraction or a column that leaves "
+            "rows on both sides."
+        )
+    store.fs.mv(source, target, recursive=True)

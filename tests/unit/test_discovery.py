@@ -1,0 +1,247 @@
+"""Describing Parquet files by their footers."""
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hvd_estimators.exceptions import ColumnError, DataError, StoreError
+from hvd_estimators.parquet.discovery import first_rows, read_manifest, read_split
+from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store import LocalStore
+
+X = ColumnSpec("x", "scalar", "float64")
+
+
+@pytest.fixture
+def store(tmp_path):
+    return LocalStore(str(tmp_path))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+def write(path, row_group_size=None, **columns):
+    parquet.write_table(pa.table(columns), path, row_group_size=row_group_size)
+
+
+def manifest(store, folder, *names, validation=None):
+    return read_manifest(store, str(folder), validation and str(validation), names)
+
+
+def placed(split):
+    """Return file, index and rows of each row group."""
+    return [(group.file, group.index, group.rows) for group in split.row_groups]
+
+
+def test_row_groups_come_in_the_order_of_file_names(store, folder):
+    write(folder / "part-2.parquet", x=[5.0, 6.0])
+    write(folder / "part-1.parquet", row_group_size=2, x=[0.0, 1.0, 2.0, 3.0, 4.0])
+
+    split = read_split(store, str(folder), [X])
+
+    first, second = str(folder / "part-1.parquet"), str(folder / "part-2.parquet")
+    assert split.path == str(folder)
+    assert placed(split) == [(first, 0, 2), (first, 1, 2), (first, 2, 1), (second, 0, 2)]
+
+
+def test_files_of_pandas_are_described(store, folder):
+    columns = {"x": [1.0, 2.0, 3.0], "y": np.array([1, 2, 3], np.int16)}
+    frame = pd.DataFrame(columns, index=[7, 8, 9])
+    frame.to_parquet(folder / "frame.parquet")
+
+    found = manifest(store, folder, "y", "x")
+
+    assert found.columns == (ColumnSpec("y", "scalar", "int16"), X)
+    assert found.train.rows == 3
+
+
+@pytest.mark.parametrize("name", ["_SUCCESS", "._SUCCESS.crc", "_manifest.json", ".hidden", "_t/a"])
+def test_files_and_folders_that_are_hidden_or_marks_are_ignored(store, folder, name):
+    write(folder / "a.parquet", x=[1.0])
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"not Parquet")
+
+    assert read_split(store, str(folder), [X]).rows == 1
+
+
+def test_a_hidden_folder_above_the_dataset_hides_nothing(tmp_path):
+    folder = tmp_path / ".cache" / "_data"
+    folder.mkdir(parents=True)
+    write(folder / "a.parquet", x=[1.0])
+
+    assert read_split(LocalStore(str(tmp_path)), str(folder), [X]).rows == 1
+
+
+def test_files_in_folders_below_are_found(store, folder):
+    (folder / "2024").mkdir()
+    write(folder / "2024" / "a.parquet", x=[1.0])
+    write(folder / "b.parquet", x=[2.0])
+
+    assert read_split(store, str(folder), [X]).rows == 2
+
+
+def test_a_single_file_is_a_dataset(store, folder):
+    write(folder / "a.parquet", x=[1.0, 2.0])
+
+    assert manifest(store, folder / "a.parquet", "x").train.rows == 2
+
+
+@pytest.mark.parametrize("name", ["with space", "a#b?c%20d", "day=2024-01-01", "[1]"])
+def test_paths_with_characters_that_urls_and_globs_treat_specially(tmp_path, name):
+    folder = tmp_path / name
+    folder.mkdir()
+    write(folder / "part #1?.parquet", x=[1.0])
+
+    found = manifest(LocalStore(str(tmp_path)), folder, "x")
+
+    assert placed(found.train) == [(str(folder / "part #1?.parquet"), 0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("values", "data_type", "expected"),
+    [
+        ([1, 2], pa.int8(), ColumnSpec("c", "scalar", "int8")),
+        ([1, 2], pa.int16(), ColumnSpec("c", "scalar", "int16")),
+        ([1, 2], pa.int32(), ColumnSpec("c", "scalar", "int32")),
+        ([1, 2], pa.uint8(), ColumnSpec("c", "scalar", "uint8")),
+        ([1, 2], pa.float32(), ColumnSpec("c", "scalar", "float32")),
+        ([True, False], pa.bool_(), ColumnSpec("c", "scalar", "bool")),
+        ([[1, 2, 3], [4, 5, 6]], pa.list_(pa.int64()), ColumnSpec("c", "array", "int64", (3,))),
+        (
+            [[1.0], [2.0]],
+            pa.list_(pa.float32(), 1),
+            ColumnSpec("c", "array", "float32", (1,)),
+        ),
+        (
+            [[[True, False]], [[True, True]]],
+            pa.large_list(pa.list_(pa.bool_())),
+            ColumnSpec("c", "array", "bool", (1, 2)),
+        ),
+    ],
+)
+def test_types_and_shapes_are_read_from_schema_and_first_row(
+    store, folder, values, data_type, expected
+):
+    write(folder / "a.parquet", c=pa.array(values, data_type))
+
+    found = manifest(store, folder, "c")
+
+    assert found.columns == (expected,)
+    (array,) = first_rows(store, found, 5).values()
+    assert array.dtype == expected.dtype
+    np.testing.assert_array_equal(array, values)
+
+
+def test_columns_with_a_dot_in_their_name_are_found(store, folder):
+    write(folder / "a.parquet", **{"a.b": [1.0, 2.0], "a": [3.0, 4.0], "a.c": [[1], [2]]})
+
+    found = manifest(store, folder, "a.b", "a.c")
+
+    assert [column.name for column in found.columns] == ["a.b", "a.c"]
+    np.testing.assert_array_equal(first_rows(store, found, 5)["a.b"], [1.0, 2.0])
+
+
+def test_a_null_beside_a_column_is_not_taken_for_its_own(store, folder):
+    """Neither in a column whose name starts alike, nor in one that is not needed."""
+    write(folder / "a.parquet", **{"x": [1.0, 2.0], "x.y": [1.0, None], "xs": [None, 1.0]})
+
+    assert read_split(store, str(folder), [X]).rows == 2
+
+
+def test_first_rows_are_at_most_those_of_the_first_row_group(store, folder):
+    write(folder / "a.parquet", row_group_size=2, x=[1.0, 2.0, 3.0], y=[[1, 2], [3, 4], [5, 6]])
+    found = manifest(store, folder, "x", "y")
+
+    np.testing.assert_array_equal(first_rows(store, found, 1)["x"], [1.0])
+    np.testing.assert_array_equal(first_rows(store, found, 5)["y"], [[1, 2], [3, 4]])
+
+
+def test_validation_files_are_described_beside_the_training_files(store, folder, tmp_path):
+    validation = tmp_path / "validation"
+    validation.mkdir()
+    write(folder / "a.parquet", x=[1.0, 2.0])
+    write(validation / "a.parquet", x=[3.0])
+
+    found = manifest(store, folder, "x", validation=validation)
+
+    assert (found.train.rows, found.validation.rows) == (2, 1)
+    assert manifest(store, folder, "x").validation is None
+
+
+def test_files_without_rows_are_passed_over(store, folder):
+    write(folder / "a.parquet", x=pa.array([], pa.float64()))
+    write(folder / "b.parquet", x=[1.0])
+
+    assert placed(read_split(store, str(folder), [X])) == [(str(folder / "b.parquet"), 0, 1)]
+
+
+def test_a_missing_column_is_an_error_that_lists_those_that_exist(store, folder):
+    write(folder / "a.parquet", x=[1.0], y=[2.0])
+
+    with pytest.raises(ColumnError, match=r"no column 'z'; their columns are x, y"):
+        manifest(store, folder, "x", "z")
+
+
+def test_a_column_that_only_some_files_have_is_an_error_that_names_the_file(store, folder):
+    write(folder / "a.parquet", x=[1.0])
+    write(folder / "b.parquet", y=[1.0])
+
+    with pytest.raises(ColumnError, match=r"b\.parquet' has no column 'x'"):
+        manifest(store, folder, "x")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array(["a"]),
+        pa.array([["a"]]),
+        pa.array([{"a": 1}]),
+        pa.array([0], pa.date32()),
+        pa.array([0], pa.timestamp("us")),
+    ],
+    ids=["string", "strings", "struct", "date", "timestamp"],
+)
+def test_columns_that_are_not_numbers_are_an_error_that_names_the_type(store, folder, values):
+    write(folder / "a.parquet", c=values)
+
+    kind = str(values.type).split("<")[0].split("[")[0]
+    with pytest.raises(ColumnError, match=rf"'c' has type {kind}.*expected a number"):
+        manifest(store, folder, "c")
+
+
+@pytest.mark.parametrize("values", [[1.0, None], [[1.0], None], [[1.0], [None]]])
+def test_nulls_are_an_error_that_names_the_column(store, folder, values):
+    write(folder / "a.parquet", x=[1.0, 2.0], price=values)
+
+    with pytest.raises(DataError, match=r"'price' holds 1 null"):
+        manifest(store, folder, "x", "price")
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_nulls_in_any_row_group_of_the_last_file_are_found(store, folder, place):
+    values = [1.0, 2.0, 3.0]
+    values[place] = None
+    write(folder / "a.parquet", x=[1.0, 2.0])
+    write(folder / "b.parquet", row_group_size=1, x=values)
+
+    with pytest.raises(DataError, match="'x' holds 1 null"):
+        read_split(store, str(folder), [X])
+
+
+def test_a_dataset_without_rows_is_an_error(store, folder):
+    write(folder / "a.parquet", x=pa.array([], pa.float64()))
+
+    with pytest.raises(DataError, match="hold no rows"):
+        manifest(store, folder, "x")
+
+
+def test_a_missing_path_and_an_empty_folder_are_errors(store, folder):
+    with pytest.raises(StoreError, match=r"no Parquet dataset at .*absent"):
+        manifest(store, folder / "absent", "x")
+    with pytest.raises(StoreError, match="no Parquet files under"):
+        manifest(store, folder, "x")
