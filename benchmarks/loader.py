@@ -253,7 +253,7 @@ def _traced_loop(dataset: Any, name: str) -> Callable[[int], int]:
 
 def through_torch(module: PlannedDataModule) -> Callable[[int], int]:
     """Return what takes batches of torch tensors and returns their rows."""
-    batches = tensor_batches(module.train_runs())
+    batches = tensor_batches(module.train_chunks())
     return lambda steps: sum(
         len(next(iter(batch.values()))) for batch in itertools.islice(batches, steps)
     )

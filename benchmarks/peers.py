@@ -73,7 +73,7 @@ def ours(module: type[PlannedDataModule], data: Data, batch_size: int) -> Batche
                 train_batch_size=batch_size,
                 num_train_epochs=PASSES,
             ) as opened,
-            contextlib.closing(tensor_batches(opened.train_runs())) as found,
+            contextlib.closing(tensor_batches(opened.train_chunks())) as found,
         ):
             yield itertools.islice(found, PASSES * plan.steps(batch_size))
 

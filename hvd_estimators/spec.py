@@ -11,7 +11,7 @@ from hvd_estimators.loading.sharding import ShardPlan
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store.base import RunPaths, Store
 
-__all__ = ["DataSpec", "EpochRecord", "TrainResult", "TrainSpec"]
+__all__ = ["DataSpec", "EpochMetrics", "TrainResult", "TrainSpec"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class TrainSpec:
 
 
 @dataclass(frozen=True)
-class EpochRecord:
+class EpochMetrics:
     """One epoch of a run's history; what `as_dict` returns is what ``getHistory()`` holds."""
 
     epoch: int
@@ -131,7 +131,7 @@ class TrainResult:
         What the driver makes the fitted model of, with the learning rate as the user gave it, in
         the framework's own form. Rank 0 only; between the ranks and the driver a file of the store
         takes its place.
-    history : tuple of EpochRecord
+    history : tuple of EpochMetrics
         One record per epoch of the whole run.
     state_digest : str
         SHA-256 of that file; empty where there is none.
@@ -139,5 +139,5 @@ class TrainResult:
 
     weights_digest: str
     state: bytes | None
-    history: tuple[EpochRecord, ...]
+    history: tuple[EpochMetrics, ...]
     state_digest: str = ""

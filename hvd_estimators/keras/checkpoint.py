@@ -14,7 +14,7 @@ import keras
 import numpy as np
 
 from hvd_estimators.keras.serialization import load_weights, save_plainly
-from hvd_estimators.spec import EpochRecord
+from hvd_estimators.spec import EpochMetrics
 
 __all__ = ["RunState", "callback_state", "read_checkpoint", "restore_callback", "write_checkpoint"]
 
@@ -27,13 +27,13 @@ class RunState:
 
     Attributes
     ----------
-    history : tuple of EpochRecord
+    history : tuple of EpochMetrics
         The epochs that are done.
     callbacks : tuple of mapping
         Attributes of each of the user's callbacks.
     """
 
-    history: tuple[EpochRecord, ...]
+    history: tuple[EpochMetrics, ...]
     callbacks: tuple[Mapping[str, Any], ...]
 
 

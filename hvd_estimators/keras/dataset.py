@@ -1,8 +1,8 @@
 """Batches of columns as ``tf.data`` datasets. Runs on the worker.
 
-Rows cross from NumPy to TensorFlow in runs of many batches (`Run`), some MiB at a time; TensorFlow
-itself makes columns of them, stacks those batch by batch and hands out slices, so that neither
-Python nor a traced function runs once per batch.
+Rows cross from NumPy to TensorFlow in chunks of many batches (`Chunk`), some MiB at a time;
+TensorFlow itself makes columns of them, stacks those batch by batch and hands out slices, so that
+neither Python nor a traced function runs once per batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_estimators.loading.batching import Run
+from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.loading.readers import DataModule
 
 __all__ = ["ColumnDatasets", "column_dataset"]
@@ -52,39 +52,39 @@ class ColumnDatasets:
         self._val_form = val_form or form
         self._rows = rows
         self._prefetch = prefetch
-        runs = data.train_runs()
-        # The first run tells which columns there are, and of which types.
-        self._first = next(runs)
-        self._runs = itertools.chain([self._first], runs)
+        chunks = data.train_chunks()
+        # The first chunk tells which columns there are, and of which types.
+        self._first = next(chunks)
+        self._chunks = itertools.chain([self._first], chunks)
 
     def train(self) -> tf.data.Dataset:
         """Return the training batches, without end. They can be gone through once."""
         return column_dataset(
-            lambda: self._runs, self._first, self._rows, self._prefetch, self._form
+            lambda: self._chunks, self._first, self._rows, self._prefetch, self._form
         )
 
     def validation(self, steps: int) -> tf.data.Dataset:
         """Return at most so many validation batches; every iteration is a new pass."""
-        runs = self._data.val_runs
-        dataset = column_dataset(runs, self._first, None, self._prefetch, self._val_form)
+        chunks = self._data.val_chunks
+        dataset = column_dataset(chunks, self._first, None, self._prefetch, self._val_form)
         return dataset.take(steps)
 
 
 def column_dataset(
-    runs: Callable[[], Iterator[Run]],
-    like: Run,
+    chunks: Callable[[], Iterator[Chunk]],
+    like: Chunk,
     rows: int | None = None,
     prefetch: int = 0,
     form: Form | None = None,
 ) -> tf.data.Dataset:
-    """Return the batches of runs as a dataset.
+    """Return the batches of chunks as a dataset.
 
     Parameters
     ----------
-    runs : callable
-        Returns the runs of one iteration.
-    like : Run
-        A run with the same columns.
+    chunks : callable
+        Returns the chunks of one iteration.
+    like : Chunk
+        A chunk with the same columns.
     rows : int, optional
         Rows of every batch, where all have the same.
     prefetch : int
@@ -102,19 +102,19 @@ def column_dataset(
     layout = like.rows.layout
 
     def generate() -> Iterator[tuple[Any, ...]]:
-        for run in runs():
+        for chunk in chunks():
             stop = 0
-            for size, equal in itertools.groupby(run.sizes):
+            for size, equal in itertools.groupby(chunk.sizes):
                 count = len(list(equal))
                 start, stop = stop, stop + count * size
-                yield (count, size, *run.rows.slice(start, stop).blocks)
+                yield (count, size, *chunk.rows.slice(start, stop).blocks)
 
     def stacked(count: tf.Tensor, size: tf.Tensor, *blocks: tf.Tensor) -> Any:
         columns: dict[str, tf.Tensor] = {}
         for group, block in zip(layout.groups, blocks, strict=True):
             parts = [block] if len(group) == 1 else tf.unstack(tf.transpose(block))
             columns.update(zip(group, parts, strict=True))
-        # Made of all rows of the run: a function for each batch costs more than what it does.
+        # Made of all rows of the chunk: a function for each batch costs more than what it does.
         whole = columns if form is None else form(columns)
         return keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
 

@@ -27,7 +27,7 @@ from hvd_estimators.keras.losses import (
     has_loss,
     has_own_step,
     may_add_loss,
-    weighs_by_samples,
+    weights_by_samples,
 )
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
@@ -47,7 +47,7 @@ from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
-from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult
+from hvd_estimators.spec import DataSpec, EpochMetrics, TrainResult
 
 __all__ = ["KerasEstimator"]
 
@@ -250,7 +250,7 @@ class KerasEstimator(HorovodEstimator):
             # After the dry run, which builds a model that was not built.
             model=dump(dry_run.model, get("custom_objects")),
             tensors=dry_run.tensors,
-            weigh_by_samples=self._weighs_by_samples(settings),
+            weight_by_samples=self._weights_by_samples(settings),
             checkpoint_callback=get("checkpoint_callback"),
             floatx=keras.config.floatx(),
             dtype_policy=keras.dtype_policies.serialize(keras.config.dtype_policy()),
@@ -337,7 +337,7 @@ class KerasEstimator(HorovodEstimator):
             params["metrics"] = get("metrics")
         if has_own_compile(given):
             settings = CompileSettings(None, compiled, {}, get("label_cols"))
-            self._weighs_by_samples(settings)
+            self._weights_by_samples(settings)
             return settings
         optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
         try:
@@ -358,12 +358,12 @@ class KerasEstimator(HorovodEstimator):
                     "learning_rate out, or give an optimizer with a number as its rate."
                 ) from error
         settings = CompileSettings(optimizer, compiled, params, get("label_cols"), rate)
-        self._weighs_by_samples(settings)
+        self._weights_by_samples(settings)
         return settings
 
-    def _weighs_by_samples(self, settings: CompileSettings) -> bool:
+    def _weights_by_samples(self, settings: CompileSettings) -> bool:
         """Return what batches count for; see `KerasTrainSpec`."""
-        found = weighs_by_samples(settings.loss)
+        found = weights_by_samples(settings.loss)
         if found is None:
             raise ParamError(
                 "loss: expected losses that are means over the rows, all in the same way, so that "
@@ -445,7 +445,7 @@ class KerasEstimator(HorovodEstimator):
         return values
 
 
-def _as_history(records: Sequence[EpochRecord]) -> dict[str, list[Any]]:
+def _as_history(records: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
     """Return epochs as Keras's ``History.history``."""
     history: dict[str, list[Any]] = {}
     for record in records:

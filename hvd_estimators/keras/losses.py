@@ -20,7 +20,7 @@ __all__ = [
     "has_own_step",
     "losses_by_output",
     "may_add_loss",
-    "weighs_by_samples",
+    "weights_by_samples",
 ]
 
 NO_LOSS = (
@@ -58,7 +58,7 @@ def has_own_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step
 
 
-def weighs_by_samples(loss: Any) -> bool | None:
+def weights_by_samples(loss: Any) -> bool | None:
     """Return whether losses divide by the sum of sample weights, not by rows.
 
     Parameters

@@ -14,7 +14,7 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
-from hvd_estimators.spec import EpochRecord
+from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.store import Store
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.tensorboard import EventWriter
@@ -177,7 +177,7 @@ class EpochEnd(keras.callbacks.Callback):
     ----------
     callbacks : sequence of keras.callbacks.Callback
         The user's, on all ranks the same; their state is kept for a resumed run.
-    history : sequence of EpochRecord
+    history : sequence of EpochMetrics
         Epochs of an earlier part of the run.
     restored : sequence of mapping
         State of the callbacks after these.
@@ -188,7 +188,7 @@ class EpochEnd(keras.callbacks.Callback):
 
     Attributes
     ----------
-    history : list of EpochRecord
+    history : list of EpochMetrics
         All epochs so far.
     stop : bool
         Whether a callback of this rank has asked for a stop in the course of the epoch.
@@ -197,10 +197,10 @@ class EpochEnd(keras.callbacks.Callback):
     def __init__(
         self,
         callbacks: Sequence[keras.callbacks.Callback],
-        history: Sequence[EpochRecord],
+        history: Sequence[EpochMetrics],
         restored: Sequence[Mapping[str, Any]],
         writer: EventWriter,
-        save: Callable[[tuple[EpochRecord, ...], tuple[Mapping[str, Any], ...]], None],
+        save: Callable[[tuple[EpochMetrics, ...], tuple[Mapping[str, Any], ...]], None],
     ) -> None:
         super().__init__()
         self.history = list(history)
@@ -225,7 +225,7 @@ class EpochEnd(keras.callbacks.Callback):
         validation = {
             name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
         }
-        self.history.append(EpochRecord(epoch, train, validation or None))
+        self.history.append(EpochMetrics(epoch, train, validation or None))
         if not self._own_tensorboard:
             stages = {"train": train, "validation": validation}
             self._writer.scalars(

@@ -35,9 +35,9 @@ from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.base import PlannedDataModule
-from hvd_estimators.spec import DataSpec, EpochRecord, TrainResult, TrainSpec
+from hvd_estimators.spec import DataSpec, EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import joined
+from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
@@ -55,7 +55,7 @@ class KerasTrainSpec(TrainSpec):
         The compiled model, see `hvd_estimators.keras.serialization.dump`.
     tensors : TensorSpec
         How columns become tensors.
-    weigh_by_samples : bool
+    weight_by_samples : bool
         Whether a batch counts for the sum of its sample weights instead of for its rows.
     checkpoint_callback : keras.callbacks.ModelCheckpoint or None
         Decides which model is returned; None for the last one.
@@ -69,7 +69,7 @@ class KerasTrainSpec(TrainSpec):
 
     model: bytes
     tensors: TensorSpec
-    weigh_by_samples: bool
+    weight_by_samples: bool
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
     floatx: str
     dtype_policy: Any
@@ -85,7 +85,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
     require_tensorflow()
-    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
@@ -100,7 +100,7 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.model: keras.Model = load(spec.model)
-        self.history: tuple[EpochRecord, ...] = ()
+        self.history: tuple[EpochMetrics, ...] = ()
         self.restored: Sequence[Mapping[str, Any]] = ()
         self.kept: KeptModel | None = None
         if spec.checkpoint_callback is not None and self.rank == 0:
@@ -123,7 +123,7 @@ class _Trainer:
                 spec.data.train_steps_per_epoch,
                 self.size if spec.scale_learning_rate else 1,
             )
-        self._weigh_batches()
+        self._weight_batches()
 
     def run(self) -> TrainResult:
         spec, done = self.spec, len(self.history)
@@ -176,10 +176,10 @@ class _Trainer:
             verbose=0,
         )
 
-    def _weigh_batches(self) -> None:
+    def _weight_batches(self) -> None:
         """Tell the averagers, from within the training step, what the batch counts for."""
         step, averagers = self.model.train_step, self.averagers
-        by_samples, full = self.spec.weigh_by_samples, self.spec.data.batch_size
+        by_samples, full = self.spec.weight_by_samples, self.spec.data.batch_size
         synchronized = SynchronizedMoments(self.model, averagers[0])
 
         def train_step(data: Any) -> Any:
@@ -212,7 +212,7 @@ class _Trainer:
             logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
 
     def _save(
-        self, history: tuple[EpochRecord, ...], callbacks: tuple[Mapping[str, Any], ...]
+        self, history: tuple[EpochMetrics, ...], callbacks: tuple[Mapping[str, Any], ...]
     ) -> None:
         if self.kept is not None:
             self.kept.upload()

@@ -15,7 +15,7 @@ from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
-from hvd_estimators.spec import EpochRecord
+from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import seed_rank
@@ -45,7 +45,7 @@ class EpochRecorder(Checkpoint):
         train: TrainLoader | None,
         validation: ValidationLoader | None,
     ) -> None:
-        self.history: list[EpochRecord] = []
+        self.history: list[EpochMetrics] = []
         self._progress = progress
         self._loaders = train, validation
         self._losses = _Mean(), _Mean()
@@ -103,7 +103,7 @@ class EpochRecorder(Checkpoint):
             {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
             for loss, results in zip(self._losses, _results(trainer), strict=True)
         )
-        record = EpochRecord(trainer.current_epoch, train, validation if self._validated else None)
+        record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
@@ -154,7 +154,7 @@ class RunCheckpoint(Callback):
     ----------
     save : callable
         Writes a checkpoint; does so on rank 0.
-    history : list of EpochRecord
+    history : list of EpochMetrics
         What `EpochRecorder` keeps; restored here.
     taken : callable
         Returns the training batches that the rank has taken so far.
@@ -167,7 +167,7 @@ class RunCheckpoint(Callback):
     def __init__(
         self,
         save: Callable[[Mapping[str, Any]], None],
-        history: list[EpochRecord],
+        history: list[EpochMetrics],
         taken: Callable[[], int],
         seed: int,
         directory: str,
@@ -214,7 +214,7 @@ class RunCheckpoint(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
-        self._history[:] = [EpochRecord(*record) for record in state_dict["history"]]
+        self._history[:] = [EpochMetrics(*record) for record in state_dict["history"]]
 
 
 class TerminateOnNaN(Callback):

@@ -20,7 +20,7 @@ __all__ = ["ExactStrategy"]
 
 
 class ExactStrategy(HorovodStrategy):
-    """Weighs gradients and logged values by what each rank's batch counts for.
+    """Weights gradients and logged values by what each rank's batch counts for.
 
     The gradient of a step is that of the mean over the rows of all ranks. What is logged counts by
     rows, and a rank that has no rows in a step goes along without leaving a trace.
@@ -47,7 +47,7 @@ class ExactStrategy(HorovodStrategy):
 
     @property
     def factor(self) -> float:
-        """What weighs this rank's gradient in the current step."""
+        """What weights this rank's gradient in the current step."""
         return 1.0 if self._train is None else self._train.share.factor
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class ExactStrategy(HorovodStrategy):
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
-        """Compute gradients, weighed by what the rank's batch counts for."""
+        """Compute gradients, weighted by what the rank's batch counts for."""
         factor = self.factor
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         return super().backward(loss, optimizer, *args, **kwargs)

@@ -30,7 +30,7 @@ class Share:
     rows : int
         Rows of the batch; 0 for a stand-in.
     factor : float
-        Weighs the rank's gradient, see `WeightedBatches`.
+        Weights the rank's gradient, see `WeightedBatches`.
     """
 
     rows: int
@@ -89,7 +89,7 @@ class TrainLoader(_Loader):
     Parameters
     ----------
     batches : WeightedBatches
-        The rank's batches, weighed for steps of one backward pass.
+        The rank's batches, weighted for steps of one backward pass.
     dtypes : mapping
         Column name to torch dtype, where it is not the stored one.
     steps : int
@@ -171,7 +171,7 @@ class ValidationLoader(_Loader):
                 yield self._give(next(batches, None))
 
     def _batches(self) -> Generator[TensorBatch, None, None]:
-        yield from tensor_batches(self._data.val_runs())
+        yield from tensor_batches(self._data.val_chunks())
 
     def lend_rows(self) -> None:
         """Give ranks without validation rows some of another's. Called by all ranks."""

@@ -28,7 +28,7 @@ from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_di
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import joined
+from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def train(spec: LightningTrainSpec) -> TrainResult:
         The trained module, from rank 0.
     """
     ranks = spec.data.train_plan.num_ranks
-    with joined(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
+    with horovod_session(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
-        return _Run(spec).train()
+        return _Trainer(spec).train()
 
 
-class _Run:
+class _Trainer:
     def __init__(self, spec: LightningTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -155,7 +155,7 @@ class _Run:
     def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
         batches = WeightedBatches(
-            tensor_batches(data.train_runs()),
+            tensor_batches(data.train_chunks()),
             data.global_train_sizes(),
             self.size,
             1,

@@ -12,21 +12,21 @@ from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.rows import Layout, Memory, Rows, row_bytes
 from hvd_estimators.parquet.columns import Array, Columns, num_rows, take
 
-__all__ = ["RUN_BYTES", "SHUFFLE_BUFFER_BYTES", "Run", "cut_runs", "drawn_runs", "hold"]
+__all__ = ["CHUNK_BYTES", "SHUFFLE_BUFFER_BYTES", "Chunk", "cut_chunks", "drawn_chunks", "hold"]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Bytes of rows that are held for shuffling, unless something else is said."""
 
-RUN_BYTES = 4 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """Bytes, about, of the rows that leave at a time."""
 
-_RUN_ROWS = 2**16
+_CHUNK_ROWS = 2**16
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Run:
+class Chunk:
     """Some batches that follow one another: their rows, and how many rows each of them has."""
 
     rows: Rows
@@ -39,23 +39,23 @@ class Run:
             yield self.rows.slice(start, start + size).columns()
             start += size
 
-    def skip(self, batches: int) -> Run:
-        """Return the run without its first batches."""
+    def skip(self, batches: int) -> Chunk:
+        """Return the chunk without its first batches."""
         start = sum(self.sizes[:batches])
-        return Run(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
+        return Chunk(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
 
 
-def cut_runs(
+def cut_chunks(
     parts: Iterable[Columns],
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator | None] = (None,),
     memory: Memory | None = None,
     buffer_bytes: int | None = None,
-) -> Iterator[Run]:
+) -> Iterator[Chunk]:
     """Cut rows, pass after pass, into batches of given sizes.
 
-    Shuffled rows come by way of a buffer. Once it is full, the rows of each run are drawn from all
-    over it, and the rows that are read next take their places; a row so stays for as long as it
+    Shuffled rows come by way of a buffer. Once it is full, the rows of each chunk are drawn from
+    all over it, and the rows that are read next take their places: a row stays for as long as it
     takes to read one buffer in the mean, and one in three longer, some several times as long. At
     the end of a pass what is left leaves in random order, and rows of the next pass take its
     place. A pass that fits into the buffer leaves in any order with the same probability. The
@@ -73,12 +73,12 @@ def cut_runs(
     memory : Memory, optional
         Where the batches' memory comes from; one that several callers share is used again.
     buffer_bytes : int, optional
-        Bytes of rows that are held for shuffling, rows of one run at least. Default:
+        Bytes of rows that are held for shuffling, rows of one chunk at least. Default:
         `SHUFFLE_BUFFER_BYTES`.
 
     Yields
     ------
-    Run
+    Chunk
         One or more batches; the arrays belong to the receiver. A batch can have no rows.
 
     Raises
@@ -87,17 +87,17 @@ def cut_runs(
         If the parts hold other than as many rows as the sizes add up to.
     """
     stream = _Stream(parts, sum(sizes), memory or Memory())
-    runs = list(_run_sizes(sizes, stream.rows_in(RUN_BYTES, most=_RUN_ROWS)))
+    chunks = list(_chunk_sizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS)))
     buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
         if rng is None:
-            for run in runs:
-                yield Run(stream.take(sum(run)), run)
+            for chunk in chunks:
+                yield Chunk(stream.take(sum(chunk)), chunk)
         else:
             if buffer is None:
                 held = stream.rows_in(buffer_bytes or SHUFFLE_BUFFER_BYTES, most=stream.total)
-                buffer = _Buffer(stream, min(max(held, *map(sum, runs)), stream.total))
-            yield from _shuffled_pass(buffer, runs, rng, is_last)
+                buffer = _Buffer(stream, min(max(held, *map(sum, chunks)), stream.total))
+            yield from _shuffled_pass(buffer, chunks, rng, is_last)
     stream.end()
 
 
@@ -115,12 +115,12 @@ def hold(parts: Iterable[Columns], total: int, memory: Memory | None = None) -> 
     return rows
 
 
-def drawn_runs(
+def drawn_chunks(
     rows: Rows,
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator],
     memory: Memory,
-) -> Iterator[Run]:
+) -> Iterator[Chunk]:
     """Cut rows that are held, pass after pass, into batches: in any order, equally often.
 
     Parameters
@@ -128,30 +128,30 @@ def drawn_runs(
     rows : Rows
         All rows of a pass.
     sizes, rngs, memory
-        See `cut_runs`.
+        See `cut_chunks`.
     """
     num_bytes = row_bytes(rows.columns())
-    runs = list(_run_sizes(sizes, min(RUN_BYTES // max(num_bytes, 1), _RUN_ROWS)))
+    chunks = list(_chunk_sizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS)))
     for rng in rngs:
         order = rng.permutation(len(rows))
         start = 0
-        for run in runs:
-            yield Run(rows.take(order[start : start + sum(run)], memory), run)
-            start += sum(run)
+        for chunk in chunks:
+            yield Chunk(rows.take(order[start : start + sum(chunk)], memory), chunk)
+            start += sum(chunk)
 
 
-def _run_sizes(sizes: Sequence[int], run_rows: int) -> Iterator[tuple[int, ...]]:
-    """Split the sizes of a pass into those of runs, of one batch at least."""
-    run: list[int] = []
+def _chunk_sizes(sizes: Sequence[int], chunk_rows: int) -> Iterator[tuple[int, ...]]:
+    """Split the sizes of a pass into those of chunks, of one batch at least."""
+    chunk: list[int] = []
     rows = 0
     for size in sizes:
-        if run and rows + size > run_rows:
-            yield tuple(run)
-            run, rows = [], 0
-        run.append(size)
+        if chunk and rows + size > chunk_rows:
+            yield tuple(chunk)
+            chunk, rows = [], 0
+        chunk.append(size)
         rows += size
-    if run:
-        yield tuple(run)
+    if chunk:
+        yield tuple(chunk)
 
 
 def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
@@ -280,27 +280,27 @@ class _Buffer:
 
 
 def _shuffled_pass(
-    buffer: _Buffer, runs: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
-) -> Iterator[Run]:
+    buffer: _Buffer, chunks: Sequence[tuple[int, ...]], rng: np.random.Generator, is_last: bool
+) -> Iterator[Chunk]:
     places = buffer.fill()
-    to_read = sum(map(sum, runs)) - buffer.size
+    to_read = sum(map(sum, chunks)) - buffer.size
     if not to_read:
         places = rng.permutation(places)
-    for run in runs:
-        rows = sum(run)
+    for chunk in chunks:
+        rows = sum(chunk)
         if to_read:
             drawn = _draw(rng, buffer.size, rows)
             leaving = places[drawn]
             read = min(rows, to_read)
             to_read -= read
-            yield Run(buffer.take(rng.permutation(leaving)), run)
+            yield Chunk(buffer.take(rng.permutation(leaving)), chunk)
             buffer.put(leaving[:read])
             freed = leaving[read:]
             if not to_read:
                 places = rng.permutation(np.delete(places, drawn[read:]))
         else:
             freed, places = places[:rows], places[rows:]
-            yield Run(buffer.take(freed), run)
+            yield Chunk(buffer.take(freed), chunk)
         if not is_last:
             buffer.refill(freed)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.loading.batching import Run
+from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.outputs import as_list
 
@@ -126,15 +126,15 @@ class Batch:
 
 
 def tensor_batches(
-    runs: Iterable[Run],
+    chunks: Iterable[Chunk],
 ) -> Generator[dict[str, torch.Tensor], None, None]:
-    """Yield each batch of each run as column name to tensor, without a copy.
+    """Yield each batch of each chunk as column name to tensor, without a copy.
 
-    A run's blocks become tensors once, and torch cuts these into batches and columns.
+    A chunk's blocks become tensors once, and torch cuts these into batches and columns.
     """
-    for run in runs:
-        groups = run.rows.layout.groups
-        blocks = [_from_numpy(block).split(run.sizes) for block in run.rows.blocks]
+    for chunk in chunks:
+        groups = chunk.rows.layout.groups
+        blocks = [_from_numpy(block).split(chunk.sizes) for block in chunk.rows.blocks]
         for parts in zip(*blocks, strict=True):
             tensors: dict[str, torch.Tensor] = {}
             for group, part in zip(groups, parts, strict=True):

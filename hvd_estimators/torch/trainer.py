@@ -13,7 +13,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.spec import EpochRecord, TrainResult, TrainSpec
+from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.checks import check_weightable
@@ -30,8 +30,8 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, tensor_batches
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import joined, seed_rank
-from hvd_estimators.training.tensorboard import EventWriter, record_scalars
+from hvd_estimators.training.rank import horovod_session, seed_rank
+from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["TorchTrainSpec", "train"]
@@ -81,7 +81,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with joined(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
         # What losses are made with here is the same on all ranks.
         torch.manual_seed(spec.data.random_seed)
         return _Trainer(spec).run()
@@ -99,7 +99,7 @@ class _Trainer:
         # Loading moves what an optimizer remembers to its parameters' device.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
         self.loss = Loss(self._make_losses(), spec.loss_weights)
-        self.history: list[EpochRecord] = []
+        self.history: list[EpochMetrics] = []
         self.output_shapes: list[list[int]] | None = None
         self._restore()
         hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
@@ -121,7 +121,7 @@ class _Trainer:
         logs = spec.run.logs_path if self.rank == 0 else None
         with data, EventWriter(logs) as writer, self.progress:
             batches = WeightedBatches(
-                tensor_batches(data.train_runs()),
+                tensor_batches(data.train_chunks()),
                 data.global_train_sizes(),
                 self.size,
                 spec.backward_passes_per_step,
@@ -131,7 +131,7 @@ class _Trainer:
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
-                writer.scalars(epoch, record_scalars(record))
+                writer.scalars(epoch, epoch_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 if self.rank == 0:
                     self._save_checkpoint()
@@ -139,18 +139,18 @@ class _Trainer:
         state = save_state(self._state()) if self.rank == 0 else None
         return TrainResult(weights_digest(self.plain), state, tuple(self.history))
 
-    def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochRecord:
+    def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         self.progress.start_epoch(epoch)
         torch.manual_seed(seed_rank(self.spec.data.random_seed, self.rank, epoch))
         self._callbacks("on_epoch_begin", epoch=epoch)
         train = self._train_epoch(batches)
         average_batch_norm(self.plain)
         means = train.reduced("train")
-        record = EpochRecord(epoch, train.as_record(means))
+        record = EpochMetrics(epoch, train.as_record(means))
         if self.spec.data.val_plan is not None:
             validation = self._validate(data)
             val_means = validation.reduced("validation")
-            record = EpochRecord(epoch, record.train, validation.as_record(val_means))
+            record = EpochMetrics(epoch, record.train, validation.as_record(val_means))
             means = {**means, **{f"val_{name}": value for name, value in val_means.items()}}
         self.progress.end_epoch(means)
         return record
@@ -221,7 +221,7 @@ class _Trainer:
         self.module.eval()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
         steps = self.spec.data.validation_steps_per_epoch
-        with torch.no_grad(), contextlib.closing(tensor_batches(data.val_runs())) as batches:
+        with torch.no_grad(), contextlib.closing(tensor_batches(data.val_chunks())) as batches:
             for columns in itertools.islice(batches, steps):
                 batch = self.spec.tensors.batch(columns, self.device)
                 if not batch.rows:
@@ -265,7 +265,7 @@ class _Trainer:
         self.plain.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.output_shapes = state.get("output_shapes")
-        self.history = [EpochRecord(**record) for record in state["history"]]
+        self.history = [EpochMetrics(**record) for record in state["history"]]
         if self.rank == 0:
             logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
 

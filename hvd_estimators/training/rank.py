@@ -13,11 +13,13 @@ import numpy as np
 
 from hvd_estimators.launch.parent import tell_parent
 
-__all__ = ["check_gpus", "joined", "rank_seed", "seed_rank"]
+__all__ = ["check_gpus", "horovod_session", "rank_seed", "seed_rank"]
 
 
 @contextlib.contextmanager
-def joined(hvd: Any, mp_start_method: str | None, ranks: int | None = None) -> Iterator[None]:
+def horovod_session(
+    hvd: Any, mp_start_method: str | None, ranks: int | None = None
+) -> Iterator[None]:
     """Be one of Horovod's ranks until the block ends.
 
     Parameters

@@ -13,9 +13,9 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from hvd_estimators.spec import EpochRecord
+from hvd_estimators.spec import EpochMetrics
 
-__all__ = ["EventWriter", "record_scalars"]
+__all__ = ["EventWriter", "epoch_scalars"]
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EventWriter:
         self._writer.flush()
 
 
-def record_scalars(record: EpochRecord) -> dict[str, float]:
+def epoch_scalars(record: EpochMetrics) -> dict[str, float]:
     """Return the scalars of an epoch by tag: its losses and all members of its metric groups."""
     scalars = {}
     for stage, values in (("train", record.train), ("validation", record.validation or {})):

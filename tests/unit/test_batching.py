@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import batching
-from hvd_estimators.loading.batching import cut_runs
+from hvd_estimators.loading.batching import cut_chunks
 from hvd_estimators.loading.rows import Memory
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
@@ -35,7 +35,7 @@ def random_sizes(rows, data):
 
 def cut_batches(parts, sizes, rng=None):
     """Return the batches of one pass."""
-    for run in cut_runs(parts, sizes, [rng]):
+    for run in cut_chunks(parts, sizes, [rng]):
         yield from run.batches()
 
 
@@ -101,7 +101,7 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
 def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monkeypatch, passes):
     part, buffer, rows = 50, 300, 2000
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-    monkeypatch.setattr(batching, "RUN_BYTES", 20 * ROW_BYTES)
+    monkeypatch.setattr(batching, "CHUNK_BYTES", 20 * ROW_BYTES)
     taken = 0
 
     def parts():
@@ -112,7 +112,7 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monk
 
     given_out, mixed = 0, 0
     rngs = [np.random.default_rng(number) for number in range(passes)]
-    for run in cut_runs(parts(), [10] * 200, rngs):
+    for run in cut_chunks(parts(), [10] * 200, rngs):
         for batch in run.batches():
             given_out += 10
             mixed += len(set(batch["number"] // 100)) > 1
@@ -130,7 +130,9 @@ def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
     def rows(passes):
         rngs = [np.random.default_rng(number) for number in passes]
         parts = make_parts([70] * 5) * len(passes)
-        return [row for run in cut_runs(parts, sizes, rngs) for row in run.rows.columns()["number"]]
+        return [
+            row for run in cut_chunks(parts, sizes, rngs) for row in run.rows.columns()["number"]
+        ]
 
     both = rows([0, 1])
     assert both[:350] == rows([0])
@@ -159,7 +161,7 @@ def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
     """The end of a pass is what training remembers: there, too, rows of long ago have to come."""
     rows, buffer, run = 40_000, 4000, 200
     monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-    monkeypatch.setattr(batching, "RUN_BYTES", run * ROW_BYTES)
+    monkeypatch.setattr(batching, "CHUNK_BYTES", run * ROW_BYTES)
 
     order = delivered(cut_batches(make_parts([400] * 100), [50] * 800, np.random.default_rng(0)))
 
@@ -209,7 +211,7 @@ def test_all_orders_of_a_small_pass_come_equally_often():
 def test_batches_that_were_handed_out_are_not_overwritten():
     """Memory is used again, but not while somebody holds it."""
     kept, copies = [], []
-    for run in cut_runs(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
+    for run in cut_chunks(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
         for batch in run.batches():
             kept.append(batch["pair"])
             copies.append(batch["pair"].copy())
@@ -278,7 +280,7 @@ def test_other_rows_than_were_planned_are_refused(shuffle, lengths):
 
 
 def test_unshuffled_batches_leave_run_by_run(monkeypatch):
-    monkeypatch.setattr(batching, "RUN_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr(batching, "CHUNK_BYTES", 3 * ROW_BYTES)
     taken = []
 
     def parts():

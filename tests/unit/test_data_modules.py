@@ -132,7 +132,7 @@ def test_validation_batches_that_are_gone_are_an_error(manifest):
         open_data_module(dataclasses.replace(spec, data_module=Constant), 0, 2, 0, 1) as data,
         pytest.raises(DataError, match=r"Rank 0: Constant.val_data\(\) ended .* expected 1 at"),
     ):
-        next(data.val_runs())
+        next(data.val_chunks())
     # Without rows to validate on, none are wanted.
     with open_data_module(data_spec(manifest, Constant), 0, 2, 0, 1) as data:
         assert list(data.val_data()) == []

@@ -46,7 +46,7 @@ def test_random_layouts(tmp_path, monkeypatch, reader, ranks):
         folder.mkdir()
         rows = write_layout(folder, rng, ranks)
         monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", int(rng.integers(24, 8000)))
-        monkeypatch.setattr(batching, "RUN_BYTES", int(rng.integers(24, 2000)))
+        monkeypatch.setattr(batching, "CHUNK_BYTES", int(rng.integers(24, 2000)))
         monkeypatch.setattr(ranges, "PART_BYTES", int(rng.integers(24, 4000)))
         manifest = read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "a", "b"])
         plan = plan_shards(manifest.train.row_groups, ranks)

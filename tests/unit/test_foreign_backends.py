@@ -12,7 +12,7 @@ from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.rank import joined
+from hvd_estimators.training.rank import horovod_session
 
 
 class HereBackend:
@@ -79,6 +79,6 @@ def test_fewer_processes_than_ranks_are_told_of() -> None:
 
     with (
         pytest.raises(RuntimeError, match=r"told of 2 ranks, and Horovod finds 1"),
-        joined(Horovod, None, 2),
+        horovod_session(Horovod, None, 2),
     ):
         pass

@@ -12,7 +12,7 @@ import torch
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
-from hvd_estimators.spec import EpochRecord, TrainResult
+from hvd_estimators.spec import EpochMetrics, TrainResult
 from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.handover import Handover, train_stored
@@ -31,7 +31,7 @@ class Spec:
 
 
 def trainer(spec: Spec) -> TrainResult:
-    history = (EpochRecord(0, {"loss": float(spec.scale)}),)
+    history = (EpochMetrics(0, {"loss": float(spec.scale)}),)
     return TrainResult("digest", STATE * spec.scale, history)
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_estimators.keras.dataset import ColumnDatasets, column_dataset
 from hvd_estimators.keras.tensors import Field, TensorSpec
-from hvd_estimators.loading.batching import Run, cut_runs
+from hvd_estimators.loading.batching import Chunk, cut_chunks
 from hvd_estimators.loading.readers import DataModule
 
 
@@ -27,9 +27,9 @@ def make_columns(rows: int) -> dict[str, np.ndarray]:
     }
 
 
-def runs(sizes: list[int]) -> Iterator[Run]:
+def runs(sizes: list[int]) -> Iterator[Chunk]:
     columns = make_columns(sum(sizes))
-    yield from cut_runs([columns], sizes)
+    yield from cut_chunks([columns], sizes)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [5, 5, 3], [2, 1, 0, 0], [7]])

@@ -129,7 +129,7 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
         cache_location=str(cache),
         cache_size_limit=limit,
     ) as module:
-        runs = module.train_runs()
+        runs = module.train_chunks()
         first = [row for run in itertools.islice(runs, 1) for row in run.rows.columns()["x"]]
         if limit > 1:
             # From now on the cache is all there is.
@@ -160,7 +160,7 @@ def test_a_killed_worker_process_is_an_error(tmp_path, workers):
         reader_pool_type="process",
         train_reader_worker_count=workers,
     ) as module:
-        runs = module.train_runs()
+        runs = module.train_chunks()
         next(runs)
         pool = petastorm_workers()
         assert len(pool) == workers
@@ -177,7 +177,7 @@ def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
     others = set(threading.enumerate())
 
     with opened(tmp_path / "data", 1000) as module:
-        runs = module.train_runs()
+        runs = module.train_chunks()
         next(runs)
         own = [thread.native_id for thread in threading.enumerate() if thread not in others]
         for _ in range(50):

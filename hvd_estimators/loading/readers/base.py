@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import Self
 
 from hvd_estimators.loading import batching
-from hvd_estimators.loading.batching import Run, cut_runs, drawn_runs, hold
+from hvd_estimators.loading.batching import Chunk, cut_chunks, drawn_chunks, hold
 from hvd_estimators.loading.prefetch import Prefetch
 from hvd_estimators.loading.readers.mixing import Bundle, mixed, one_by_one
 from hvd_estimators.loading.readers.ranges import PART_BYTES
@@ -26,7 +26,7 @@ from hvd_estimators.parquet.manifest import ColumnSpec
 __all__ = ["DataModule", "PlannedDataModule"]
 
 Batch = dict[str, Array]
-_RUNS_AHEAD = 2
+_CHUNKS_AHEAD = 2
 _DRAWN_ROWS = 2**12
 """Rows that are held, and are drawn at a time to be transformed."""
 
@@ -129,13 +129,13 @@ class DataModule(ABC):
     def val_data(self) -> Iterator[Batch]:
         """Return the batches of one pass over this rank's validation rows, a new one each time."""
 
-    def train_runs(self) -> Iterator[Run]:
-        """Return the training batches in runs, for those who take several at a time."""
-        return _single_runs(self.train_data())
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks, for those who take several at a time."""
+        return _single_chunks(self.train_data())
 
-    def val_runs(self) -> Iterator[Run]:
-        """Return the validation batches of one pass in runs."""
-        return _single_runs(self.val_data())
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return the validation batches of one pass in chunks."""
+        return _single_chunks(self.val_data())
 
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the rows of each training step over all ranks, where they are known beforehand.
@@ -203,7 +203,7 @@ class PlannedDataModule(DataModule):
         self.shuffle_buffer_bytes = shuffle_buffer_size or batching.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
         self._memory = Memory()
-        self._open: set[Generator[Run, None, None] | Prefetch[Run]] = set()
+        self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
 
     def __exit__(
         self,
@@ -240,34 +240,34 @@ class PlannedDataModule(DataModule):
 
     def train_data(self) -> Iterator[Batch]:
         """Return training batches, pass after pass, each pass in its own order."""
-        return _batches(self.train_runs())
+        return _batches(self.train_chunks())
 
     def val_data(self) -> Iterator[Batch]:
         """Return one pass over this rank's validation rows, in stored order."""
-        return _batches(self.val_runs())
+        return _batches(self.val_chunks())
 
-    def train_runs(self) -> Iterator[Run]:
-        """Return the training batches in runs, for those who take several at a time."""
-        return self._ahead(self._train_runs(), "training rows")
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks, for those who take several at a time."""
+        return self._ahead(self._train_chunks(), "training rows")
 
-    def val_runs(self) -> Iterator[Run]:
-        """Return the validation batches of one pass in runs."""
-        return self._ahead(self._val_runs(), "validation rows")
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return the validation batches of one pass in chunks."""
+        return self._ahead(self._val_chunks(), "validation rows")
 
-    def _train_runs(self) -> Generator[Run, None, None]:
+    def _train_chunks(self) -> Generator[Chunk, None, None]:
         sizes = self.train_plan.batch_sizes(self.cur_shard, self.train_batch_size)
         first_pass, skip = divmod(self.skip_train_steps, len(sizes))
         held = self.shuffle and self.inmemory_cache_all
         with contextlib.closing(
-            self._held_runs(sizes, first_pass) if held else self._read_runs(sizes, first_pass)
-        ) as runs:
-            for run in runs:
-                skipped = min(skip, len(run.sizes))
+            self._held_chunks(sizes, first_pass) if held else self._read_chunks(sizes, first_pass)
+        ) as chunks:
+            for chunk in chunks:
+                skipped = min(skip, len(chunk.sizes))
                 skip -= skipped
-                if skipped < len(run.sizes):
-                    yield run.skip(skipped) if skipped else run
+                if skipped < len(chunk.sizes):
+                    yield chunk.skip(skipped) if skipped else chunk
 
-    def _read_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+    def _read_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches, read anew in each pass."""
         rngs = (
             self._rng(pass_number, "rows") if self.shuffle else None
@@ -275,9 +275,9 @@ class PlannedDataModule(DataModule):
         )
         passes = self._train_passes(first_pass)
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
-            yield from cut_runs(parts, sizes, rngs, self._memory, self.shuffle_buffer_bytes)
+            yield from cut_chunks(parts, sizes, rngs, self._memory, self.shuffle_buffer_bytes)
 
-    def _held_runs(self, sizes: list[int], first_pass: int) -> Generator[Run, None, None]:
+    def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches, read once, and shuffled as a whole in each pass."""
         bundles = one_by_one(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
@@ -287,15 +287,17 @@ class PlannedDataModule(DataModule):
             rows = hold(parts, total, self._memory)
         rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
         if self.transformation is None:
-            yield from drawn_runs(rows, sizes, rngs, self._memory)
+            yield from drawn_chunks(rows, sizes, rngs, self._memory)
             return
         # Each pass is transformed anew: transformations may be random.
         some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
-        parts_drawn = (run.rows.columns() for run in drawn_runs(rows, some, rngs, self._memory))
+        parts_drawn = (
+            chunk.rows.columns() for chunk in drawn_chunks(rows, some, rngs, self._memory)
+        )
         transformed = self._transformed(parts_drawn)
-        yield from cut_runs(transformed, sizes, itertools.repeat(None), self._memory)
+        yield from cut_chunks(transformed, sizes, itertools.repeat(None), self._memory)
 
-    def _val_runs(self) -> Generator[Run, None, None]:
+    def _val_chunks(self) -> Generator[Chunk, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
             return
         ranges = self.val_plan.shards[self.cur_shard]
@@ -304,12 +306,14 @@ class PlannedDataModule(DataModule):
         sizes = [size for size in sizes if size]
         passes = iter([one_by_one(ranges)])
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
-            yield from cut_runs(parts, sizes, memory=self._memory)
+            yield from cut_chunks(parts, sizes, memory=self._memory)
 
-    def _ahead(self, runs: Generator[Run, None, None], name: str) -> Iterator[Run]:
-        """Make runs in a thread of their own, while the ones before are used."""
+    def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
+        """Make chunks in a thread of their own, while the ones before are used."""
         in_this_thread = self.reader_pool_type == "dummy"
-        source = runs if in_this_thread else Prefetch(runs, _RUNS_AHEAD, f"hvd_estimators {name}")
+        source = (
+            chunks if in_this_thread else Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
+        )
         self._open.add(source)
         try:
             yield from source
@@ -374,14 +378,14 @@ class PlannedDataModule(DataModule):
         return np.random.default_rng([self.random_seed, self.cur_shard, pass_number, salt])
 
 
-def _single_runs(batches: Iterator[Batch]) -> Iterator[Run]:
+def _single_chunks(batches: Iterator[Batch]) -> Iterator[Chunk]:
     for batch in batches:
-        yield Run(Rows.of(batch), (num_rows(batch),))
+        yield Chunk(Rows.of(batch), (num_rows(batch),))
 
 
-def _batches(runs: Iterator[Run]) -> Iterator[Batch]:
-    for run in runs:
-        yield from run.batches()
+def _batches(chunks: Iterator[Chunk]) -> Iterator[Batch]:
+    for chunk in chunks:
+        yield from chunk.batches()
 
 
 def _make_read_only(parts: Iterable[Columns]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading.batching import Run
+from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.loading.readers.base import DataModule
 
 __all__ = ["HeldDataModule"]
@@ -59,20 +59,20 @@ class HeldDataModule(DataModule):
 
     def train_data(self) -> Iterator[Any]:
         """Return the training batches; raise `DataError` where they end."""
-        for run in self.train_runs():
-            yield from run.batches()
+        for chunk in self.train_chunks():
+            yield from chunk.batches()
 
     def val_data(self) -> Iterator[Any]:
         """Return the batches of one pass over the validation rows."""
-        for run in self.val_runs():
-            yield from run.batches()
+        for chunk in self.val_chunks():
+            yield from chunk.batches()
 
-    def train_runs(self) -> Iterator[Run]:
-        """Return the training batches in runs; raise `DataError` where they end."""
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks; raise `DataError` where they end."""
         delivered = 0
-        for run in self.module.train_runs():
-            delivered += len(run.sizes)
-            yield run
+        for chunk in self.module.train_chunks():
+            delivered += len(chunk.sizes)
+            yield chunk
         epoch, of_epoch = divmod(self._skip_steps + delivered, self._steps)
         raise DataError(
             f"Rank {self._rank}, epoch {epoch} (the first is 0): {self._name}.train_data() ended "
@@ -80,12 +80,12 @@ class HeldDataModule(DataModule):
             "end, pass after pass, or set train_steps_per_epoch to the batches that every rank has."
         )
 
-    def val_runs(self) -> Iterator[Run]:
+    def val_chunks(self) -> Iterator[Chunk]:
         """Return the validation batches of one pass; raise `DataError` if there are too few."""
         delivered = 0
-        for run in self.module.val_runs():
-            delivered += len(run.sizes)
-            yield run
+        for chunk in self.module.val_chunks():
+            delivered += len(chunk.sizes)
+            yield chunk
         wanted = max(self._val_batches, int(self._has_val_rows))
         if delivered < wanted:
             raise DataError(
