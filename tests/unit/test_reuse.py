@@ -216,7 +216,7 @@ PROGRAM = """
     import sys, time
     from hvd_estimators import Store
     from hvd_estimators.prepare.catalog import dataset_paths
-    from tests.unit.test_prepared import Source, Writer
+    from tests.unit.test_reuse import Source, Writer
     from hvd_estimators.prepare.reuse import lend
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
