@@ -364,7 +364,7 @@ class Interrupt:
         return self
 
 
-INTERRUPTED = {"prepared.py", "registry.py", "owners.py", "contextlib.py", "test_prepared.py"}
+INTERRUPTED = {"reuse.py", "registry.py", "owners.py", "contextlib.py", "test_reuse.py"}
 
 
 @pytest.mark.parametrize("name", ["rows", None])
