@@ -1,0 +1,231 @@
+"""Who may import whom, read from the source: what a process happens to load is in test_imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import hvd_estimators
+
+LAYERS = (
+    ("commands",),
+    ("keras", "lightning"),
+    ("torch",),
+    ("estimator",),
+    ("training",),
+    ("prepare", "loading", "launch"),
+    ("parquet",),
+    ("store",),
+    ("base",),
+)
+"""Rooms from top to bottom. A room imports those below it, and none beside it."""
+
+ROOMS = {
+    "__init__": "base",
+    "__main__": "commands",
+    "exceptions": "base",
+    "lazy": "base",
+    "plain": "base",
+    "spec": "training",
+}
+"""Files of the package's root that do not belong to ``estimator``, the driver's side of a fit."""
+
+SPARK = ("pyspark", "py4j")
+SPARK_FILES = {f"launch.{name}" for name in ("barrier", "failures", "jobs", "slots", "spark")}
+"""What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
+
+FRAMEWORKS = {
+    "torch": ("torch", "lightning"),
+    "torchmetrics": ("lightning",),
+    "lightning": ("lightning",),
+    "pytorch_lightning": ("lightning",),
+    "lightning_fabric": ("lightning",),
+    "lightning_utilities": ("lightning",),
+    "keras": ("keras",),
+    "tensorflow": ("keras",),
+    "horovod.torch": ("torch", "lightning"),
+    "horovod.tensorflow": ("keras",),
+    "horovod.keras": ("keras",),
+}
+"""Each framework and the rooms that may import it."""
+
+
+@dataclass(frozen=True)
+class Import:
+    """What a module imports, at the top or within a function."""
+
+    module: str
+    line: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} imports {self.name}"
+
+    def is_of(self, package: str) -> bool:
+        return f"{self.name}.".startswith(f"{package}.")
+
+
+def read_imports(root: Path) -> dict[str, list[Import]]:
+    """Return the imports of each module of a package; its own modules are named from its root."""
+    files = {name_of(path.relative_to(root)): path for path in root.rglob("*.py")}
+    return {
+        module: [
+            Import(module, line, own_module(root.name, name, files) or name)
+            for line, name in imported_names(ast.parse(path.read_text()))
+        ]
+        for module, path in files.items()
+    }
+
+
+def name_of(path: Path) -> str:
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def own_module(package: str, name: str, modules: Collection[str]) -> str | None:
+    """Return the module that a name is in, or is; None where it is not of the package."""
+    first, _, rest = name.partition(".")
+    if first != package:
+        return None
+    while rest not in modules:
+        rest = rest.rpartition(".")[0] or "__init__"
+    return rest
+
+
+def imported_names(node: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield lines and names that are imported below a node, but not those for type checkers."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.orelse:
+            yield from imported_names(child)
+        return
+    if isinstance(node, ast.Import):
+        yield from ((node.lineno, alias.name) for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "expected absolute imports, which say whose module it is"
+        yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+    elif (
+        isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("import_module")
+        and isinstance(node.args[0], ast.Constant)
+    ):
+        yield node.lineno, str(node.args[0].value)
+    for child in ast.iter_child_nodes(node):
+        yield from imported_names(child)
+
+
+def room(module: str) -> str:
+    first, _, rest = module.partition(".")
+    if first in ROOMS:
+        return ROOMS[first]
+    return first if rest or any(first in layer for layer in LAYERS) else "estimator"
+
+
+def upward(imports: Mapping[str, Sequence[Import]]) -> list[str]:
+    """Return the imports of a room that is not below the importing one."""
+    heights = {name: -i for i, layer in enumerate(LAYERS) for name in layer}
+    return [
+        f"{found} ({room(module)} is not above {room(found.name)})"
+        for module, names in imports.items()
+        for found in names
+        if found.name in imports
+        and room(found.name) != room(module)
+        and heights[room(found.name)] >= heights[room(module)]
+    ]
+
+
+def circles(imports: Mapping[str, Sequence[Import]]) -> list[str]:
+    """Return ways from a module over its imports back to it, one for each that is found."""
+    found, done = [], set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found.append(" -> ".join([*path[path.index(module) :], module]))
+        elif module not in done:
+            for entry in imports[module]:
+                if entry.name in imports:
+                    visit(entry.name, [*path, module])
+            done.add(module)
+
+    for module in imports:
+        visit(module, [])
+    return found
+
+
+def brought(imports: Mapping[str, Sequence[Import]], module: str) -> list[Import]:
+    """Return all that a module imports, and what these import, and so on."""
+    reached, waiting = {module}, [module]
+    for name in waiting:
+        for entry in imports[name]:
+            if entry.name in imports and entry.name not in reached:
+                reached.add(entry.name)
+                waiting.append(entry.name)
+    return [entry for name in waiting for entry in imports[name]]
+
+
+IMPORTS = read_imports(Path(hvd_estimators.__file__).parent)
+RANK_ROOMS = ("launch", "loading", "parquet", "training")
+RANK_MODULES = [
+    module
+    for module in IMPORTS
+    if module.endswith(".trainer") or (room(module) in RANK_ROOMS and module not in SPARK_FILES)
+]
+
+
+def test_no_room_imports_one_above_or_beside_it() -> None:
+    assert [way for way in upward(IMPORTS) if "build_mends" not in way] == []
+
+
+def test_no_circle() -> None:
+    assert [way for way in circles(IMPORTS) if "store.local" not in way] == []
+
+
+@pytest.mark.parametrize("module", RANK_MODULES)
+def test_a_rank_can_run_without_pyspark(module: str) -> None:
+    found = [i for i in brought(IMPORTS, module) if any(i.is_of(package) for package in SPARK)]
+    assert list(map(str, found)) == []
+
+
+def test_a_framework_is_imported_in_its_own_room() -> None:
+    found = [
+        str(entry)
+        for module, entries in IMPORTS.items()
+        for entry in entries
+        for framework, homes in FRAMEWORKS.items()
+        if entry.is_of(framework) and room(module) not in homes
+    ]
+    assert found == []
+
+
+def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
+    sources = {
+        "__init__.py": "",
+        "store/__init__.py": "from house.store.base import Store",
+        "store/base.py": "def f():\n    from house.store import local",
+        "store/local.py": "from house.store.base import Store\nimport house.training.rank",
+        "training/rank.py": "from typing import TYPE_CHECKING\nimport importlib\n"
+        "if TYPE_CHECKING:\n    import torch\nimportlib.import_module('keras')",
+        "keras/trainer.py": "import house.estimator",
+        "estimator.py": "from pyspark.sql import DataFrame",
+    }
+    for name, source in sources.items():
+        path = tmp_path / "house" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+    imports = read_imports(tmp_path / "house")
+
+    assert upward(imports) == ["store.local:2 imports training.rank (store is not above training)"]
+    assert circles(imports) in (
+        ["store.base -> store.local -> store.base"],
+        ["store.local -> store.base -> store.local"],
+    )
+    assert [i.name for i in imports["training.rank"]] == [
+        "typing.TYPE_CHECKING",
+        "importlib",
+        "keras",
+    ]
+    assert "pyspark.sql.DataFrame" in [i.name for i in brought(imports, "keras.trainer")]
