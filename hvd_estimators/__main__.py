@@ -93,7 +93,7 @@ def _positive(text: str) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from hvd_estimators.build import build_horovod
+    from hvd_estimators.commands.build import build_horovod
 
     # As an exception it reaches the code that ends the compilers; by default they would go on.
     before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -115,7 +115,7 @@ def _build(options: argparse.Namespace) -> int:
 
 
 def _doctor(options: argparse.Namespace) -> int:
-    from hvd_estimators import doctor
+    from hvd_estimators.commands import doctor
 
     return doctor.main(as_json=options.json)
 

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.remedies import INSTALL
 
 __all__ = ["lazy_names"]
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], remedies: Mapping[str, str] | None = None
+    package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return ``__getattr__`` and ``__dir__`` of a package.
 
@@ -23,13 +24,11 @@ def lazy_names(
         The package's ``__name__``.
     homes : mapping
         Public name to the module that it is imported from.
-    remedies : mapping, optional
-        Package that may not be installed to the command that installs it.
 
     Raises
     ------
     DependencyError
-        By ``__getattr__``, if a package that has a remedy is missing.
+        By ``__getattr__``, if a package is missing that `hvd_estimators.remedies` knows.
     """
 
     def get(name: str) -> Any:
@@ -39,7 +38,7 @@ def lazy_names(
             return getattr(importlib.import_module(homes[name]), name)
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
-            remedy = (remedies or {}).get(missing)
+            remedy = INSTALL.get(missing)
             if remedy is None:
                 raise
             raise DependencyError(

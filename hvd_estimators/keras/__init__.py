@@ -46,9 +46,4 @@ __getattr__, __dir__ = lazy_names(
         "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
     },
-    {
-        "horovod": "hvd-estimators build-horovod",
-        "keras": "pip install keras",
-        "tensorflow": "pip install tensorflow",
-    },
 )

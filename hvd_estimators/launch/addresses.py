@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from hvd_estimators.build_mends import ADDRESS_VARIABLE
 from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch.mends import ADDRESS_VARIABLE
 
 __all__ = [
     "INTERFACE_VARIABLE",

@@ -20,7 +20,6 @@ import pyarrow as pa
 from horovod.runner.common.util.hosts import SlotInfo
 from pyspark import BarrierTaskContext, Broadcast
 
-from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
@@ -28,6 +27,7 @@ from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.job_store import Failure
+from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, RankProcess
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree

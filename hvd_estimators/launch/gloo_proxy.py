@@ -17,10 +17,10 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from hvd_estimators.build_mends import TOKEN_VARIABLE
 from hvd_estimators.launch.addresses import LOOPBACK
 from hvd_estimators.launch.channel import receive_exactly
 from hvd_estimators.launch.listener import Listener
+from hvd_estimators.launch.mends import TOKEN_VARIABLE
 from hvd_estimators.launch.parent import JOB_SCOPE
 from hvd_estimators.launch.rendezvous_client import Link, PeerLostError
 

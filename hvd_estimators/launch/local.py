@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job_store import JobStore
+from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import (
     RankOutcome,

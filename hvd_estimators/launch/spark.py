@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from pyspark import Broadcast
 from pyspark.sql import SparkSession
 
-from hvd_estimators.build_mends import require_mends
 from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.jobs import barrier_job
+from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.process import pickle_call, results_in_order
 from hvd_estimators.launch.slots import await_slots, is_local
 

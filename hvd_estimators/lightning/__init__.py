@@ -32,9 +32,4 @@ __getattr__, __dir__ = lazy_names(
         "TorchEstimator": "hvd_estimators.lightning.estimator",
         "TorchModel": "hvd_estimators.lightning.model",
     },
-    {
-        "horovod": "hvd-estimators build-horovod",
-        "lightning_utilities": "pip install lightning",
-        "torch": "pip install torch",
-    },
 )

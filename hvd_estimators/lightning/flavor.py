@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.remedies import INSTALL
 
 __all__ = [
     "FLAVORS",
@@ -92,7 +93,7 @@ def default_flavor() -> Flavor:
             return flavor
     raise DependencyError(
         "hvd_estimators.lightning needs Lightning, which is not installed. "
-        "Run: pip install lightning"
+        f"Run: {INSTALL['lightning']}"
     )
 
 

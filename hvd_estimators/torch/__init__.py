@@ -21,5 +21,4 @@ __getattr__, __dir__ = lazy_names(
         "TorchEstimator": "hvd_estimators.torch.estimator",
         "TorchModel": "hvd_estimators.torch.model",
     },
-    {"horovod": "hvd-estimators build-horovod", "torch": "pip install torch"},
 )

@@ -19,13 +19,19 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from hvd_estimators import build, build_tools
-from hvd_estimators.build import build_horovod, build_wheel, default_cache_dir, install_wheel
-from hvd_estimators.build_mends import MENDS, MENDS_REVISION
-from hvd_estimators.build_recipe import BuildRecipe
-from hvd_estimators.build_redirect import redirect_horovod_spark
-from hvd_estimators.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
+from hvd_estimators.commands import build, build_tools
+from hvd_estimators.commands.build import (
+    build_horovod,
+    build_wheel,
+    default_cache_dir,
+    install_wheel,
+)
+from hvd_estimators.commands.build_mends import MENDS
+from hvd_estimators.commands.build_recipe import BuildRecipe
+from hvd_estimators.commands.build_redirect import redirect_horovod_spark
+from hvd_estimators.commands.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.launch.mends import MENDS_REVISION
 
 RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
 WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"
@@ -117,7 +123,7 @@ class TestDetection:
     def test_versions_are_those_of_the_frameworks_and_none_is_imported(self):
         script = (
             "import sys\n"
-            "from hvd_estimators.build_tools import detect_recipe\n"
+            "from hvd_estimators.commands.build_tools import detect_recipe\n"
             "recipe = detect_recipe('none')\n"
             "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))\n"
             "import torch\n"

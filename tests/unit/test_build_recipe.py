@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_estimators import build_tools
-from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.commands import build_tools
+from hvd_estimators.commands.build_recipe import BuildRecipe
 
 RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
 

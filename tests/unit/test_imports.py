@@ -73,7 +73,7 @@ def test_a_name_that_does_not_exist_is_the_usual_error():
 
 @pytest.mark.parametrize(
     ("package", "remedy"),
-    [("horovod", "hvd-estimators build-horovod"), ("torch", "pip install torch")],
+    [("horovod", "hvd-estimators build-horovod"), ("torch", '"hvd_estimators[torch]"')],
 )
 def test_a_missing_framework_is_told_with_the_command_that_installs_it(package, remedy):
     script = (

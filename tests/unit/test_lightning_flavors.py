@@ -122,4 +122,4 @@ def test_without_lightning_the_command_that_installs_it_is_told() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
     assert "DependencyError" in done.stderr
-    assert "pip install lightning" in done.stderr
+    assert '"hvd_estimators[lightning]"' in done.stderr

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import hvd_estimators
-from hvd_estimators import build
 from hvd_estimators.__main__ import main
+from hvd_estimators.commands import build
 from hvd_estimators.exceptions import BuildError
 
 
@@ -30,7 +30,8 @@ def test_version_is_the_packages(command):
 def test_the_command_line_imports_no_framework_and_no_spark():
     script = (
         "import sys\n"
-        "import hvd_estimators.__main__, hvd_estimators.build, hvd_estimators.doctor\n"
+        "import hvd_estimators.__main__\n"
+        "import hvd_estimators.commands.build, hvd_estimators.commands.doctor\n"
         "print({'torch', 'tensorflow', 'pyspark', 'horovod', 'pyarrow'} & set(sys.modules))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
@@ -101,7 +102,7 @@ def test_a_terminated_build_takes_its_compilers_along(tmp_path):
     """SIGTERM, as a scheduler sends it, reaches the code that ends what the build started."""
     script = f"""
 import os, signal, sys, time
-from hvd_estimators import build
+from hvd_estimators.commands import build
 from hvd_estimators.__main__ import main
 def slow(**keywords):
     try:

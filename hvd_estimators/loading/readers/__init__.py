@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
 from hvd_estimators.loading.readers.delivery import HeldDataModule
+from hvd_estimators.remedies import INSTALL
 
 if TYPE_CHECKING:
     from hvd_estimators.spec import DataSpec
 
 __all__ = ["DataModule", "check_data_module", "open_data_module"]
-
-INSTALL_PETASTORM = (
-    "pip install 'hvd_estimators[petastorm]' && pip install --no-deps petastorm==0.13.1"
-)
 
 
 def check_data_module(data_module: str | type[DataModule] | None) -> None:
@@ -41,7 +38,7 @@ def check_data_module(data_module: str | type[DataModule] | None) -> None:
     if importlib.util.find_spec("petastorm") is None:
         raise DependencyError(
             "data_module='petastorm' needs Petastorm, which is not installed. Set "
-            f"data_module='arrow', which reads the same files, or run: {INSTALL_PETASTORM}"
+            f"data_module='arrow', which reads the same files, or run: {INSTALL['petastorm']}"
         )
 
 

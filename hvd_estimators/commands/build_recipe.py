@@ -2,7 +2,7 @@
 
 Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against
 them as it stands. Three things stop it, and each is mended from outside its source (what is wrong
-in the source itself is changed there by `hvd_estimators.build_mends`):
+in the source itself is changed there by `hvd_estimators.commands.build_mends`):
 
 * its CMake files ask for C++14, where torch 2.1 needs C++17 and torch 2.13 C++20, and they strip
   ``-std=`` from ``CXXFLAGS``: the compiler is wrapped in a script that appends the standard last;

@@ -15,36 +15,20 @@ Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
 
 from __future__ import annotations
 
-import re
 import tarfile
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.exceptions import BuildError
+from hvd_estimators.launch.mends import (
+    ADDRESS_VARIABLE,
+    MARKER,
+    MENDS_REVISION,
+    TOKEN_VARIABLE,
+)
 
-__all__ = [
-    "ADDRESS_VARIABLE",
-    "MENDS",
-    "MENDS_REVISION",
-    "TOKEN_VARIABLE",
-    "Mend",
-    "installed_mends",
-    "mend_source",
-    "require_mends",
-    "unpack_source",
-]
+__all__ = ["MENDS", "Mend", "mend_source", "unpack_source"]
 
-ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
-"""Environment variable with the numeric address on which a rank's Gloo listens."""
-
-TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
-"""Environment variable with what a rank shows the rendezvous server, as a bearer token."""
-
-MENDS_REVISION = 1
-"""What a wheel says of itself in `_MARKER`; raise it when a mend is added or changed."""
-
-_MARKER = "horovod/hvd_estimators_mends.py"
 _MARKER_TEXT = f'''\
 """Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
 
@@ -223,34 +207,4 @@ def mend_source(source: Path) -> None:
         texts[path] = text.replace(mend.before, mend.after)
     for path, text in texts.items():
         path.write_text(text)
-    (source / _MARKER).write_text(_MARKER_TEXT)
-
-
-def installed_mends() -> int:
-    """Return the revision of the mends of the installed Horovod; 0 without them, or without it.
-
-    Imports nothing of Horovod.
-    """
-    spec = find_spec("horovod")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        marker = Path(place) / Path(_MARKER).name
-        if marker.is_file():
-            found = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
-            return int(found.group(1)) if found else 0
-    return 0
-
-
-def require_mends() -> None:
-    """Make sure that the installed Horovod was compiled with the mends.
-
-    Raises
-    ------
-    DependencyError
-        If it was not.
-    """
-    if installed_mends() < MENDS_REVISION:
-        raise DependencyError(
-            "The installed Horovod was built without the changes that ranks need: they choose the "
-            "address on which they listen, and prove to the rendezvous server who they are. "
-            "Build it anew on every machine: hvd-estimators build-horovod"
-        )
+    (source / MARKER).write_text(_MARKER_TEXT)

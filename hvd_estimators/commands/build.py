@@ -1,9 +1,9 @@
 """Build Horovod for the frameworks of this interpreter, keep the wheel, and install it.
 
 ``hvd-estimators build-horovod`` is the command. What a build needs for given versions is in
-`hvd_estimators.build_recipe`, how the machine is asked for them in `hvd_estimators.build_tools`,
-what is changed in the source in `hvd_estimators.build_mends` and in the wheel afterwards in
-`hvd_estimators.build_redirect`; here is the run: the cache, pip, and what is said meanwhile.
+`build_recipe`, how the machine is asked for them in `build_tools`, what is changed in the source in
+`build_mends` and in the wheel afterwards in `build_redirect`; here is the run: the cache, pip, and
+what is said meanwhile.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from hvd_estimators.build_mends import mend_source, unpack_source
-from hvd_estimators.build_recipe import BuildRecipe
-from hvd_estimators.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
-from hvd_estimators.build_tools import (
+from hvd_estimators.commands.build_mends import mend_source, unpack_source
+from hvd_estimators.commands.build_recipe import BuildRecipe
+from hvd_estimators.commands.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
+from hvd_estimators.commands.build_tools import (
     build_path,
     check_system,
     default_jobs,
@@ -38,6 +38,7 @@ from hvd_estimators.build_tools import (
     missing_build_packages,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.remedies import BUILD_HOROVOD
 
 __all__ = ["build_horovod", "build_wheel", "default_cache_dir", "install_wheel"]
 
@@ -215,7 +216,7 @@ def install_wheel(wheel: Path, recipe: BuildRecipe, *, report: Report = print) -
     if error:
         raise BuildError(
             f"Horovod is installed but does not import:\n{error}\nIf the framework was built on "
-            "this machine, build Horovod anew: hvd-estimators build-horovod --force"
+            f"this machine, build Horovod anew: {BUILD_HOROVOD} --force"
         )
     report(f"installed; imports as {', '.join(f'horovod.{name}' for name in recipe.frameworks)}")
 

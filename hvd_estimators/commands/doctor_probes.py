@@ -1,6 +1,6 @@
 """What the doctor looks at: versions, imports, a real allreduce, GPUs.
 
-Nothing here judges what it finds: `hvd_estimators.doctor` does.
+Nothing here judges what it finds: `hvd_estimators.commands.doctor` does.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from hvd_estimators.build_mends import installed_mends
-from hvd_estimators.build_tools import DISTRIBUTIONS, cuda_of, installed_version
-from hvd_estimators.doctor_processes import ProbeError, run_python, two_rank_allreduce
+from hvd_estimators.commands.build_tools import DISTRIBUTIONS, cuda_of, installed_version
+from hvd_estimators.commands.doctor_processes import ProbeError, run_python, two_rank_allreduce
+from hvd_estimators.launch.mends import installed_mends
 
 __all__ = ["Facts", "HorovodFacts", "collect"]
 

@@ -1,7 +1,7 @@
 """Say what is installed, whether it fits together, and how to mend what does not.
 
-``hvd-estimators doctor`` is the command. `hvd_estimators.doctor_probes` finds the facts; the
-functions here turn them into rows, and know nothing of the machine.
+``hvd-estimators doctor`` is the command. `doctor_probes` finds the facts; the functions here turn
+them into rows, and know nothing of the machine.
 """
 
 from __future__ import annotations
@@ -13,16 +13,13 @@ from enum import Enum
 
 from packaging.version import Version
 
-from hvd_estimators.build_mends import MENDS_REVISION
-from hvd_estimators.doctor_probes import Facts, collect
-from hvd_estimators.doctor_processes import ProbeError
+from hvd_estimators.commands.doctor_probes import Facts, collect
+from hvd_estimators.commands.doctor_processes import ProbeError
+from hvd_estimators.launch.mends import MENDS_REVISION
+from hvd_estimators.remedies import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
 
 __all__ = ["Row", "Status", "diagnose", "main"]
 
-BUILD_COMMAND = "hvd-estimators build-horovod"
-PETASTORM_COMMAND = (
-    'pip install "hvd_estimators[petastorm]" && pip install --no-deps petastorm==0.13.1'
-)
 _JAVA_COMMAND = "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to an installed Java"
 
 # https://spark.apache.org/docs/3.5.9/ and https://spark.apache.org/docs/latest/, "Downloading"
@@ -126,31 +123,30 @@ def _required(facts: Facts, component: str, name: str, minimum: str) -> Row:
 def _petastorm(facts: Facts) -> Row:
     version = facts.versions.get("petastorm")
     if version is None:
-        return Row(
-            "Petastorm", 'reading with data_module="arrow"', Status.ABSENT, PETASTORM_COMMAND
-        )
+        found = 'reading with data_module="arrow"'
+        return Row("Petastorm", found, Status.ABSENT, INSTALL["petastorm"])
     error = facts.import_errors.get("petastorm")
     if error:
         found = (
             f"{version} cannot be imported beside PyArrow {facts.versions.get('pyarrow')} and "
             f"NumPy {facts.versions.get('numpy')}: {error}"
         )
-        return Row("Petastorm", found, Status.PROBLEM, PETASTORM_COMMAND)
+        return Row("Petastorm", found, Status.PROBLEM, INSTALL["petastorm"])
     return Row("Petastorm", version)
 
 
 def _frameworks(facts: Facts) -> Iterator[Row]:
-    yield _framework(facts, "torch", "torch", "torch")
-    yield _framework(facts, "TensorFlow", "tensorflow", "keras")
-    yield _framework(facts, "Keras", "keras", "keras", minimum="3")
-    yield _framework(facts, "Lightning", "lightning", "lightning", minimum="2")
+    yield _framework(facts, "torch", "torch")
+    yield _framework(facts, "TensorFlow", "tensorflow")
+    yield _framework(facts, "Keras", "keras", minimum="3")
+    yield _framework(facts, "Lightning", "lightning", minimum="2")
     if not {"torch", "tensorflow"} & facts.versions.keys():
-        remedy = 'pip install "hvd_estimators[torch]" or pip install "hvd_estimators[keras]"'
-        yield Row("Frameworks", "neither torch nor TensorFlow", Status.PROBLEM, remedy)
+        found = "neither torch nor TensorFlow"
+        yield Row("Frameworks", found, Status.PROBLEM, INSTALL_A_FRAMEWORK)
 
 
-def _framework(facts: Facts, component: str, name: str, extra: str, minimum: str = "0") -> Row:
-    remedy = f'pip install --upgrade "hvd_estimators[{extra}]"'
+def _framework(facts: Facts, component: str, name: str, minimum: str = "0") -> Row:
+    remedy = INSTALL[name]
     version = facts.versions.get(name)
     if version is None:
         return Row(component, "", Status.ABSENT, remedy)
@@ -165,28 +161,28 @@ def _framework(facts: Facts, component: str, name: str, extra: str, minimum: str
 def _horovod(facts: Facts) -> Iterator[Row]:
     version = facts.versions.get("horovod")
     if version is None:
-        yield Row("Horovod", "not installed", Status.PROBLEM, BUILD_COMMAND)
+        yield Row("Horovod", "not installed", Status.PROBLEM, BUILD_HOROVOD)
     for framework, build in facts.horovod.items():
         component = f"Horovod for {framework}"
         installed = facts.versions[framework]
         if build.built_for not in (None, installed):
             found = f"{version}, built for {framework} {build.built_for}, not {installed}"
-            yield Row(component, found, Status.PROBLEM, BUILD_COMMAND)
+            yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
         elif build.error:
-            yield Row(component, f"{version}: {build.error}", Status.PROBLEM, BUILD_COMMAND)
+            yield Row(component, f"{version}: {build.error}", Status.PROBLEM, BUILD_HOROVOD)
         elif "gloo" not in build.features:
             found = f"{version}, built without Gloo"
-            yield Row(component, found, Status.PROBLEM, f"{BUILD_COMMAND} --force")
+            yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
         elif facts.horovod_mends < MENDS_REVISION:
             found = f"{version}, built without what ranks need to listen where others reach them"
-            yield Row(component, found, Status.PROBLEM, BUILD_COMMAND)
+            yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
 
 
 def _allreduce(facts: Facts) -> Iterator[Row]:
     if isinstance(facts.allreduce, ProbeError):
-        remedy = f"{BUILD_COMMAND} --force"
+        remedy = f"{BUILD_HOROVOD} --force"
         yield Row("Allreduce", str(facts.allreduce), Status.PROBLEM, remedy)
     elif facts.allreduce is not None:
         yield Row("Allreduce", f"two processes in {facts.allreduce:.1f} s")
@@ -197,12 +193,12 @@ def _gpus(facts: Facts) -> Row:
         return Row("GPUs", "none; training runs on CPUs", Status.ABSENT)
     names = ", ".join(facts.gpus)
     if "torch" in facts.versions and not facts.torch_cuda:
-        remedy = f"install a CUDA build of torch, then {BUILD_COMMAND} --gpu cuda"
+        remedy = f"install a CUDA build of torch, then {BUILD_HOROVOD} --gpu cuda"
         found = f"{names}; but torch {facts.versions['torch']} is built for CPUs"
         return Row("GPUs", found, Status.WARNING, remedy)
     if any("nccl" not in build.features for build in facts.horovod.values()):
         found = f"{names}; but Horovod is built without NCCL and reduces on CPUs"
-        return Row("GPUs", found, Status.WARNING, f"{BUILD_COMMAND} --gpu cuda")
+        return Row("GPUs", found, Status.WARNING, f"{BUILD_HOROVOD} --gpu cuda")
     return Row("GPUs", names)
 
 

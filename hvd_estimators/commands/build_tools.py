@@ -20,8 +20,9 @@ from pathlib import Path
 import psutil
 from packaging.tags import sys_tags
 
-from hvd_estimators.build_recipe import BuildRecipe
+from hvd_estimators.commands.build_recipe import BuildRecipe
 from hvd_estimators.exceptions import BuildError, DependencyError
+from hvd_estimators.remedies import INSTALL_A_FRAMEWORK
 
 __all__ = [
     "DISTRIBUTIONS",
@@ -73,8 +74,7 @@ def detect_recipe(gpu: str = "auto") -> BuildRecipe:
     if not any(versions.values()):
         raise DependencyError(
             f"Horovod is built for an installed framework; {sys.executable} has neither torch nor "
-            'tensorflow. Install one first: pip install "hvd_estimators[torch]" or pip install '
-            '"hvd_estimators[keras]"'
+            f"tensorflow. Install one first: {INSTALL_A_FRAMEWORK}"
         )
     return BuildRecipe(
         tag=str(next(sys_tags())),
