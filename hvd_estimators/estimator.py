@@ -21,6 +21,7 @@ from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, declare, integer, names, number, numbers, shapes, text
@@ -35,7 +36,7 @@ from hvd_estimators.progress import show_progress
 from hvd_estimators.reading import ReadingParams
 from hvd_estimators.run_params import RunParams
 from hvd_estimators.runs import in_use
-from hvd_estimators.spec import DataSpec, TrainResult, TrainSpec
+from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store import Store
 from hvd_estimators.training.handover import Handover, Trainer, train_stored
 from hvd_estimators.transforming import TransformationParams
@@ -436,13 +437,13 @@ class HorovodEstimator(
             or (val_plan.steps(val_batch_size) if val_plan else 0),
             random_seed=order_seed,
             data_module=get("data_module"),
-            options={
+            options=ReaderOptions(
                 **self._reading_options(),
-                "transform_fn": get("transformation_fn"),
-                "transformation": self._transformation(),
-                "storage_options": get("store").storage_options,
-                "verbose": get("verbose"),
-            },
+                transform_fn=get("transformation_fn"),
+                transformation=self._transformation(),
+                storage_options=get("store").storage_options,
+                verbose=get("verbose"),
+            ),
         )
 
     def _transformation(self) -> Transformation | None:

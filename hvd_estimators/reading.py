@@ -92,7 +92,7 @@ class ReadingParams(DeclaredParams):
             )
 
     def _reading_options(self) -> dict[str, Any]:
-        """Return what these params say, as keyword arguments of a data module."""
+        """Return what these params say, by the names of `ReaderOptions`."""
         get = self.getOrDefault
         return {
             "shuffle": get("shuffle"),

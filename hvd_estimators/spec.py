@@ -3,60 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from hvd_estimators.loading.readers.base import DataModule
-from hvd_estimators.loading.sharding import ShardPlan
-from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
 
-__all__ = ["DataSpec", "EpochMetrics", "TrainResult", "TrainSpec"]
-
-
-@dataclass(frozen=True)
-class DataSpec:
-    """The data of a training job and how it is read.
-
-    Attributes
-    ----------
-    columns : tuple of ColumnSpec
-        The columns that are read.
-    train_path, val_path : str
-        Where the Parquet files lie; ``val_path`` is None without validation.
-    train_plan, val_plan : ShardPlan
-        Which rank reads what; ``val_plan`` is None without validation.
-    feature_cols, label_cols : tuple of str
-        Inputs and targets, in the order in which the model takes and gives them.
-    sample_weight_col : str or None
-        Weight of each row.
-    batch_size, val_batch_size : int
-        Rows of a full batch of one rank.
-    train_steps_per_epoch, validation_steps_per_epoch : int
-        Batches of an epoch on each rank.
-    random_seed : int
-        Seed of the rows' order.
-    data_module : str, type or None
-        Name or class of the reader; None for Petastorm where it imports, PyArrow otherwise.
-    options : mapping
-        Further keyword arguments of the data module.
-    """
-
-    columns: tuple[ColumnSpec, ...]
-    train_path: str
-    val_path: str | None
-    train_plan: ShardPlan
-    val_plan: ShardPlan | None
-    feature_cols: tuple[str, ...]
-    label_cols: tuple[str, ...]
-    sample_weight_col: str | None
-    batch_size: int
-    val_batch_size: int
-    train_steps_per_epoch: int
-    validation_steps_per_epoch: int
-    random_seed: int
-    data_module: str | type[DataModule] | None
-    options: Mapping[str, Any] = field(default_factory=dict)
+__all__ = ["EpochMetrics", "TrainResult", "TrainSpec"]
 
 
 @dataclass(frozen=True)

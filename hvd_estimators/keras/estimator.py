@@ -42,12 +42,13 @@ from hvd_estimators.keras.serialization import (
 from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.params import declare, integer
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
-from hvd_estimators.spec import DataSpec, EpochMetrics, TrainResult
+from hvd_estimators.spec import EpochMetrics, TrainResult
 
 __all__ = ["KerasEstimator"]
 
@@ -238,7 +239,7 @@ class KerasEstimator(HorovodEstimator):
         self._check_steps(dry_run.model, data)
         if dry_run.output_shapes:
             self._class_scores(dry_run.output_shapes)
-        if data.train_plan.num_ranks > 1:
+        if data.train_plan.num_shards > 1:
             dry_run.check_metrics()
         settings = self._compile_settings()
         identity = model_identity(dry_run.model, get("learning_rate") is not None)
@@ -416,7 +417,7 @@ class KerasEstimator(HorovodEstimator):
         plan = data.train_plan
         sizes = [
             size
-            for rank in range(plan.num_ranks)
+            for rank in range(plan.num_shards)
             for size in plan.batch_sizes(rank, data.batch_size)
         ]
         has_batch_norm = any(
@@ -425,8 +426,8 @@ class KerasEstimator(HorovodEstimator):
         if has_batch_norm and 0 in sizes:
             raise DataError(
                 "Batch normalization needs a row on every rank in every step, and there are "
-                f"{sum(sizes)} rows for {plan.num_ranks} ranks. Set num_proc or batch_size so that "
-                "the rows can be shared out."
+                f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so "
+                "that the rows can be shared out."
             )
 
     def _dump_param(self, name: str, value: Any) -> bytes:

@@ -35,7 +35,8 @@ from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.base import PlannedDataModule
-from hvd_estimators.spec import DataSpec, EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.tensorboard import EventWriter
@@ -85,7 +86,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
     require_tensorflow()
-    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_shards):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))

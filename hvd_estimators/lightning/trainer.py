@@ -80,7 +80,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     TrainResult
         The trained module, from rank 0.
     """
-    ranks = spec.data.train_plan.num_ranks
+    ranks = spec.data.train_plan.num_shards
     with horovod_session(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)

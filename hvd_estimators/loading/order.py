@@ -43,7 +43,7 @@ def order_warning(
         The warning; None if all is well.
     """
     row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
-    rank_bytes = max(map(plan.rows, range(plan.num_ranks))) * row_bytes
+    rank_bytes = max(map(plan.rows, range(plan.num_shards))) * row_bytes
     read_together = sum(min(plan.open_groups, len(shard)) for shard in plan.shards)
     if rank_bytes <= 2 * buffer_bytes or read_together >= _ENOUGH_GROUPS:
         return None

@@ -1,12 +1,13 @@
-"""Which rank reads which rows, and how many of them in each step: pure arithmetic.
+"""Which shard has which rows, and how many of them in each step: pure arithmetic.
 
-Every rank computes the same numbers from the same plan, so nothing has to be exchanged to know
-how many rows the other ranks see in a step.
+A shard is what one rank reads, or one of several that a rank plays one after the other where there
+are fewer ranks than the plan was made for. Every rank computes the same numbers from the same plan,
+so nothing has to be exchanged to know how many rows the other ranks see in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,14 @@ import numpy as np
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.parquet.manifest import RowGroup
 
-__all__ = ["MOST_OPEN_GROUPS", "RowRange", "ShardPlan", "batch_sizes", "plan_shards"]
+__all__ = [
+    "MOST_OPEN_GROUPS",
+    "RowRange",
+    "ShardPlan",
+    "batch_sizes",
+    "plan_shards",
+    "played_shards",
+]
 
 MOST_OPEN_GROUPS = 64
 """Row groups that a rank reads at a time, at most: each has a file open."""
@@ -37,41 +45,65 @@ class RowRange:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The rows of each rank.
+    """The rows of each shard.
 
     Attributes
     ----------
     shards : tuple of tuple of RowRange
-        ``shards[rank]`` is what that rank reads in one pass over the data, in stored order.
-        Together the shards hold every row exactly once, and two ranks differ by at most one row.
+        Each is what is read of that shard in one pass over the data, in stored order. Together the
+        shards hold every row exactly once, and two of them differ by at most one row.
     open_groups : int
-        Row groups that a rank reads at a time where rows are shuffled, some rows of each in turn.
+        Row groups of a shard that are read at a time where rows are shuffled, some rows of each in
+        turn.
     """
 
     shards: tuple[tuple[RowRange, ...], ...]
     open_groups: int = 1
 
     @property
-    def num_ranks(self) -> int:
-        """Number of ranks that the plan was made for."""
+    def num_shards(self) -> int:
+        """Number of (canonical) shards: of the ranks that the plan was made for."""
         return len(self.shards)
 
-    def rows(self, rank: int) -> int:
-        """Return the number of rows that a rank reads in one pass."""
-        return sum(row_range.rows for row_range in self.shards[rank])
+    def rows(self, shard: int) -> int:
+        """Return the number of rows of a shard."""
+        return sum(row_range.rows for row_range in self.shards[shard])
 
     def steps(self, batch_size: int) -> int:
-        """Return the number of steps, the same on all ranks, in which one pass is made."""
-        return -(-max(self.rows(rank) for rank in range(self.num_ranks)) // batch_size)
+        """Return the number of steps, the same for all shards, in which one pass is made."""
+        return -(-max(map(self.rows, range(self.num_shards))) // batch_size)
 
-    def batch_sizes(self, rank: int, batch_size: int) -> list[int]:
-        """Return the rows of each step of one rank; see `batch_sizes`."""
-        return batch_sizes(self.rows(rank), self.steps(batch_size), batch_size)
+    def batch_sizes(self, shard: int, batch_size: int) -> list[int]:
+        """Return the rows of each step of one shard; see `batch_sizes`."""
+        return batch_sizes(self.rows(shard), self.steps(batch_size), batch_size)
 
     def global_batch_sizes(self, batch_size: int) -> list[int]:
-        """Return the rows of each step over all ranks."""
-        per_rank = [self.batch_sizes(rank, batch_size) for rank in range(self.num_ranks)]
-        return [sum(sizes) for sizes in zip(*per_rank, strict=True)]
+        """Return the rows of each step over all shards."""
+        return self.sizes_of(range(self.num_shards), batch_size)
+
+    def sizes_of(self, shards: Iterable[int], batch_size: int) -> list[int]:
+        """Return the rows of each step over some shards."""
+        per_shard = [self.batch_sizes(shard, batch_size) for shard in shards]
+        return [sum(sizes) for sizes in zip(*per_shard, strict=True)]
+
+
+def played_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
+    """Return the shards that a rank plays in each step, one after the other.
+
+    Parameters
+    ----------
+    num_shards : int
+        Number of shards of the plan.
+    rank, size : int
+        The rank, and the number of ranks.
+
+    Returns
+    -------
+    tuple of int
+        ``rank, rank + size, rank + 2 * size`` and so on: with as many ranks as shards the rank
+        itself. Some ranks have one more than others.
+    """
+    return tuple(range(rank, num_shards, size))
 
 
 def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
@@ -101,30 +133,30 @@ def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
 
 def plan_shards(
     row_groups: Sequence[RowGroup],
-    num_ranks: int,
+    num_shards: int,
     *,
     allow_empty: bool = False,
     seed: int | None = None,
     open_bytes: int = 0,
 ) -> ShardPlan:
-    """Cut row groups into one shard per rank.
+    """Cut row groups into shards.
 
     Shards are contiguous, or, with a seed, each has one of every few neighbouring row groups, so
-    that it is a sample of all rows, however these are sorted. Row groups are cut where a rank's
-    share ends inside one: the two ranks that meet there both read it and each keeps its part.
+    that it is a sample of all rows, however these are sorted. Row groups are cut where a shard
+    ends inside one: the two ranks that meet there both read it and each keeps its part.
 
     Parameters
     ----------
     row_groups : sequence of RowGroup
         The dataset's row groups in stored order.
-    num_ranks : int
-        Number of ranks, at least 1.
+    num_shards : int
+        Number of shards, at least 1: of the ranks with which a run begins.
     allow_empty : bool
-        Accept fewer rows than ranks (validation): some ranks then have none.
+        Accept fewer rows than shards (validation): some shards then have none.
     seed : int, optional
-        Deals row groups to ranks by chance.
+        Deals row groups to shards by chance.
     open_bytes : int
-        Memory of a rank for the row groups that it reads at a time; see `RowGroup.open_bytes`.
+        Memory for the row groups of a shard that are read at a time; see `RowGroup.open_bytes`.
         0: they are read one after another.
 
     Returns
@@ -135,24 +167,24 @@ def plan_shards(
     Raises
     ------
     DataError
-        If there are fewer rows than ranks and ``allow_empty`` is not set.
+        If there are fewer rows than shards and ``allow_empty`` is not set.
     """
     total = sum(group.rows for group in row_groups)
-    if total < num_ranks and not allow_empty:
+    if total < num_shards and not allow_empty:
         raise DataError(
-            f"The dataset has {total} rows, fewer than the {num_ranks} ranks that are to train "
+            f"The dataset has {total} rows, fewer than the {num_shards} ranks that are to train "
             f"on it: each rank needs at least one. Set num_proc to {max(total, 1)} or less."
         )
-    bounds = [total * rank // num_ranks for rank in range(num_ranks + 1)]
-    shards: list[list[RowRange]] = [[] for _ in range(num_ranks)]
-    rank = offset = 0
-    for group in row_groups if seed is None else _dealt(row_groups, num_ranks, seed):
+    bounds = [total * shard // num_shards for shard in range(num_shards + 1)]
+    shards: list[list[RowRange]] = [[] for _ in range(num_shards)]
+    current = offset = 0
+    for group in row_groups if seed is None else _dealt(row_groups, num_shards, seed):
         start = 0
         while start < group.rows:
-            while offset == bounds[rank + 1]:
-                rank += 1
-            stop = min(group.rows, start + bounds[rank + 1] - offset)
-            shards[rank].append(RowRange(group.file, group.index, start, stop))
+            while offset == bounds[current + 1]:
+                current += 1
+            stop = min(group.rows, start + bounds[current + 1] - offset)
+            shards[current].append(RowRange(group.file, group.index, start, stop))
             offset += stop - start
             start = stop
     if seed is not None:
@@ -164,12 +196,12 @@ def plan_shards(
     return ShardPlan(tuple(tuple(shard) for shard in shards), open_groups)
 
 
-def _dealt(row_groups: Sequence[RowGroup], num_ranks: int, seed: int) -> list[RowGroup]:
-    """Deal row groups, as many as there are ranks at a time; return the ranks' one by one."""
-    rng = np.random.default_rng([seed, num_ranks])
-    hands: list[list[RowGroup]] = [[] for _ in range(num_ranks)]
-    for first in range(0, len(row_groups), num_ranks):
-        ranks = rng.permutation(num_ranks)
-        for rank, group in zip(ranks, row_groups[first : first + num_ranks], strict=False):
-            hands[rank].append(group)
+def _dealt(row_groups: Sequence[RowGroup], num_shards: int, seed: int) -> list[RowGroup]:
+    """Deal row groups, as many as there are shards at a time; return the shards' one by one."""
+    rng = np.random.default_rng([seed, num_shards])
+    hands: list[list[RowGroup]] = [[] for _ in range(num_shards)]
+    for first in range(0, len(row_groups), num_shards):
+        shards = rng.permutation(num_shards)
+        for shard, group in zip(shards, row_groups[first : first + num_shards], strict=False):
+            hands[shard].append(group)
     return [group for hand in hands for group in hand]

@@ -13,12 +13,13 @@ from torch.nn.parameter import is_lazy
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.params import declare, functions, one_of, shapes
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.runs import named
-from hvd_estimators.spec import DataSpec, TrainResult
+from hvd_estimators.spec import TrainResult
 from hvd_estimators.torch.checks import check_fit, check_weightable
 from hvd_estimators.torch.model import TorchModel, dump_torch_param, load_torch_params
 from hvd_estimators.torch.serialization import (
@@ -233,13 +234,13 @@ class TorchEstimator(HorovodEstimator):
         """Refuse batches that a model or a training function cannot take."""
         sizes = [
             size
-            for rank in range(data.train_plan.num_ranks)
+            for rank in range(data.train_plan.num_shards)
             for size in data.train_plan.batch_sizes(rank, data.batch_size)
         ]
         if self.getOrDefault("train_minibatch_fn") is not None and 0 in sizes:
             raise DataError(
                 "train_minibatch_fn needs a row on every rank in every step, and there are "
-                f"{sum(sizes)} rows for {data.train_plan.num_ranks} ranks. Set num_proc or "
+                f"{sum(sizes)} rows for {data.train_plan.num_shards} ranks. Set num_proc or "
                 "batch_size so that the rows can be shared out."
             )
         has_batch_norm = any(
@@ -250,7 +251,7 @@ class TorchEstimator(HorovodEstimator):
             raise DataError(
                 "Batch normalization cannot train on a batch of one row, and "
                 f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
-                f"{data.train_plan.num_ranks} ranks). Set another batch_size."
+                f"{data.train_plan.num_shards} ranks). Set another batch_size."
             )
 
     def _tensor_spec(self) -> TensorSpec:

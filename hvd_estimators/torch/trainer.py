@@ -81,7 +81,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_ranks):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_shards):
         # What losses are made with here is the same on all ranks.
         torch.manual_seed(spec.data.random_seed)
         return _Trainer(spec).run()

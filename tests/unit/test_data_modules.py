@@ -12,8 +12,8 @@ from pyarrow import parquet
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.loading.readers import DataModule, check_data_module, open_data_module
 from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.spec import DataSpec
 from hvd_estimators.store import LocalStore
 
 
@@ -55,7 +55,7 @@ def data_spec(manifest, data_module):
         validation_steps_per_epoch=0,
         random_seed=7,
         data_module=data_module,
-        options={"shuffle": False, "categorical_cols": None, "verbose": 0},
+        options=ReaderOptions(shuffle=False, verbose=0),
     )
 
 

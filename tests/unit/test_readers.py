@@ -74,8 +74,8 @@ class Dataset:
             parquet.write_table(table, path, row_group_size=row_group_size)
         self.manifest = read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "pair"])
 
-    def plan(self, num_ranks, **options):
-        return plan_shards(self.manifest.train.row_groups, num_ranks, **options)
+    def plan(self, num_shards, **options):
+        return plan_shards(self.manifest.train.row_groups, num_shards, **options)
 
 
 def pairs(ids):

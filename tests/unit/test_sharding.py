@@ -32,30 +32,30 @@ def rows_of(shard):
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_shards_end_to_end_are_the_stored_rows_each_once(layout, num_ranks):
+def test_shards_end_to_end_are_the_stored_rows_each_once(layout, num_shards):
     groups = row_groups(layout)
 
-    plan = plan_shards(groups, num_ranks, allow_empty=True)
+    plan = plan_shards(groups, num_shards, allow_empty=True)
 
-    assert plan.num_ranks == num_ranks
+    assert plan.num_shards == num_shards
     read = [row for shard in plan.shards for row in rows_of(shard)]
     assert read == stored_rows(groups)
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_ranks_differ_by_at_most_one_row(layout, num_ranks):
-    plan = plan_shards(row_groups(layout), num_ranks, allow_empty=True)
+def test_ranks_differ_by_at_most_one_row(layout, num_shards):
+    plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)
 
-    rows = [plan.rows(rank) for rank in range(num_ranks)]
+    rows = [plan.rows(rank) for rank in range(num_shards)]
     assert rows == [len(rows_of(shard)) for shard in plan.shards]
     assert max(rows) - min(rows) <= 1
 
 
 @given(LAYOUTS, st.integers(1, 9))
-def test_no_range_is_empty_or_leaves_its_row_group(layout, num_ranks):
+def test_no_range_is_empty_or_leaves_its_row_group(layout, num_shards):
     rows = {(group.file, group.index): group.rows for group in row_groups(layout)}
 
-    plan = plan_shards(row_groups(layout), num_ranks, allow_empty=True)
+    plan = plan_shards(row_groups(layout), num_shards, allow_empty=True)
 
     for row_range in itertools.chain(*plan.shards):
         assert 0 <= row_range.start < row_range.stop <= rows[row_range.file, row_range.row_group]
@@ -78,12 +78,12 @@ def test_a_row_group_can_be_cut_for_more_than_two_ranks():
     assert [shard[0].rows for shard in plan.shards] == [3, 3, 3]
 
 
-@pytest.mark.parametrize(("rows", "num_ranks"), [(0, 1), (1, 2), (3, 4)])
-def test_fewer_rows_than_ranks_is_an_error_that_says_how_many_ranks_will_do(rows, num_ranks):
+@pytest.mark.parametrize(("rows", "num_shards"), [(0, 1), (1, 2), (3, 4)])
+def test_fewer_rows_than_ranks_is_an_error_that_says_how_many_ranks_will_do(rows, num_shards):
     groups = [RowGroup("a", 0, rows)] if rows else []
 
     with pytest.raises(DataError, match=rf"{rows} rows.*num_proc to {max(rows, 1)} or less"):
-        plan_shards(groups, num_ranks)
+        plan_shards(groups, num_shards)
 
 
 def test_for_validation_some_ranks_may_have_no_rows():
@@ -127,18 +127,18 @@ def test_batch_sizes_of_small_cases_by_hand(rows, steps, batch_size, expected):
     assert batch_sizes(rows, steps, batch_size) == expected
 
 
-@pytest.mark.parametrize("num_ranks", range(1, 6))
+@pytest.mark.parametrize("num_shards", range(1, 6))
 @pytest.mark.parametrize("batch_size", [1, 2, 3, 7, 100])
-def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_ranks, batch_size):
-    for rows in range(num_ranks, 40):
-        plan = plan_shards([RowGroup("a", 0, rows)], num_ranks)
+def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_shards, batch_size):
+    for rows in range(num_shards, 40):
+        plan = plan_shards([RowGroup("a", 0, rows)], num_shards)
 
-        per_rank = [plan.batch_sizes(rank, batch_size) for rank in range(num_ranks)]
+        per_rank = [plan.batch_sizes(rank, batch_size) for rank in range(num_shards)]
 
-        most = -(-rows // num_ranks)  # rows of the rank that has most
+        most = -(-rows // num_shards)  # rows of the rank that has most
         steps = -(-most // batch_size)
         assert plan.steps(batch_size) == steps
-        assert [len(sizes) for sizes in per_rank] == [steps] * num_ranks
+        assert [len(sizes) for sizes in per_rank] == [steps] * num_shards
         assert sum(map(sum, per_rank)) == rows
         totals = [sum(sizes[step] for sizes in per_rank) for step in range(steps)]
         assert plan.global_batch_sizes(batch_size) == totals
@@ -146,16 +146,16 @@ def test_all_ranks_take_the_same_number_of_steps_and_together_see_every_row(num_
 
 
 @given(LAYOUTS, st.integers(1, 9), st.integers(0, 99))
-def test_dealt_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_ranks, seed):
+def test_dealt_shards_hold_every_row_once_and_differ_by_at_most_one(layout, num_shards, seed):
     groups = row_groups(layout)
 
-    plan = plan_shards(groups, num_ranks, allow_empty=True, seed=seed)
+    plan = plan_shards(groups, num_shards, allow_empty=True, seed=seed)
 
     rows = [row for shard in plan.shards for row in rows_of(shard)]
     assert sorted(rows) == sorted(stored_rows(groups))
-    sizes = [plan.rows(rank) for rank in range(num_ranks)]
+    sizes = [plan.rows(rank) for rank in range(num_shards)]
     assert max(sizes) - min(sizes) <= 1
-    assert plan == plan_shards(groups, num_ranks, allow_empty=True, seed=seed)
+    assert plan == plan_shards(groups, num_shards, allow_empty=True, seed=seed)
 
 
 def test_neighbouring_row_groups_are_dealt_to_different_ranks_by_chance():

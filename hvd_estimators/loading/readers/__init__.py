@@ -11,7 +11,7 @@ from hvd_estimators.loading.readers.delivery import HeldDataModule
 from hvd_estimators.remedies import INSTALL
 
 if TYPE_CHECKING:
-    from hvd_estimators.spec import DataSpec
+    from hvd_estimators.loading.spec import DataSpec
 
 __all__ = ["DataModule", "check_data_module", "open_data_module"]
 
@@ -81,7 +81,7 @@ def open_data_module(
         random_seed=data.random_seed,
         skip_train_steps=skip_steps,
         label_cols=data.label_cols,
-        **data.options,
+        **data.options.as_arguments(),
     )
     if isinstance(module, PlannedDataModule):
         return module
