@@ -1,0 +1,132 @@
+"""The cache of Horovod's wheels, and their installation."""
+
+import hashlib
+import json
+import re
+import threading
+import time
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from horovod_wheels import RECIPE, WHEEL_NAME, make_wheel
+
+from hvd_estimators.commands import build
+from hvd_estimators.commands.build import (
+    build_horovod,
+    default_cache_dir,
+    install_wheel,
+)
+from hvd_estimators.commands.build_tools import detect_recipe
+from hvd_estimators.exceptions import BuildError
+
+
+class TestBuildHorovod:
+    @pytest.fixture
+    def builds(self, monkeypatch):
+        """Replace the build by one that takes half a second; the list counts its runs."""
+        runs = []
+
+        def slow_build(recipe, folder, *, jobs, report):
+            runs.append(recipe)
+            time.sleep(0.5)
+            return make_wheel(folder / WHEEL_NAME, f"build {len(runs)}")
+
+        monkeypatch.setattr(build, "build_wheel", slow_build)
+        return runs
+
+    def test_a_second_call_finds_the_wheel(self, builds, tmp_path):
+        first = build_horovod(cache_dir=tmp_path, install=False)
+        second = build_horovod(cache_dir=tmp_path, install=False)
+
+        assert first == second
+        assert len(builds) == 1
+        assert first.parent.parent.name == detect_recipe().key
+
+    def test_force_builds_again(self, builds, tmp_path):
+        build_horovod(cache_dir=tmp_path, install=False)
+        wheel = build_horovod(cache_dir=tmp_path, install=False, force=True)
+
+        assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py") == b"build 2"
+
+    def test_a_wheel_that_an_earlier_version_built_is_finished_and_not_compiled(
+        self, builds, tmp_path
+    ):
+        folder = tmp_path / "wheels" / detect_recipe().key
+        folder.mkdir(parents=True)
+        old = make_wheel(folder / WHEEL_NAME, "of before")
+
+        wheel = build_horovod(cache_dir=tmp_path, install=False)
+
+        assert builds == []
+        assert wheel != old
+        assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py") == b"of before"
+        assert b"ImportError" in zipfile.ZipFile(wheel).read("horovod/spark/__init__.py")
+
+    def test_of_two_calls_at_the_same_time_one_builds_and_the_other_waits(self, builds, tmp_path):
+        lines = []
+        calls = [
+            threading.Thread(
+                target=build_horovod,
+                kwargs={"cache_dir": tmp_path, "install": False, "report": lines.append},
+            )
+            for _ in range(2)
+        ]
+        for call in calls:
+            call.start()
+        for call in calls:
+            call.join()
+
+        assert len(builds) == 1
+        assert sum("waiting" in line for line in lines) == 1
+        assert sum(line.startswith("found ") for line in lines) == 1
+
+    def test_a_cache_that_cannot_be_written_is_named(self, tmp_path):
+        (tmp_path / "file").touch()
+
+        with pytest.raises(BuildError, match="HVD_ESTIMATORS_CACHE"):
+            build_horovod(cache_dir=tmp_path / "file", install=False)
+
+    def test_cache_dir_is_the_projects_variable_then_the_users_cache_folder(self, monkeypatch):
+        monkeypatch.setenv("HVD_ESTIMATORS_CACHE", "/own")
+        monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+        assert default_cache_dir() == Path("/own")
+        monkeypatch.delenv("HVD_ESTIMATORS_CACHE")
+        assert default_cache_dir() == Path("/xdg/hvd_estimators")
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        assert default_cache_dir() == Path("~/.cache/hvd_estimators")
+
+
+class TestInstall:
+    @pytest.fixture
+    def installed_from(self, monkeypatch):
+        """Make it look as if Horovod was installed from a wheel of these contents, and imports."""
+
+        def pretend(content):
+            hashes = {"sha256": hashlib.sha256(content).hexdigest()}
+            note = json.dumps({"url": "file:///a.whl", "archive_info": {"hashes": hashes}})
+            distribution = SimpleNamespace(read_text=lambda name: note)
+            monkeypatch.setattr(build.metadata, "distribution", lambda name: distribution)
+            monkeypatch.setattr(build, "_import_error", lambda recipe: None)
+
+        return pretend
+
+    def test_the_build_that_is_installed_is_not_installed_again(self, tmp_path, installed_from):
+        wheel = tmp_path / WHEEL_NAME
+        wheel.write_bytes(b"this build")
+        installed_from(b"this build")
+        lines = []
+
+        install_wheel(wheel, RECIPE, report=lines.append)
+
+        assert lines == ["already installed"]
+
+    def test_another_build_of_the_same_version_is_installed(self, tmp_path, installed_from):
+        wheel = tmp_path / WHEEL_NAME
+        wheel.write_bytes(b"this build")
+        installed_from(b"another build")
+
+        # The file is no wheel, so pip is seen to be asked, and this environment stays as it is.
+        with pytest.raises(BuildError, match=f"(?s)could not install .*{re.escape(WHEEL_NAME)}"):
+            install_wheel(wheel, RECIPE)

@@ -1,0 +1,111 @@
+"""What a build of Horovod finds on the machine: frameworks, CUDA, cores."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_estimators.commands import build_tools
+from hvd_estimators.commands.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
+from hvd_estimators.exceptions import BuildError, DependencyError
+
+
+class TestDetection:
+    def test_versions_are_those_of_the_frameworks_and_none_is_imported(self):
+        script = (
+            "import sys\n"
+            "from hvd_estimators.commands.build_tools import detect_recipe\n"
+            "recipe = detect_recipe('none')\n"
+            "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))\n"
+            "import torch\n"
+            "print(recipe.torch == torch.__version__)\n"
+        )
+        done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)
+        assert done.stdout.split("\n")[:2] == ["set()", "True"], done.stderr
+
+    def test_without_a_framework_the_error_says_what_to_install(self, monkeypatch):
+        monkeypatch.setattr(build_tools, "installed_version", lambda *names: None)
+
+        with pytest.raises(DependencyError, match=re.escape('pip install "hvd_estimators[torch]"')):
+            detect_recipe()
+
+    @pytest.mark.parametrize(
+        ("gpu", "torch_cuda", "nvcc", "expected"),
+        [
+            ("auto", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+            ("auto", "12.6", None, None),
+            ("auto", None, Path("/cuda/bin/nvcc"), None),
+            ("none", "12.6", Path("/cuda/bin/nvcc"), None),
+            ("cuda", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+        ],
+    )
+    def test_cuda_needs_both_a_cuda_framework_and_nvcc(
+        self, monkeypatch, gpu, torch_cuda, nvcc, expected
+    ):
+        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+
+        assert detect_recipe(gpu).cuda == expected
+
+    @pytest.mark.parametrize(
+        ("torch_cuda", "nvcc", "message"),
+        [(None, Path("/cuda/bin/nvcc"), "is built for CPUs"), ("12.6", None, "no nvcc was found")],
+    )
+    def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, nvcc, message):
+        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+
+        with pytest.raises(BuildError, match=message):
+            detect_recipe("cuda")
+
+    @pytest.mark.parametrize(
+        ("framework", "note", "content", "expected"),
+        [
+            ("torch", "version.py", "cuda: Optional[str] = '12.6'\nhip = None\n", "12.6"),
+            ("torch", "version.py", "cuda = '11.8'\n", "11.8"),
+            ("torch", "version.py", "cuda: Optional[str] = None\nhip = '6.4'\n", None),
+            (
+                "tensorflow",
+                "python/platform/build_info.py",
+                "build_info = dict([('cuda_version', '12.5.1'), ('is_cuda_build', True)])\n",
+                "12.5.1",
+            ),
+            ("tensorflow", "python/platform/build_info.py", "build_info = dict()\n", None),
+        ],
+    )
+    def test_cuda_version_is_read_from_the_frameworks_files(
+        self, monkeypatch, tmp_path, framework, note, content, expected
+    ):
+        path = tmp_path / note
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+        found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(build_tools, "find_spec", lambda name: found)
+
+        assert cuda_of(framework) == expected
+
+    def test_nvcc_of_cuda_home_goes_before_the_one_on_path(self, monkeypatch, tmp_path):
+        for folder in ("home/bin", "path"):
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder / "nvcc").touch(mode=0o755)
+        monkeypatch.setenv("PATH", str(tmp_path / "path"))
+        monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
+        monkeypatch.delenv("CUDA_HOME", raising=False)
+        assert find_nvcc() == tmp_path / "path/nvcc"
+
+        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+        assert find_nvcc() == tmp_path / "home/bin/nvcc"
+
+    @pytest.mark.parametrize(
+        ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]
+    )
+    def test_jobs_are_bounded_by_cores_and_by_memory(self, monkeypatch, cores, gigabytes, jobs):
+        memory = SimpleNamespace(available=gigabytes * 2**30)
+        monkeypatch.setattr(build_tools.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+
+        assert default_jobs() == jobs

@@ -1,0 +1,246 @@
+"""The build of Horovod, with a stand-in for pip: nothing here compiles Horovod itself."""
+
+import contextlib
+import re
+import sys
+import tarfile
+
+import psutil
+import pytest
+from horovod_wheels import RECIPE, WHEEL_NAME
+
+from hvd_estimators.commands import build
+from hvd_estimators.commands.build import (
+    build_wheel,
+)
+from hvd_estimators.commands.build_mends import MENDS
+from hvd_estimators.exceptions import BuildError
+from hvd_estimators.launch.mends import MENDS_REVISION
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A wheel's folder in an empty cache."""
+    path = tmp_path / "wheels" / RECIPE.key
+    path.mkdir(parents=True)
+    return path
+
+
+@pytest.fixture
+def fake_pip(tmp_path, archive):
+    """Make a command that stands in for ``python -m pip`` and builds as its `body` says.
+
+    The body finds the value of ``--wheel-dir`` in `wheel_dir`. A download is `archive`.
+    """
+
+    def make(body):
+        script = tmp_path / "fake_pip.py"
+        script.write_text(DOWNLOAD.format(archive=str(archive)) + BUILD + body)
+        return [sys.executable, str(script)]
+
+    return make
+
+
+DOWNLOAD = """\
+import os, pathlib, shutil, sys, time
+if sys.argv[1] == "download":
+    folder = sys.argv[sys.argv.index("--dest") + 1]
+    os.makedirs(folder)
+    shutil.copy({archive!r}, folder)
+    sys.exit()
+"""
+BUILD = "wheel_dir = pathlib.Path(sys.argv[sys.argv.index('--wheel-dir') + 1])\n"
+
+
+@pytest.fixture
+def archive(tmp_path):
+    """Pack what the mends look for in Horovod's source."""
+    source = tmp_path / "horovod-0.28.1"
+    for path in {mend.path for mend in MENDS}:
+        text = "// between\n".join(mend.before for mend in MENDS if mend.path == path)
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        (source / path).write_text(text)
+    (source / "setup.py").touch()
+    (source / "horovod/__init__.py").touch()
+    packed = tmp_path / "horovod-0.28.1.tar.gz"
+    with tarfile.open(packed, "w:gz") as tar:
+        tar.add(source, source.name)
+    return packed
+
+
+def no_wheels(folder):
+    return not list(folder.parent.rglob("*.whl"))
+
+
+def scratch_folders(folder):
+    return list(folder.parent.glob(".build-*"))
+
+
+class TestBuildWheel:
+    def test_the_wheel_is_moved_into_the_cache_and_the_scratch_folder_removed(
+        self, folder, fake_pip
+    ):
+        pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text('whole')")
+
+        wheel = build_wheel(RECIPE, folder, pip=pip)
+
+        assert wheel == folder / WHEEL_NAME
+        assert wheel.read_text() == "whole"
+        assert not scratch_folders(folder)
+
+    def test_a_failed_build_tells_its_errors_and_leaves_no_wheel(self, folder, fake_pip):
+        pip = fake_pip(
+            f"(wheel_dir / {WHEEL_NAME!r}).write_text('half')\n"
+            "print('  ops.cc:12:3: error: no member named x')\n"
+            "for i in range(1000): print('note', i)\n"
+            "sys.exit(3)"
+        )
+
+        with pytest.raises(BuildError) as raised:
+            build_wheel(RECIPE, folder, pip=pip)
+
+        message = str(raised.value)
+        assert "exit status 3" in message
+        assert "ops.cc:12:3: error: no member named x" in message
+        assert message.endswith("note 999")
+        assert len(message.splitlines()) < 40
+        log = folder / "build.log"
+        assert str(log) in message
+        assert "note 0\n" in log.read_text()
+        assert no_wheels(folder)
+        assert not scratch_folders(folder)
+
+    def test_the_mended_source_is_what_is_built(self, folder, fake_pip):
+        pip = fake_pip(
+            "source = pathlib.Path(sys.argv[-1])\n"
+            "files = [*source.rglob('*.cc'), *source.rglob('*_mends.py')]\n"
+            f"(wheel_dir / {WHEEL_NAME!r}).write_text(''.join(p.read_text() for p in files))"
+        )
+
+        built = build_wheel(RECIPE, folder, pip=pip).read_text()
+
+        for mend in MENDS:
+            assert mend.after in built, mend
+        assert f"REVISION = {MENDS_REVISION}\n" in built
+
+    def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
+        with tarfile.open(archive, "w:gz") as tar:
+            setup = archive.with_name("setup.py")
+            setup.touch()
+            tar.add(setup, "horovod-0.28.1/setup.py")
+
+        with pytest.raises(BuildError, match=r"(?s)not as it is known: \S+\.cc has 0 times.*PyPI"):
+            build_wheel(RECIPE, folder, pip=fake_pip("sys.exit('compiled')"))
+
+        assert no_wheels(folder)
+        assert not scratch_folders(folder)
+
+    def test_a_build_without_a_wheel_is_an_error(self, folder, fake_pip):
+        with pytest.raises(BuildError, match="made no wheel"):
+            build_wheel(RECIPE, folder, pip=fake_pip(""))
+
+    def test_a_failed_rebuild_keeps_the_wheel_that_was_there(self, folder, fake_pip):
+        (folder / WHEEL_NAME).write_text("from before")
+
+        with pytest.raises(BuildError):
+            build_wheel(RECIPE, folder, pip=fake_pip("sys.exit(1)"))
+
+        assert (folder / WHEEL_NAME).read_text() == "from before"
+
+    def test_missing_build_tools_are_fetched_for_the_build_alone(
+        self, folder, tmp_path, monkeypatch, archive
+    ):
+        monkeypatch.setattr(build, "missing_build_packages", lambda: ["cmake", "cffi"])
+        calls = tmp_path / "calls"
+        pip = tmp_path / "fake_pip.py"
+        pip.write_text(
+            "import sys\n"
+            f"with open({str(calls)!r}, 'a') as calls:\n"
+            "    print(*sys.argv[1:], file=calls)\n"
+            + DOWNLOAD.format(archive=str(archive))
+            + "if sys.argv[1] == 'install':\n"
+            "    os.makedirs(os.path.join(sys.argv[sys.argv.index('--target') + 1], 'bin'))\n"
+            "else:\n"
+            "    assert os.path.isdir(os.environ['PATH'].split(':')[0]), 'tools are not on PATH'\n"
+            "    folder = sys.argv[sys.argv.index('--wheel-dir') + 1]\n"
+            f"    pathlib.Path(folder, {WHEEL_NAME!r}).touch()\n"
+        )
+
+        build_wheel(RECIPE, folder, pip=[sys.executable, str(pip)])
+
+        install, download, wheel = calls.read_text().splitlines()
+        assert re.fullmatch(r"install --target \S+ cmake cffi", install)
+        assert download.startswith("download ")
+        assert download.endswith(" horovod==0.28.1")
+        assert wheel.startswith("wheel ")
+        assert wheel.endswith("/horovod-0.28.1")
+
+    def test_the_users_own_horovod_choices_do_not_reach_the_build(
+        self, folder, fake_pip, monkeypatch
+    ):
+        monkeypatch.setenv("HOROVOD_WITHOUT_PYTORCH", "1")
+        monkeypatch.setenv("HOROVOD_GPU_OPERATIONS", "NCCL")
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+        names = "sorted(name for name in os.environ if name.startswith('HOROVOD_'))"
+        pip = fake_pip(f"(wheel_dir / {WHEEL_NAME!r}).write_text(' '.join({names}))")
+
+        seen = build_wheel(RECIPE, folder, pip=pip).read_text().split()
+
+        expected = RECIPE.environment(cxx="", jobs=1).keys()
+        assert set(seen) == {name for name in expected if name.startswith("HOROVOD_")} | {
+            "HOROVOD_NCCL_HOME"
+        }
+
+    def test_a_long_build_shows_how_far_it_is(self, folder, fake_pip, monkeypatch):
+        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.3)
+        lines = []
+        pip = fake_pip(
+            "print('  [ 43%] Building CXX object a.cc.o', flush=True)\n"
+            "print('  long command of the compiler', flush=True)\n"
+            f"time.sleep(1.5)\n(wheel_dir / {WHEEL_NAME!r}).touch()"
+        )
+
+        build_wheel(RECIPE, folder, pip=pip, report=lines.append)
+
+        assert any("[ 43%] Building CXX object a.cc.o" in line for line in lines)
+        assert any(str(folder / "build.log") in line for line in lines)
+
+    def test_what_the_build_started_ends_when_it_is_interrupted(
+        self, folder, fake_pip, tmp_path, monkeypatch
+    ):
+        monkeypatch.setattr(build, "_SIGN_OF_LIFE_SECONDS", 0.1)
+        pid_file = tmp_path / "compiler.pid"
+        pip = fake_pip(
+            "import subprocess\n"
+            "compiler = subprocess.Popen(['sleep', '600'])\n"
+            f"pathlib.Path({str(pid_file)!r}).write_text(str(compiler.pid))\n"
+            "compiler.wait()"
+        )
+
+        def interrupt_once_it_compiles(line):
+            if pid_file.exists() and pid_file.read_text():
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build_wheel(RECIPE, folder, pip=pip, report=interrupt_once_it_compiles)
+
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(int(pid_file.read_text())).wait(timeout=10)
+
+    def test_a_compiler_without_the_standard_is_named(self, folder, tmp_path, monkeypatch):
+        old = tmp_path / "old-g++"
+        old.write_text("#!/bin/sh\necho 'unrecognized option -std=gnu++20' >&2\nexit 1\n")
+        old.chmod(0o755)
+        monkeypatch.setenv("CXX", str(old))
+
+        with pytest.raises(BuildError, match=r"(?s)old-g\+\+ cannot compile C\+\+20.*unrecognized"):
+            build_wheel(RECIPE, folder)
+
+    def test_a_missing_compiler_names_the_package_that_brings_it(
+        self, folder, tmp_path, monkeypatch
+    ):
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+
+        with pytest.raises(BuildError, match=r"apt-get install g\+\+"):
+            build_wheel(RECIPE, folder)
