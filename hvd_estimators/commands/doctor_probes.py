@@ -80,7 +80,7 @@ class Facts:
     versions : mapping of str to str
         Version of each installed component.
     import_errors : mapping of str to str
-        Last words of each installed component that cannot be imported.
+        What each installed component that cannot be imported says last.
     horovod : mapping of str to HorovodFacts
         Per installed framework; empty without Horovod.
     horovod_mends : int
@@ -142,7 +142,7 @@ def _try_allreduce(framework: str) -> float | ProbeError:
 
 def _import_error(module: str) -> str | None:
     try:
-        run_python(f"import {module}", seconds=_IMPORT_SECONDS, what=f"import {module}")
+        run_python("-c", f"import {module}", seconds=_IMPORT_SECONDS, what=f"import {module}")
     except ProbeError as error:
         return str(error)
     return None
@@ -153,7 +153,7 @@ def _horovod_facts(framework: str) -> HorovodFacts:
     built_for = _built_for(framework)
     try:
         what = f"import horovod.{framework}"
-        answer = run_python(script, seconds=_IMPORT_SECONDS, what=what)[0]
+        answer = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
     except ProbeError as error:
         return HorovodFacts(built_for, error=str(error))
     return HorovodFacts(
