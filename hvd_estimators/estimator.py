@@ -12,19 +12,23 @@ from typing import Any, TypeVar
 import numpy as np
 from pyspark.sql import DataFrame
 
-from hvd_estimators.classification import ClassificationParams
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError, ShapeError
-from hvd_estimators.grids import GridParams
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.jobs import jobs_on
-from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import boolean, declare, integer, names, number, numbers, shapes, text
+from hvd_estimators.params.classification import ClassificationParams
+from hvd_estimators.params.grids import GridParams
+from hvd_estimators.params.ranks import RankParams
+from hvd_estimators.params.reading import ReadingParams
+from hvd_estimators.params.runs import RunParams
+from hvd_estimators.params.training import TrainingParams
+from hvd_estimators.params.transformation import TransformationParams
+from hvd_estimators.params.writing import WritingParams
 from hvd_estimators.parquet.columns import Array, Columns
 from hvd_estimators.parquet.discovery import first_rows, read_manifest
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
@@ -33,13 +37,10 @@ from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
 from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.progress import show_progress
-from hvd_estimators.reading import ReadingParams
-from hvd_estimators.run_params import RunParams
 from hvd_estimators.runs import in_use
 from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store import Store
 from hvd_estimators.training.handover import Handover, Trainer, train_stored
-from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
 
@@ -53,6 +54,9 @@ DRY_RUN_ROWS = 11
 
 class HorovodEstimator(
     RunParams,
+    TrainingParams,
+    RankParams,
+    WritingParams,
     ReadingParams,
     TransformationParams,
     ClassificationParams,
@@ -62,114 +66,6 @@ class HorovodEstimator(
 
     # What opens a trained state, for messages.
     _state_reader = "the framework"
-
-    num_proc = declare(
-        "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
-    )
-    backend = declare(
-        "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
-        "kwargs, env) and num_processes(). It is not saved with the estimator.",
-        saved=False,
-    )
-    store = declare("Store that keeps datasets, checkpoints and logs. Required.")
-    model = declare("The model to train. Required.")
-    optimizer = declare("The optimizer. Its learning rate is for one rank.")
-    learning_rate = declare(
-        "Learning rate of one rank, in the place of the optimizer's (in all its groups of "
-        "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
-        "hparams, as Lightning's own tuner wants it.",
-        convert=number(0),
-    )
-    loss = declare("A loss function, or a list with one per label.")
-    loss_weights = declare("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
-    metrics = declare("Metrics to measure in training and validation.", default=[])
-    gradient_compression = declare("Horovod compressor of gradients.")
-    sample_weight_col = declare("Column of the rows' weights.", convert=text)
-    feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
-    label_cols = declare("Label columns, in the order of the model's outputs.", convert=names)
-    featuresCol = declare(
-        "Another name of feature_cols, for a single one.",
-        convert=text,
-        accessor="FeaturesCol",
-        stands_for="feature_cols",
-    )
-    labelCol = declare(
-        "Another name of label_cols, for a single one.",
-        convert=text,
-        accessor="LabelCol",
-        stands_for="label_cols",
-    )
-    weightCol = declare(
-        "Another name of sample_weight_col.",
-        convert=text,
-        accessor="WeightCol",
-        stands_for="sample_weight_col",
-    )
-    validation = declare(
-        "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
-        "that is true, or above zero, for them."
-    )
-    callbacks = declare(
-        "Objects whose methods are called on every rank, with keyword arguments: "
-        "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
-        "on_train_end(), those that they have.",
-        default=[],
-    )
-    batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
-    val_batch_size = declare(
-        "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
-    )
-    epochs = declare("Epochs of the whole run.", default=1, convert=integer(1))
-    train_steps_per_epoch = declare(
-        "Batches of an epoch on each rank. Default: as many as hold every row once.",
-        convert=integer(1),
-    )
-    validation_steps_per_epoch = declare(
-        "Validation batches of an epoch on each rank. Default: as many as hold every row once.",
-        convert=integer(1),
-    )
-    verbose = declare(
-        "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
-    )
-    random_seed = declare(
-        "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
-    )
-    shuffle_on_write = declare(
-        "Write a DataFrame's rows in random order; without effect if shuffle is False. If this is "
-        "False they are written faster, and mixed as they are read, as far as memory allows.",
-        default=True,
-        convert=boolean,
-    )
-    partitions_per_process = declare(
-        "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
-    )
-    compress_sparse_cols = declare(
-        "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
-    )
-    check_finite = declare(
-        "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
-    )
-    label_shapes = declare(
-        "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
-    )
-    use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
-    mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
-    backward_passes_per_step = declare(
-        "Batches whose gradients are averaged before one step of the optimizer.",
-        default=1,
-        convert=integer(1),
-    )
-    dry_run = declare(
-        "Whether the driver tries model and loss on a few rows before training, on copies, so that "
-        "shapes that do not fit end fit() early. What cannot run there is left to the ranks.",
-        default=True,
-        convert=boolean,
-    )
-    scale_learning_rate = declare(
-        "Multiply the learning rate by the number of ranks for training.",
-        default=True,
-        convert=boolean,
-    )
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -253,19 +149,6 @@ class HorovodEstimator(
         backend.check()
         store.check()
         backend.check_store(store)
-        return backend
-
-    def _get_or_create_backend(self) -> Any:
-        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
-
-        An override may return any object with ``run(fn, args, kwargs, env)`` and
-        ``num_processes()``.
-        """
-        backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
-        if backend is None:
-            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"))
-        if num_proc is not None:
-            raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
         return backend
 
     def _check_params(self) -> None:
@@ -439,6 +322,8 @@ class HorovodEstimator(
             data_module=get("data_module"),
             options=ReaderOptions(
                 **self._reading_options(),
+                categorical_cols=get("categorical_cols"),
+                continuous_cols=get("continuous_cols"),
                 transform_fn=get("transformation_fn"),
                 transformation=self._transformation(),
                 storage_options=get("store").storage_options,
@@ -467,20 +352,6 @@ class HorovodEstimator(
         rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
         transformation = self._transformation()
         return rows if transformation is None else transformation(rows)
-
-    def _all_feature_cols(self) -> list[str]:
-        """Return the input columns and those that a data module wants beside them."""
-        wanted = [
-            *self.getOrDefault("feature_cols"),
-            *(self.getOrDefault("categorical_cols") or []),
-            *(self.getOrDefault("continuous_cols") or []),
-        ]
-        return list(dict.fromkeys(wanted))
-
-    def _needed_columns(self) -> list[str]:
-        weight = self.getOrDefault("sample_weight_col")
-        wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
-        return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
 
 
 def _zeros(spec: ColumnSpec) -> Array:

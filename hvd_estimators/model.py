@@ -17,15 +17,15 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.batch_bytes import spread
-from hvd_estimators.classification import ClassificationParams
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
 from hvd_estimators.params import declare, integer, names
+from hvd_estimators.params.classification import ClassificationParams
+from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.persistence import FileReadable, FileWritable
 from hvd_estimators.prepare.column_names import clashing, quoted, require_columns
 from hvd_estimators.prepare.schema import feature_array
 from hvd_estimators.shared import SharedBytes
-from hvd_estimators.transforming import TransformationParams
 
 __all__ = ["HorovodModel", "Predictor"]
 

@@ -13,9 +13,9 @@ import torch
 from pyspark.ml.tuning import ParamGridBuilder
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.grids import GridValue
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.params.grids import GridValue
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.serialization import load_optimizer
 

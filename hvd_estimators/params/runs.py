@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import datetime
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +12,8 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import DeclaredParams, declare, text
+from hvd_estimators.params import declare, text
+from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.runs import Fits, check_run, data_identity, digest, named
 from hvd_estimators.store import RunPaths
@@ -21,8 +21,8 @@ from hvd_estimators.store import RunPaths
 __all__ = ["RunParams"]
 
 
-class RunParams(Estimator[HorovodModel], DeclaredParams):
-    """An estimator's ``run_id``, and a run of its own for each fit of a grid."""
+class RunParams(Estimator[HorovodModel], ColumnParams):
+    """An estimator's ``store`` and ``run_id``, and a run of its own for each fit of a grid."""
 
     _run_settings: ClassVar[tuple[str, ...]] = (
         *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
@@ -34,13 +34,10 @@ class RunParams(Estimator[HorovodModel], DeclaredParams):
     # Its place in a grid, where this is one of the copies that are fitted.
     _grid_index: int | None = None
 
+    store = declare("Store that keeps datasets, checkpoints and logs. Required.")
     run_id = declare(
         "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
     )
-
-    @abc.abstractmethod
-    def _needed_columns(self) -> list[str]:
-        """Return the columns that training reads."""
 
     def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a run is of, so that only such fits go on from its checkpoint.

@@ -7,7 +7,7 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.readers import check_data_module
-from hvd_estimators.params import DeclaredParams, boolean, declare, integer, names, one_of, text
+from hvd_estimators.params import DeclaredParams, boolean, declare, integer, one_of, text
 
 __all__ = ["ReadingParams"]
 
@@ -17,8 +17,6 @@ _LEAST_BUFFER_BYTES = 2**20
 class ReadingParams(DeclaredParams):
     """What reads the rows, in which order, and what it keeps."""
 
-    continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
-    categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
     shuffle_buffer_size = declare(
         "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
         "are read at the same time.",
@@ -104,6 +102,4 @@ class ReadingParams(DeclaredParams):
             "reader_pool_type": get("reader_pool_type"),
             "train_reader_worker_count": get("train_reader_num_workers"),
             "val_reader_worker_count": get("val_reader_num_workers"),
-            "categorical_cols": get("categorical_cols"),
-            "continuous_cols": get("continuous_cols"),
         }

@@ -1,0 +1,32 @@
+"""Spark ML params: how one is declared, what it accepts, and the params in groups of one concern.
+
+The groups are mixins of the estimators and models, a file each: an estimator's file says what it
+does, and not what can be set.
+"""
+
+from hvd_estimators.params.converters import (
+    boolean,
+    functions,
+    integer,
+    names,
+    number,
+    numbers,
+    one_of,
+    shapes,
+    text,
+)
+from hvd_estimators.params.declared import DeclaredParams, declare
+
+__all__ = [
+    "DeclaredParams",
+    "boolean",
+    "declare",
+    "functions",
+    "integer",
+    "names",
+    "number",
+    "numbers",
+    "one_of",
+    "shapes",
+    "text",
+]

@@ -1,0 +1,53 @@
+"""The params that name columns. Runs on the driver."""
+
+from __future__ import annotations
+
+from hvd_estimators.params import DeclaredParams, declare, names, shapes, text
+
+__all__ = ["ColumnParams"]
+
+
+class ColumnParams(DeclaredParams):
+    """What the model is given, what it is to give, and what rows count for."""
+
+    feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
+    label_cols = declare("Label columns, in the order of the model's outputs.", convert=names)
+    sample_weight_col = declare("Column of the rows' weights.", convert=text)
+    featuresCol = declare(
+        "Another name of feature_cols, for a single one.",
+        convert=text,
+        accessor="FeaturesCol",
+        stands_for="feature_cols",
+    )
+    labelCol = declare(
+        "Another name of label_cols, for a single one.",
+        convert=text,
+        accessor="LabelCol",
+        stands_for="label_cols",
+    )
+    weightCol = declare(
+        "Another name of sample_weight_col.",
+        convert=text,
+        accessor="WeightCol",
+        stands_for="sample_weight_col",
+    )
+    label_shapes = declare(
+        "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
+    )
+    continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
+    categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
+
+    def _all_feature_cols(self) -> list[str]:
+        """Return the input columns and those that a data module wants beside them."""
+        wanted = [
+            *self.getOrDefault("feature_cols"),
+            *(self.getOrDefault("categorical_cols") or []),
+            *(self.getOrDefault("continuous_cols") or []),
+        ]
+        return list(dict.fromkeys(wanted))
+
+    def _needed_columns(self) -> list[str]:
+        """Return the columns that training reads."""
+        weight = self.getOrDefault("sample_weight_col")
+        wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
+        return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))

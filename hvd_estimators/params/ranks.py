@@ -1,0 +1,42 @@
+"""The params of the ranks: how many there are, and what runs them. Runs on the driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.params import DeclaredParams, boolean, declare, integer, text
+
+__all__ = ["RankParams"]
+
+
+class RankParams(DeclaredParams):
+    """How many ranks there are, what runs them, and what they show."""
+
+    num_proc = declare(
+        "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
+    )
+    backend = declare(
+        "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
+        "kwargs, env) and num_processes(). It is not saved with the estimator.",
+        saved=False,
+    )
+    use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
+    mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
+    verbose = declare(
+        "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
+    )
+
+    def _get_or_create_backend(self) -> Any:
+        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
+
+        An override may return any object with ``run(fn, args, kwargs, env)`` and
+        ``num_processes()``.
+        """
+        backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
+        if backend is None:
+            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"))
+        if num_proc is not None:
+            raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
+        return backend

@@ -1,0 +1,65 @@
+"""The params of a training: the model, what it is trained with, and for how long.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+from hvd_estimators.params import DeclaredParams, boolean, declare, integer, number, numbers
+
+__all__ = ["TrainingParams"]
+
+
+class TrainingParams(DeclaredParams):
+    """What is trained, with what, and for how long."""
+
+    model = declare("The model to train. Required.")
+    optimizer = declare("The optimizer. Its learning rate is for one rank.")
+    learning_rate = declare(
+        "Learning rate of one rank, in the place of the optimizer's (in all its groups of "
+        "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
+        "hparams, as Lightning's own tuner wants it.",
+        convert=number(0),
+    )
+    scale_learning_rate = declare(
+        "Multiply the learning rate by the number of ranks for training.",
+        default=True,
+        convert=boolean,
+    )
+    loss = declare("A loss function, or a list with one per label.")
+    loss_weights = declare("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
+    metrics = declare("Metrics to measure in training and validation.", default=[])
+    callbacks = declare(
+        "Objects whose methods are called on every rank, with keyword arguments: "
+        "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
+        "on_train_end(), those that they have.",
+        default=[],
+    )
+    gradient_compression = declare("Horovod compressor of gradients.")
+    batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
+    val_batch_size = declare(
+        "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
+    )
+    epochs = declare("Epochs of the whole run.", default=1, convert=integer(1))
+    train_steps_per_epoch = declare(
+        "Batches of an epoch on each rank. Default: as many as hold every row once.",
+        convert=integer(1),
+    )
+    validation_steps_per_epoch = declare(
+        "Validation batches of an epoch on each rank. Default: as many as hold every row once.",
+        convert=integer(1),
+    )
+    backward_passes_per_step = declare(
+        "Batches whose gradients are averaged before one step of the optimizer.",
+        default=1,
+        convert=integer(1),
+    )
+    random_seed = declare(
+        "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
+    )
+    dry_run = declare(
+        "Whether the driver tries model and loss on a few rows before training, on copies, so that "
+        "shapes that do not fit end fit() early. What cannot run there is left to the ranks.",
+        default=True,
+        convert=boolean,
+    )
