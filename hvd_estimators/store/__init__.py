@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.filesystem import FilesystemStore
 from hvd_estimators.store.local import LocalStore
+from hvd_estimators.store.registry import register_store
 
-__all__ = ["LocalStore", "RunPaths", "Store"]
+__all__ = ["FilesystemStore", "LocalStore", "RunPaths", "Store", "register_store"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import posixpath
 import re
 import uuid
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from typing import IO, Any
 import fsspec
 
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store.registry import store_class
 
 __all__ = ["RunPaths", "Store"]
 
@@ -76,13 +78,13 @@ class Store(ABC):
         storage_options: dict[str, Any] | None = None,
         checkpoint_filename: str = "checkpoint",
     ) -> None:
+        self.storage_options = dict(storage_options or {})
         self.prefix_path = self.get_full_path(prefix_path)
         self._train_path = self._data_path(train_path, "intermediate_train_data")
         self._val_path = self._data_path(val_path, "intermediate_val_data")
         self._test_path = self._data_path(test_path, "intermediate_test_data")
         self._runs_path = self._data_path(runs_path, "runs")
         self._save_runs = save_runs
-        self.storage_options = dict(storage_options or {})
         self._checkpoint_filename = checkpoint_filename
 
     @staticmethod
@@ -92,7 +94,8 @@ class Store(ABC):
         Parameters
         ----------
         prefix_path : str
-            A local path or a ``file://`` URL.
+            A local path, or a URL whose scheme a store is registered for: ``file://``, and what
+            `hvd_estimators.store.register_store` has added.
         **kwargs
             Passed to the store's constructor.
 
@@ -101,14 +104,8 @@ class Store(ABC):
         ParamError
             If no store serves such a prefix.
         """
-        from hvd_estimators.store.local import LocalStore
-
-        if LocalStore.matches(prefix_path):
-            return LocalStore(prefix_path, **kwargs)
-        raise ParamError(
-            f"Store.create: expected a local path or a file:// URL, found {prefix_path!r}. "
-            "Set a path on storage that the driver and all executors share."
-        )
+        store: Store = store_class(prefix_path)(prefix_path, **kwargs)
+        return store
 
     @property
     @abstractmethod
@@ -117,7 +114,24 @@ class Store(ABC):
 
     @abstractmethod
     def get_full_path(self, path: str) -> str:
-        """Return a path in the form in which Python readers on all machines open it."""
+        """Return a path in the form in which Python readers on all machines open it.
+
+        That is a URL with its scheme, or for a `LocalStore` an absolute path. `fs` opens it.
+        """
+
+    def full_path(self, listed: str) -> str:
+        """Return the form of `get_full_path` for a path as `fs` lists it, without a scheme.
+
+        By default the path as it is.
+        """
+        return listed
+
+    def local_path(self, path: str) -> str | None:
+        """Return the path by which the operating system opens a file.
+
+        None, the default, where only `fs` can open it.
+        """
+        return None
 
     @abstractmethod
     def spark_url(self, path: str) -> str:
@@ -211,11 +225,8 @@ class Store(ABC):
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
         """Return the paths of a run's checkpoints that end in a suffix, in name order."""
         directory = self.get_checkpoint_path(run_id)
-        if directory is None or not self.exists(directory):
-            return []
-        return sorted(
-            str(path) for path in self.fs.ls(directory, detail=False) if path.endswith(suffix)
-        )
+        names = self.names(directory) if directory is not None else []
+        return [f"{directory}/{name}" for name in names if name.endswith(suffix)]
 
     def get_checkpoint_filename(self) -> str:
         """Return the name of a checkpoint's file."""
@@ -243,6 +254,23 @@ class Store(ABC):
             self.get_logs_path(run_id),
         )
 
+    def find(self, path: str) -> list[str]:
+        """Return the full paths of all files below a path, in the order of their names.
+
+        A file is below itself; there is nothing below a path that does not exist.
+        """
+        return sorted(map(self.full_path, self.fs.find(path)))
+
+    def names(self, path: str) -> list[str]:
+        """Return the names of what is in a directory, in alphabetical order.
+
+        There is nothing in a directory that does not exist.
+        """
+        if not self.fs.isdir(path):
+            return []
+        listed = self.fs.ls(path, detail=False)
+        return sorted(posixpath.basename(entry.rstrip("/")) for entry in listed)
+
     def delete(self, path: str) -> None:
         """Delete a file or directory; nothing happens where there is none."""
         if self.exists(path):
@@ -250,7 +278,7 @@ class Store(ABC):
 
     def delete_empty(self, path: str) -> None:
         """Delete a directory if there is nothing in it."""
-        if self.fs.isdir(path) and not self.fs.ls(path, detail=False):
+        if self.fs.isdir(path) and not self.names(path):
             self.fs.rmdir(path)
 
     def _data_path(self, path: str | None, default: str) -> str:

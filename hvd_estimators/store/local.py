@@ -23,11 +23,6 @@ class LocalStore(Store):
     Takes a path or a ``file://`` URL; see `Store` for the parameters.
     """
 
-    @staticmethod
-    def matches(path: str) -> bool:
-        """Return whether a prefix names a local path."""
-        return ("://" not in path and not path.startswith("dbfs:")) or path.startswith("file:")
-
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
         """Local filesystem of fsspec."""
@@ -38,6 +33,14 @@ class LocalStore(Store):
         if path.startswith("file:"):
             path = unquote(urlparse(path).path)
         return str(Path(path).expanduser().absolute())
+
+    def full_path(self, listed: str) -> str:
+        """Return the path as it is."""
+        return listed
+
+    def local_path(self, path: str) -> str:
+        """Return the path as it is."""
+        return path
 
     def spark_url(self, path: str) -> str:
         """Return a ``file://`` URL, whatever Spark's default filesystem is."""

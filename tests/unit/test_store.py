@@ -44,7 +44,7 @@ def test_a_relative_prefix_and_the_home_become_absolute(monkeypatch, tmp_path):
     assert Store.create("~/experiments").prefix_path == "/home/somebody/experiments"
 
 
-@pytest.mark.parametrize("prefix", ["ftp://host/a", "nothing://a"])
+@pytest.mark.parametrize("prefix", ["dbfs:/a", "nothing://a"])
 def test_create_refuses_a_prefix_that_no_store_serves(prefix):
     with pytest.raises(ParamError, match=f"found '{prefix}'"):
         Store.create(prefix)

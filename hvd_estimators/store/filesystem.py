@@ -1,0 +1,112 @@
+"""A store on any filesystem of fsspec's, with paths that keep their scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import posixpath
+import tempfile
+from collections.abc import Iterator
+from typing import IO
+
+import fsspec
+
+from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.store.base import Store
+
+__all__ = ["FilesystemStore"]
+
+_OF_ONE_PROCESS = ("memory",)
+"""Filesystems that no other process sees."""
+
+
+class FilesystemStore(Store):
+    """Keeps everything under a URL that fsspec opens, and Spark writes to.
+
+    Paths are full URLs, with the scheme that fsspec gives them. Subclass it where Spark spells a
+    URL differently (`spark_url`), or where files are replaced in a better way (`open_atomic`); see
+    `Store` for the parameters.
+    """
+
+    @property
+    def fs(self) -> fsspec.AbstractFileSystem:
+        """The filesystem of the prefix, with the store's ``storage_options``."""
+        return self._opened(self.prefix_path)[0]
+
+    def get_full_path(self, path: str) -> str:
+        """Return a URL in fsspec's form, without a slash at its end.
+
+        Raises
+        ------
+        ParamError
+            If fsspec does not know its scheme, or it is on another filesystem than the prefix.
+        DependencyError
+            If a package is not installed that fsspec needs for it.
+        """
+        try:
+            fs, path_in_fs = self._opened(path)
+        except ImportError as error:
+            raise DependencyError(
+                f"The store cannot open {path!r}: {error}. Install that package on the driver and "
+                "on all executors."
+            ) from error
+        except ValueError as error:
+            raise ParamError(f"The store cannot open {path!r}: {error}.") from error
+        if hasattr(self, "prefix_path") and fs is not self.fs:
+            raise ParamError(
+                f"found {path!r}, which is on another filesystem than "
+                f"prefix_path={self.prefix_path!r}. Set all paths of a store on one."
+            )
+        return str(fs.unstrip_protocol(path_in_fs)).rstrip("/")
+
+    def full_path(self, listed: str) -> str:
+        """Return the URL of what the filesystem lists."""
+        return str(self.fs.unstrip_protocol(listed))
+
+    def local_path(self, path: str) -> str | None:
+        """Return the path that the operating system knows; None where files are elsewhere."""
+        fs, path_in_fs = self._opened(path)
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
+        return path_in_fs if "file" in protocols else None
+
+    def spark_url(self, path: str) -> str:
+        """Return the path as it is.
+
+        Raises
+        ------
+        ParamError
+            If no other process sees this filesystem.
+        """
+        self._check_shared()
+        return path
+
+    def check(self) -> None:
+        """Make sure that others see the prefix and that it can be written to; see `Store.check`."""
+        self._check_shared()
+        super().check()
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Write to a local file, and put that where it belongs when the block ends well.
+
+        An object store shows an object when all of it has come. Other filesystems may show the
+        beginning of it for a moment, unless a subclass does better.
+        """
+        with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
+            yield file
+            file.flush()
+            fs = self.fs
+            fs.makedirs(posixpath.dirname(path), exist_ok=True)
+            fs.put_file(file.name, path)
+
+    def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+        fs, path_in_fs = fsspec.core.url_to_fs(path, **self.storage_options)
+        return fs, str(path_in_fs)
+
+    def _check_shared(self) -> None:
+        protocol = self.prefix_path.partition("://")[0]
+        if protocol in _OF_ONE_PROCESS:
+            raise ParamError(
+                f"store: found {self.prefix_path!r}, which is in the memory of this process alone: "
+                "neither Spark nor the ranks see it. Set a prefix on storage that the driver and "
+                "all executors share."
+            )
