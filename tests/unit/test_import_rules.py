@@ -29,6 +29,7 @@ ROOMS = {
     "__main__": "commands",
     "exceptions": "base",
     "lazy": "base",
+    "params": "estimator",
     "plain": "base",
     "spec": "training",
 }
