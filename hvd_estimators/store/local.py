@@ -54,7 +54,7 @@ class LocalStore(Store):
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         try:
-            with open(partial, "xb") as file:
+            with open(partial, "x+b") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())

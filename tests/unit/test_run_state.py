@@ -1,0 +1,250 @@
+"""The state of a run, in a file that is a framework's own."""
+
+from __future__ import annotations
+
+import io
+import random
+import zipfile
+from pathlib import Path
+from typing import IO, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.spec import EpochMetrics
+from hvd_estimators.torch.randomness import TorchStreams
+from hvd_estimators.training.encoding import encode, is_encodable
+from hvd_estimators.training.objects import ObjectExchange
+from hvd_estimators.training.randomness import HostStreams, of_shards
+from hvd_estimators.training.state import RunState, read_state, restore, write_state
+
+
+class OneRank:
+    """What a rank hears from others where there are none."""
+
+    def broadcast(self, value: Any, name: str) -> Any:
+        return value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Compare types and bits, through all that values hold."""
+    assert type(found) is type(expected), (found, expected)
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_same(a, b)
+    elif isinstance(expected, dict):
+        assert_same(list(found.items()), list(expected.items()))
+    elif isinstance(expected, (np.ndarray, np.generic)):
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+        assert found.tobytes() == expected.tobytes()
+    elif isinstance(expected, float):
+        assert np.float64(found).tobytes() == np.float64(expected).tobytes()
+    else:
+        assert found == expected
+
+
+def some_value(rng: random.Random, depth: int = 0) -> Any:
+    """Make any value that a checkpoint keeps."""
+    leaves = [
+        lambda: None,
+        lambda: rng.random() < 0.5,
+        lambda: rng.randrange(-(2**80), 2**80),
+        lambda: rng.choice([rng.gauss(0, 1e200), 0.1, -0.0, float("inf"), float("nan")]),
+        lambda: rng.choice(["", "loss", "größe/\n\0", "\ud800"]),
+        lambda: rng.randbytes(rng.randrange(5)),
+        lambda: rng.choice([np.float32, np.float64, np.int8, np.uint64, ml_dtypes.bfloat16])(3.7),
+        lambda: np.array([rng.gauss(0, 1) for _ in range(6)], rng.choice(["f2", ">f8", "c8"])),
+        lambda: np.arange(6, dtype=ml_dtypes.bfloat16).reshape(2, 3).T,
+        lambda: np.zeros((0, 2), "i4"),
+        lambda: np.array("text"),
+        lambda: np.datetime64("2026-11-22"),
+    ]
+    if depth < 3 and rng.random() < 0.6:
+        entries = [some_value(rng, depth + 1) for _ in range(rng.randrange(4))]
+        keys = ["a", 1, ("t", 2.5), None][: len(entries)]
+        made = [list(entries), tuple(entries), dict(zip(keys, entries, strict=False))]
+        return made[rng.randrange(3)]
+    return rng.choice(leaves)()
+
+
+def torch_file(file: IO[bytes]) -> None:
+    torch.save({"weight": torch.arange(1000.0)}, file)
+
+
+def some_state(seed: int = 0) -> RunState:
+    rng = random.Random(seed)
+    history = tuple(
+        EpochMetrics(e, {"loss": rng.random(), "all_metrics": []}, None if e else {"loss": 0.1})
+        for e in range(3)
+    )
+    return RunState(
+        epoch=3,
+        rows=rng.randrange(1000),
+        canonical_shards=2,
+        history=history,
+        random=(TorchStreams(torch.device("cpu")).capture(), HostStreams().capture()),
+        parts={"callbacks": [some_value(rng) for _ in range(20)]},
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_state_comes_back_bit_by_bit(store: Any, seed: int) -> None:
+    state = some_state(seed)
+    path = f"{store.prefix_path}/checkpoint"
+    write_state(store, path, state, torch_file)
+    found = read_state(store, path)
+    assert_same(vars(found)["parts"], vars(state)["parts"])
+    assert_same([vars(record) for record in found.history], [vars(r) for r in state.history])
+    assert_same(found.random, state.random)
+    assert (found.epoch, found.rows, found.canonical_shards) == (3, state.rows, 2)
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, np.array([None]), [lambda: None]])
+def test_what_is_not_plain_is_refused(value: Any) -> None:
+    assert not is_encodable(value)
+    with pytest.raises(TypeError, match="expected plain values, found"):
+        encode(value, [])
+
+
+class ForwardOnly(io.RawIOBase):
+    """A file as remote stores have them: neither read nor sought."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self.file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self.file.write(data)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_torch_opens_the_file_as_its_own(
+    store: Any, monkeypatch: pytest.MonkeyPatch, forward_only: bool
+) -> None:
+    path = f"{store.prefix_path}/checkpoint"
+    if forward_only:
+        import contextlib
+
+        whole = type(store).open_atomic
+
+        @contextlib.contextmanager
+        def open_atomic(self: Any, path: str) -> Any:
+            with whole(self, path) as file:
+                yield ForwardOnly(file)
+
+        monkeypatch.setattr(type(store), "open_atomic", open_atomic)
+    write_state(store, path, some_state(), torch_file)
+    for mmap in (False, True):
+        loaded = torch.load(path, weights_only=True, mmap=mmap)
+        assert torch.equal(loaded["weight"], torch.arange(1000.0))
+    assert zipfile.ZipFile(path).testzip() is None
+
+
+def restored(store: Store, path: str) -> RunState | None:
+    def load(file: IO[bytes]) -> None:
+        torch.load(file, weights_only=True)
+
+    exchange: ObjectExchange = OneRank()  # type: ignore[assignment]
+    return restore(store, path, exchange, 0, load)
+
+
+def test_a_run_that_has_no_checkpoint_begins(store: Any) -> None:
+    assert restored(store, f"{store.prefix_path}/checkpoint") is None
+    assert restore(store, None, OneRank(), 0, torch.load) is None  # type: ignore[arg-type]
+
+
+def written(path: Path, store: Any, kind: str) -> None:
+    """Write a checkpoint that nobody can go on from."""
+    write_state(store, str(path), some_state(), torch_file)
+    content = path.read_bytes()
+    if kind == "empty":
+        path.write_bytes(b"")
+    elif kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif kind == "foreign":
+        path.write_bytes(b"something else entirely")
+    elif kind == "of torch alone":
+        torch.save({"history": [], "model": {}}, path)
+    elif kind == "a folder":
+        path.unlink()
+        path.mkdir()
+    elif kind == "of another version":
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, member in members.items():
+                archive.writestr(name, member.replace(b'"format": 1', b'"format": 2'))
+    elif kind.startswith("changed"):
+        # A bit of the weights, or of an array of ours.
+        name = "data/0" if kind == "changed weights" else "hvd_estimators/0.npy"
+        with zipfile.ZipFile(path) as archive:
+            (info,) = [info for info in archive.infolist() if info.filename.endswith(name)]
+        place = content.index(info.filename.encode()) + len(info.filename) + info.file_size - 9
+        changed = bytes([content[place] ^ 1])
+        path.write_bytes(content[:place] + changed + content[place + 1 :])
+
+
+KINDS = ["empty", "truncated", "foreign", "of torch alone", "a folder", "of another version"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "changed weights", "changed state"])
+def test_what_cannot_be_gone_on_from_is_told_with_what_to_do(
+    store: Any, tmp_path: Path, kind: str
+) -> None:
+    path = tmp_path / "checkpoint"
+    written(path, store, kind)
+    with pytest.raises(StoreError, match="Set another run_id, or none") as raised:
+        restored(store, str(path))
+    assert repr(str(path)) in str(raised.value)
+    if kind in KINDS:
+        with pytest.raises(StoreError, match="delete this file"):
+            read_state(store, str(path))
+
+
+def test_ranks_that_see_another_file_than_rank_0_are_told(store: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    write_state(store, path, some_state(1), torch_file)
+
+    class Told(OneRank):
+        def broadcast(self, value: Any, name: str) -> Any:
+            return "another digest"
+
+    with pytest.raises(StoreError, match="not the same file on rank 1 and on rank 0"):
+        restore(store, path, Told(), 1, torch.load)  # type: ignore[arg-type]
+
+
+def test_streams_go_on_where_they_were_and_shards_are_swapped() -> None:
+    streams = TorchStreams(torch.device("cpu"))
+
+    def draw() -> tuple[float, ...]:
+        return random.random(), random.gauss(0, 1), np.random.normal(), float(torch.rand(()))
+
+    def seed(number: int) -> None:
+        random.seed(number)
+        np.random.seed(number)
+        torch.manual_seed(number)
+
+    alone = []
+    for shard in range(2):
+        seed(shard)
+        alone.append([draw() for _ in range(3)])
+    states = {}
+    for shard in range(2):
+        seed(shard)
+        states[shard] = streams.capture()
+    taken: list[list[tuple[float, ...]]] = [[], []]
+    for _ in range(3):
+        for shard in range(2):
+            streams.restore(states[shard])
+            taken[shard].append(draw())
+            states[shard] = streams.capture()
+    assert taken == alone
+    assert [*of_shards([{1: states[1]}, {0: states[0]}], 2)] == [states[0], states[1]]
