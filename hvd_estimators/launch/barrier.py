@@ -26,7 +26,6 @@ from hvd_estimators.launch.channel import ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
-from hvd_estimators.launch.job_store import Failure
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, RankProcess
@@ -39,6 +38,7 @@ from hvd_estimators.launch.rendezvous import (
 )
 from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
 from hvd_estimators.launch.rendezvous_server import RendezvousServer
+from hvd_estimators.launch.supervisor import failure_of, supervise
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -54,9 +54,6 @@ LESS_RESULTS = (
 )
 """What to do about results that are too large."""
 
-_POLL_SECONDS = 0.1
-# A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
-_GRACE_SECONDS = 3.0
 # One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
 _CHUNK_BYTES = 64 * 2**20
 
@@ -170,7 +167,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             link = stack.enter_context(RemoteLink(endpoints, job.secret, slot.rank, hosts[0]))
         outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
         if outcome.failed:
-            link.told("failed", host=slot.hostname, why=_told_cause(outcome))
+            link.told("failed", host=slot.hostname, why=failure_of(outcome).why)
         link.told("done")
         if server is not None:
             server.store.wait_for_all()
@@ -229,24 +226,6 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
 
 
-def _ended_by(failure: Failure, outcome: RankOutcome) -> RankOutcome:
-    """Return how a rank ended, which did not end by itself but for a failure elsewhere."""
-    return replace(
-        outcome,
-        error_type="lost" if failure.lost else "aborted",
-        error=f"Ended because {failure}.",
-        lost=(failure.rank, failure.host) if failure.lost else None,
-    )
-
-
-def _told_cause(outcome: RankOutcome) -> str:
-    """Return in a few words why a rank failed, for the others."""
-    if outcome.lost is not None:
-        return f"has lost touch: {outcome.error}"
-    last_line = (outcome.error.rstrip().splitlines() or [""])[-1]
-    return f"had failed ({last_line[:200]})"
-
-
 def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
     sender = EventSender(env.get(EVENTS_VARIABLE)) if job.verbose >= 2 else None
@@ -258,20 +237,7 @@ def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Lin
 
     call = job.call if isinstance(job.call, bytes) else job.call.value
     with RankProcess(rank, host, call, env, relay, job.executable) as process:
-        deadline = float("inf")
-        failure: Failure | None = None
-        while process.running():
-            time.sleep(_POLL_SECONDS)
-            if failure is None and (failure := link.failure()) is not None:
-                deadline = time.monotonic() + _GRACE_SECONDS
-            if failure is not None and time.monotonic() > deadline:
-                outcome = process.abort()
-                # It may have ended by itself just then.
-                if outcome.error_type == "aborted":
-                    outcome = _ended_by(failure, outcome)
-                break
-        else:
-            outcome = process.outcome()
+        (outcome,) = supervise([process], link.failure)
     if sender is not None:
         sender.close()
     return outcome

@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,6 @@ from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import (
-    RankOutcome,
     RankProcess,
     pickle_call,
     results_in_order,
@@ -31,12 +29,9 @@ from hvd_estimators.launch.rendezvous import (
     rank_environment,
 )
 from hvd_estimators.launch.rendezvous_client import LocalLink
+from hvd_estimators.launch.supervisor import supervise
 
 __all__ = ["LocalBackend"]
-
-_POLL_SECONDS = 0.05
-# A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
-_GRACE_SECONDS = 3.0
 
 
 class LocalBackend(Backend):
@@ -114,7 +109,7 @@ class LocalBackend(Backend):
                 )
                 for slot, proxy in zip(slots, proxies, strict=True)
             ]
-            return results_in_order(_wait(ranks))
+            return results_in_order(supervise(ranks))
 
     def _printer(self, rank: int) -> Callable[[str], None] | None:
         if self._verbose < 2:
@@ -125,21 +120,3 @@ class LocalBackend(Backend):
 def _cores() -> int:
     has_affinity = hasattr(os, "sched_getaffinity")
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-
-
-def _wait(ranks: Sequence[RankProcess]) -> list[RankOutcome]:
-    """Wait for all ranks; when one fails, end the others soon after."""
-    outcomes: dict[int, RankOutcome] = {}
-    deadline = float("inf")
-    while len(outcomes) < len(ranks):
-        for rank in ranks:
-            if rank.rank in outcomes:
-                continue
-            if not rank.running():
-                outcomes[rank.rank] = rank.outcome()
-                if outcomes[rank.rank].failed:
-                    deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            elif time.monotonic() > deadline:
-                outcomes[rank.rank] = rank.abort()
-        time.sleep(_POLL_SECONDS)
-    return list(outcomes.values())

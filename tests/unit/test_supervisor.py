@@ -1,0 +1,121 @@
+"""Which ranks are ended, when, and what is said of them; with processes that are made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_estimators.launch import supervisor
+from hvd_estimators.launch.job_store import Failure
+from hvd_estimators.launch.process import RankOutcome
+from hvd_estimators.launch.supervisor import failure_of, supervise
+
+GRACE = 3.0
+FAR = Failure(7, "far", "had failed (ValueError: no)")
+
+
+class Clock:
+    """Time that passes only where the supervisor sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.started = self.now
+
+    @property
+    def passed(self) -> float:
+        return self.now - self.started
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: Any) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(supervisor, "time", clock)
+    return clock
+
+
+class Process:
+    """A rank that ends by itself after some seconds, with a result or an error."""
+
+    def __init__(self, clock: Clock, rank: int, seconds: float, error: str = "") -> None:
+        self.rank = rank
+        self._clock, self._seconds, self._error = clock, seconds, error
+        self.ended_at: float | None = None
+
+    def running(self) -> bool:
+        return self._clock.passed < self._seconds
+
+    def outcome(self) -> RankOutcome:
+        self.ended_at = self._seconds
+        if self._error:
+            return RankOutcome(self.rank, "here", None, "ValueError", f"a\nb: {self._error}\n")
+        return RankOutcome(self.rank, "here", b"result")
+
+    def abort(self) -> RankOutcome:
+        if not self.running():
+            return self.outcome()
+        self.ended_at = self._clock.passed
+        return RankOutcome(self.rank, "here", None, "aborted", "Ended.", "its output")
+
+
+def by_rank(outcomes: list[RankOutcome]) -> list[RankOutcome]:
+    return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def test_all_results_are_waited_for_however_long_they_take(clock: Clock) -> None:
+    outcomes = supervise([Process(clock, 0, 3600), Process(clock, 1, 1)])
+
+    assert [outcome.rank for outcome in outcomes] == [1, 0]
+    assert not any(outcome.failed for outcome in outcomes)
+    assert clock.passed == pytest.approx(3600, abs=0.2)
+
+
+def test_who_is_left_when_a_rank_fails_is_ended_after_the_grace(clock: Clock) -> None:
+    left = Process(clock, 0, 3600)
+    outcomes = by_rank(supervise([left, Process(clock, 1, 10, "no"), Process(clock, 2, 11)]))
+
+    assert outcomes[0].error_type == "aborted"
+    assert outcomes[0].error == "Ended because rank 1 on here had failed (b: no)."
+    assert outcomes[0].output_tail == "its output"
+    assert left.ended_at == pytest.approx(10 + GRACE, abs=0.2)
+    assert outcomes[1].error_type == "ValueError"
+    assert outcomes[2].result == b"result"
+
+
+def test_a_failure_elsewhere_ends_the_ranks_here(clock: Clock) -> None:
+    process = Process(clock, 0, 3600)
+    (outcome,) = supervise([process], lambda: FAR if clock.passed > 5 else None)
+
+    assert (outcome.error_type, outcome.lost) == ("aborted", None)
+    assert outcome.error == "Ended because rank 7 on far had failed (ValueError: no)."
+    assert process.ended_at == pytest.approx(5 + GRACE, abs=0.2)
+
+
+def test_a_rank_that_is_lost_is_named_for_the_driver(clock: Clock) -> None:
+    lost = Failure(7, "far", "has not answered for 60 s", lost=True)
+    (outcome,) = supervise([Process(clock, 0, 3600)], lambda: lost)
+
+    assert (outcome.error_type, outcome.lost) == ("lost", (7, "far"))
+    assert failure_of(outcome).why.startswith("has lost touch: Ended because rank 7 on far")
+
+
+def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -> None:
+    failed, ended = Process(clock, 0, GRACE - 1, "broken pipe"), Process(clock, 1, GRACE - 2)
+    outcomes = by_rank(supervise([failed, ended], lambda: FAR))
+
+    assert [outcome.error_type for outcome in outcomes] == ["ValueError", ""]
+    assert failure_of(outcomes[0]) == Failure(0, "here", "had failed (b: broken pipe)")
+
+
+def test_several_failures_do_not_prolong_the_grace(clock: Clock) -> None:
+    ranks = [Process(clock, rank, 1 + rank, "no") for rank in range(3)]
+    left = Process(clock, 3, 3600)
+    supervise([*ranks, left])
+
+    assert left.ended_at == pytest.approx(1 + GRACE, abs=0.2)
