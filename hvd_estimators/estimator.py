@@ -310,6 +310,7 @@ class HorovodEstimator(
             val_path=manifest.validation.path if manifest.validation else None,
             train_plan=plan,
             val_plan=val_plan,
+            num_ranks=num_ranks,
             feature_cols=tuple(get("feature_cols")),
             label_cols=tuple(get("label_cols")),
             sample_weight_col=get("sample_weight_col"),

@@ -86,7 +86,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
     require_tensorflow()
-    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_shards):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
         choose_devices(spec.use_gpu)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
@@ -128,8 +128,9 @@ class _Trainer:
 
     def run(self) -> TrainResult:
         spec, done = self.spec, len(self.history)
-        steps = spec.data.train_steps_per_epoch
-        data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
+        data = open_data_module(
+            spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
+        )
         logs = spec.run.logs_path if self.rank == 0 else None
         progress = Progress(spec, self.rank, self.size)
         with data, EventWriter(logs) as writer, progress:

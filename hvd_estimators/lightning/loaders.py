@@ -96,8 +96,6 @@ class TrainLoader(_Loader):
         Batches of an epoch.
     passes_per_step : callable
         Returns the backward passes of the step that comes next.
-    taken : int
-        Batches that an interrupted run took.
     same : bool
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     """
@@ -108,11 +106,10 @@ class TrainLoader(_Loader):
         dtypes: Mapping[str, str],
         steps: int,
         passes_per_step: Callable[[], int],
-        taken: int = 0,
         same: bool = False,
     ) -> None:
         super().__init__(dtypes, steps)
-        self._position = taken % steps
+        self._position = 0
         self._kept: list[Window] | None = [] if same else None
         self.taken = 0
         self._batches = batches

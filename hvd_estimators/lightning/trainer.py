@@ -80,7 +80,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
     TrainResult
         The trained module, from rank 0.
     """
-    ranks = spec.data.train_plan.num_shards
+    ranks = spec.data.num_ranks
     with horovod_session(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
@@ -113,7 +113,11 @@ class _Trainer:
             further = spec.data_module_kwargs
             data["datamodule"] = open_lightning_data(spec, further, self.rank, self.size)
         else:
-            module = open_data_module(spec.data, self.rank, self.size, skip, spec.epochs - done)
+            # Where each epoch gets the batches of the first one, a resumed run does, too.
+            epoch = 0 if self._overfits else done
+            module = open_data_module(
+                spec.data, self.rank, self.size, epoch=epoch, epochs=spec.epochs - done
+            )
             loaders = self._loaders(stack.enter_context(module))
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders
@@ -166,8 +170,7 @@ class _Trainer:
             self.spec.dtypes,
             spec.train_steps_per_epoch,
             self._passes_per_step,
-            self.restored["taken"],
-            bool(self.users["trainer_args"].get("overfit_batches")),
+            self._overfits,
         )
         if spec.val_plan is None:
             return train, None
@@ -175,6 +178,10 @@ class _Trainer:
         if not all(spec.val_plan.rows(rank) for rank in range(self.size)):
             validation.lend_rows()
         return train, validation
+
+    @property
+    def _overfits(self) -> bool:
+        return bool(self.users["trainer_args"].get("overfit_batches"))
 
     def _passes_per_step(self) -> int:
         """Return the passes of the next step; callbacks may change it between epochs."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -80,15 +81,18 @@ class DataSpec:
     train_path, val_path : str
         Where the Parquet files lie; ``val_path`` is None without validation.
     train_plan, val_plan : ShardPlan
-        Which shard has which rows; ``val_plan`` is None without validation.
+        Which shard has which rows; ``val_plan`` is None without validation. Both are made for the
+        run's canonical shards.
+    num_ranks : int
+        Number of ranks that play the shards, at most as many.
     feature_cols, label_cols : tuple of str
         Inputs and targets, in the order in which the model takes and gives them.
     sample_weight_col : str or None
         Weight of each row.
     batch_size, val_batch_size : int
-        Rows of a full batch of one rank.
+        Rows of a full batch of one shard.
     train_steps_per_epoch, validation_steps_per_epoch : int
-        Batches of an epoch on each rank.
+        Batches of an epoch in each shard.
     random_seed : int
         Seed of the rows' order.
     data_module : str, type or None
@@ -102,6 +106,7 @@ class DataSpec:
     val_path: str | None
     train_plan: ShardPlan
     val_plan: ShardPlan | None
+    num_ranks: int
     feature_cols: tuple[str, ...]
     label_cols: tuple[str, ...]
     sample_weight_col: str | None
@@ -112,3 +117,40 @@ class DataSpec:
     random_seed: int
     data_module: str | type[DataModule] | None
     options: ReaderOptions = ReaderOptions()
+
+    @property
+    def num_shards(self) -> int:
+        """Number of the run's canonical shards."""
+        return self.train_plan.num_shards
+
+    @property
+    def passes_per_batch(self) -> int:
+        """Shards that a rank plays for each batch, one of them empty on some ranks."""
+        return -(-self.num_shards // self.num_ranks)
+
+    def rows_after(self, epoch: int, batches: int) -> int:
+        """Return the rows, of all shards, in the first batches of an epoch.
+
+        Together with the epoch this is a position in the data that does not depend on who reads it.
+        """
+        return sum(itertools.islice(self._sizes_from(epoch), batches))
+
+    def batches_before(self, epoch: int, rows: int) -> int:
+        """Return the number of batches that hold an epoch's first rows; undoes `rows_after`.
+
+        Raises
+        ------
+        ValueError
+            If no batch of the epoch ends there.
+        """
+        ends = itertools.accumulate(self._sizes_from(epoch), initial=0)
+        for batches, end in enumerate(itertools.islice(ends, self.train_steps_per_epoch + 1)):
+            if end == rows:
+                return batches
+        raise ValueError(f"No batch of epoch {epoch} ends after {rows} rows.")
+
+    def _sizes_from(self, epoch: int) -> Iterator[int]:
+        """Return the rows of each step over all shards, from the beginning of an epoch on."""
+        sizes = self.train_plan.global_batch_sizes(self.batch_size)
+        first = epoch * self.train_steps_per_epoch
+        return (sizes[step % len(sizes)] for step in itertools.count(first))

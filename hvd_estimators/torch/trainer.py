@@ -81,7 +81,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     TrainResult
         The trained state, from rank 0.
     """
-    with horovod_session(hvd, spec.mp_start_method, spec.data.train_plan.num_shards):
+    with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
         # What losses are made with here is the same on all ranks.
         torch.manual_seed(spec.data.random_seed)
         return _Trainer(spec).run()
@@ -116,8 +116,9 @@ class _Trainer:
     def run(self) -> TrainResult:
         spec = self.spec
         done = len(self.history)
-        steps = spec.data.train_steps_per_epoch
-        data = open_data_module(spec.data, self.rank, self.size, done * steps, spec.epochs - done)
+        data = open_data_module(
+            spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
+        )
         logs = spec.run.logs_path if self.rank == 0 else None
         with data, EventWriter(logs) as writer, self.progress:
             batches = WeightedBatches(

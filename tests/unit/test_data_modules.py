@@ -46,6 +46,7 @@ def data_spec(manifest, data_module):
         val_path=None,
         train_plan=plan_shards(manifest.train.row_groups, 2),
         val_plan=None,
+        num_ranks=2,
         feature_cols=("x",),
         label_cols=("id",),
         sample_weight_col=None,
@@ -61,7 +62,9 @@ def data_spec(manifest, data_module):
 
 @pytest.mark.parametrize("data_module", ["arrow", None])
 def test_the_ranks_module_is_made_from_the_jobs_description(manifest, data_module):
-    with open_data_module(data_spec(manifest, data_module), 1, 2, 3, 1) as data:
+    with open_data_module(
+        data_spec(manifest, data_module), 1, 2, epoch=0, rows=3 * 2 * 4, epochs=1
+    ) as data:
         batches = [batch["id"].tolist() for batch in itertools.islice(data.train_data(), 4)]
 
     # The second of 2 ranks has rows 26 to 52; 3 batches of 4 were taken before.
@@ -73,18 +76,18 @@ def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, 
         import petastorm
     except ImportError:
         petastorm = None
-    with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
+    with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == ("arrow" if petastorm is None else "petastorm")
 
     monkeypatch.setitem(sys.modules, "hvd_estimators.loading.readers.petastorm", None)
-    with open_data_module(data_spec(manifest, None), 0, 1, 0, 1) as data:
+    with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == "arrow"
     with pytest.raises(ImportError):
-        open_data_module(data_spec(manifest, "petastorm"), 0, 1, 0, 1)
+        open_data_module(data_spec(manifest, "petastorm"), 0, 2, epoch=0, epochs=1)
 
 
 def test_a_users_own_module_gets_all_that_is_known(manifest):
-    with open_data_module(data_spec(manifest, Constant), 1, 2, 3, 5) as opened:
+    with open_data_module(data_spec(manifest, Constant), 1, 2, epoch=0, epochs=5) as opened:
         data = opened.module
         assert type(data) is Constant
         assert len(next(opened.train_data())["x"]) == 4
@@ -110,7 +113,7 @@ class Ending(Constant):
 
 
 def test_a_module_that_ends_early_is_an_error_where_the_next_batch_is_wanted(manifest):
-    with open_data_module(data_spec(manifest, Ending), 1, 2, 8, 3) as data:
+    with open_data_module(data_spec(manifest, Ending), 1, 2, epoch=1, rows=8, epochs=3) as data:
         batches = data.train_data()
         assert len(list(itertools.islice(batches, 10))) == 10
         # 8 batches came before, of 7 in an epoch.
@@ -122,19 +125,21 @@ def test_a_module_that_ends_early_is_an_error_where_the_next_batch_is_wanted(man
 def test_validation_batches_that_are_gone_are_an_error(manifest):
     spec = data_spec(manifest, Ending)
     spec = dataclasses.replace(spec, val_plan=spec.train_plan, validation_steps_per_epoch=3)
-    with open_data_module(spec, 1, 2, 0, 1) as data:
+    with open_data_module(spec, 1, 2, epoch=0, epochs=1) as data:
         assert len(list(data.val_data())) == 2
         with pytest.raises(
             DataError, match=r"Rank 1: .* after 0 batches; expected 2 .* passes bef"
         ):
             list(data.val_data())
     with (
-        open_data_module(dataclasses.replace(spec, data_module=Constant), 0, 2, 0, 1) as data,
+        open_data_module(
+            dataclasses.replace(spec, data_module=Constant), 0, 2, epoch=0, epochs=1
+        ) as data,
         pytest.raises(DataError, match=r"Rank 0: Constant.val_data\(\) ended .* expected 1 at"),
     ):
         next(data.val_chunks())
     # Without rows to validate on, none are wanted.
-    with open_data_module(data_spec(manifest, Constant), 0, 2, 0, 1) as data:
+    with open_data_module(data_spec(manifest, Constant), 0, 2, epoch=0, epochs=1) as data:
         assert list(data.val_data()) == []
 
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
 from hvd_estimators.loading.readers.delivery import HeldDataModule
+from hvd_estimators.loading.readers.shards import PlayedShards
+from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.remedies import INSTALL
 
 if TYPE_CHECKING:
     from hvd_estimators.loading.spec import DataSpec
 
-__all__ = ["DataModule", "check_data_module", "open_data_module"]
+__all__ = ["DataModule", "check_data_module", "check_shards", "open_data_module"]
 
 
 def check_data_module(data_module: str | type[DataModule] | None) -> None:
@@ -42,8 +45,43 @@ def check_data_module(data_module: str | type[DataModule] | None) -> None:
         )
 
 
+def check_shards(
+    data_module: str | type[Any] | None, num_shards: int, num_ranks: int, run_id: str | None
+) -> None:
+    """Make sure that ranks can play a run's shards. Runs on the driver.
+
+    Parameters
+    ----------
+    data_module : str, type or None
+        What reads the rows.
+    num_shards, num_ranks : int
+        The run's canonical shards, and the ranks that are to play them.
+    run_id : str or None
+        The run, for messages.
+
+    Raises
+    ------
+    ParamError
+        If there are more ranks than shards, or if a module of the user's, which reads one shard
+        on each rank, would have to read several.
+    """
+    if num_ranks > num_shards:
+        raise ParamError(
+            f"num_proc: the run {run_id!r} began with {num_shards} ranks, which share out each "
+            f"global batch, and cannot go on with more, found {num_ranks}. Set num_proc to "
+            f"{num_shards} or less, or another run_id."
+        )
+    is_users = isinstance(data_module, type) and not issubclass(data_module, PlannedDataModule)
+    if num_ranks < num_shards and is_users:
+        raise ParamError(
+            f"data_module: the run {run_id!r} began with {num_shards} ranks, and with {num_ranks} "
+            f"some have to read for two. {data_module!r} reads for one: only data modules of this "
+            f"package can read for several. Set num_proc={num_shards}, or another run_id."
+        )
+
+
 def open_data_module(
-    data: DataSpec, rank: int, size: int, skip_steps: int, epochs: int
+    data: DataSpec, rank: int, size: int, *, epoch: int, rows: int = 0, epochs: int
 ) -> DataModule:
     """Make a rank's data module. Runs on the worker.
 
@@ -53,16 +91,42 @@ def open_data_module(
         The data of the job.
     rank, size : int
         This rank and the number of ranks.
-    skip_steps : int
-        Training batches that were taken in an earlier part of the run.
+    epoch : int
+        The epoch to begin with.
+    rows : int
+        Rows of that epoch, of all shards, that were trained on before; see `DataSpec.rows_after`.
     epochs : int
-        Epochs that are left.
+        Epochs that are left, this one included.
 
     Returns
     -------
     DataModule
-        One that raises `DataError` if a user's module delivers too little.
+        With as many ranks as shards it has one batch per step; with fewer, `PlayedShards`, which
+        has several. One of the user's is held to what it has to deliver.
+
+    Raises
+    ------
+    ValueError
+        If no step ends after so many rows.
+    ParamError
+        See `check_shards`.
     """
+    skip_steps = epoch * data.train_steps_per_epoch + data.batches_before(epoch, rows)
+    if size == data.num_shards:
+        return _open_shard(data, rank, skip_steps, epochs)
+    check_shards(data.data_module, data.num_shards, size, None)
+    shards = played_shards(data.num_shards, rank, size)
+    workers = {
+        name: max(getattr(data.options, name) // len(shards), 1)
+        for name in ("train_reader_worker_count", "val_reader_worker_count")
+    }
+    data = replace(data, options=replace(data.options, **workers))
+    modules = [_open_shard(data, shard, skip_steps, epochs) for shard in shards]
+    return PlayedShards([m for m in modules if isinstance(m, PlannedDataModule)], size)
+
+
+def _open_shard(data: DataSpec, shard: int, skip_steps: int, epochs: int) -> DataModule:
+    """Make the data module of one shard, without the first steps of the run."""
     module = _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
@@ -70,8 +134,8 @@ def open_data_module(
         has_val=data.val_plan is not None,
         train_batch_size=data.batch_size,
         val_batch_size=data.val_batch_size,
-        cur_shard=rank,
-        shard_count=size,
+        cur_shard=shard,
+        shard_count=data.num_shards,
         schema_fields=[column.name for column in data.columns],
         steps_per_epoch_train=data.train_steps_per_epoch,
         steps_per_epoch_val=data.validation_steps_per_epoch,
@@ -87,10 +151,10 @@ def open_data_module(
         return module
     return HeldDataModule(
         module,
-        rank=rank,
+        rank=shard,
         steps=data.train_steps_per_epoch,
         skip_steps=skip_steps,
-        has_val_rows=data.val_plan is not None and data.val_plan.rows(rank) > 0,
+        has_val_rows=data.val_plan is not None and data.val_plan.rows(shard) > 0,
     )
 
 

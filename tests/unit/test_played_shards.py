@@ -1,0 +1,201 @@
+"""A plan's shards, played by as many ranks or by fewer: the same rows in the same steps."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.loading.readers import check_shards, open_data_module
+from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
+from hvd_estimators.loading.sharding import plan_shards, played_shards
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.parquet.manifest import ColumnSpec, RowGroup
+from hvd_estimators.training.weighted_batches import WeightedBatches
+
+
+class Numbers(PlannedDataModule):
+    """Reads no file: a row's id is its number in its row group and the group's in hundreds."""
+
+    def read(self, passes: Any, workers: int) -> Any:
+        for bundles in passes:
+            for bundle in bundles:
+                for part in bundle:
+                    rows = part.row_range
+                    yield {"id": 100 * rows.row_group + np.arange(rows.start, rows.stop)}
+
+
+def job(groups: list[int], ranks: int, batch_size: int, **params: Any) -> DataSpec:
+    """Describe training on 4 shards; the shards of validation are the same."""
+    row_groups = [RowGroup("a", index, rows) for index, rows in enumerate(groups)]
+    plan = plan_shards(row_groups, 4, seed=5)
+    return DataSpec(
+        **{
+            "columns": (ColumnSpec("id", "scalar", "int64", ()),),
+            "train_path": "",
+            "val_path": "",
+            "train_plan": plan,
+            "val_plan": plan_shards(row_groups, 4),
+            "num_ranks": ranks,
+            "feature_cols": ("id",),
+            "label_cols": (),
+            "sample_weight_col": None,
+            "batch_size": batch_size,
+            "val_batch_size": batch_size,
+            "train_steps_per_epoch": plan.steps(batch_size),
+            "validation_steps_per_epoch": plan.steps(batch_size),
+            "random_seed": 3,
+            "data_module": Numbers,
+            "options": ReaderOptions(reader_pool_type="dummy", verbose=0),
+            **params,
+        }
+    )
+
+
+def steps(
+    spec: DataSpec, count: int, passes: int = 1, **position: int
+) -> list[tuple[list[int], float]]:
+    """Return the rows of some steps, and the mean of their ids as the ranks' gradients give it."""
+    found: list[tuple[list[int], float]] = [([], 0.0)] * count
+    for rank in range(spec.num_ranks):
+        with open_data_module(
+            spec, rank, spec.num_ranks, **{"epoch": 0, "epochs": 2, **position}
+        ) as data:
+            window = passes * spec.passes_per_batch
+            batches = WeightedBatches(
+                data.train_data(), data.global_train_sizes(), spec.num_ranks, window, pytest.fail
+            )
+            for step in range(count):
+                rows, mean = found[step]
+                for batch, factor in batches.next_window(window):
+                    ids = batch["id"].tolist()
+                    rows = rows + ids
+                    if ids:
+                        mean += factor * np.mean(ids) / window / spec.num_ranks
+                found[step] = rows, mean
+    return found
+
+
+GROUPS = st.lists(st.integers(1, 30), min_size=4, max_size=9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(GROUPS, st.integers(1, 9), st.integers(1, 3))
+def test_steps_hold_the_same_rows_whoever_plays_the_shards(
+    groups: list[int], batch_size: int, passes: int
+) -> None:
+    # More than one epoch, so that passes over the data differ.
+    count = job(groups, 4, batch_size).train_steps_per_epoch // passes + 2
+    expected = steps(job(groups, 4, batch_size), count, passes)
+    for rows, mean in expected:
+        assert mean == pytest.approx(np.mean(rows))
+    for ranks in (3, 2, 1):
+        found = steps(job(groups, ranks, batch_size), count, passes)
+        for (rows, mean), (same, same_mean) in zip(found, expected, strict=True):
+            assert sorted(rows) == sorted(same)
+            assert mean == pytest.approx(same_mean)
+
+
+@settings(max_examples=40, deadline=None)
+@given(GROUPS, st.integers(1, 9), st.integers(1, 12), st.integers(0, 2), st.data())
+def test_a_position_in_rows_is_where_any_number_of_ranks_goes_on(
+    groups: list[int], batch_size: int, epoch_steps: int, epoch: int, data: Any
+) -> None:
+    settings = {"batch_size": batch_size, "train_steps_per_epoch": epoch_steps}
+    taken = data.draw(st.integers(0, epoch_steps))
+    whole = steps(job(groups, 4, **settings), 3 * epoch_steps + 2)
+    first = epoch * epoch_steps
+
+    rows = job(groups, 4, **settings).rows_after(epoch, taken)
+
+    assert rows == sum(len(ids) for ids, _ in whole[first : first + taken])
+    for ranks in (4, 3):
+        spec = job(groups, ranks, **settings)
+        assert spec.batches_before(epoch, rows) == taken
+        left = steps(spec, 2, epoch=epoch, rows=rows)
+        for (found, _), (same, _) in zip(left, whole[first + taken :], strict=False):
+            assert sorted(found) == sorted(same)
+
+
+def test_a_position_within_a_step_is_none() -> None:
+    spec = job([10, 10], 2, batch_size=2)
+    with pytest.raises(ValueError, match="No batch of epoch 1 ends after 3 rows"):
+        open_data_module(spec, 0, 2, epoch=1, rows=3, epochs=1)
+
+
+@given(st.integers(1, 20), st.data())
+def test_each_shard_is_played_by_one_rank(num_shards: int, data: Any) -> None:
+    size = data.draw(st.integers(1, num_shards))
+    played = [played_shards(num_shards, rank, size) for rank in range(size)]
+
+    assert sorted(itertools.chain(*played)) == list(range(num_shards))
+    assert {len(shards) for shards in played} <= {num_shards // size, -(-num_shards // size)}
+    assert played_shards(num_shards, size - 1, num_shards) == (size - 1,)
+
+
+@pytest.mark.parametrize("ranks", [4, 3, 2, 1])
+@pytest.mark.parametrize("limit", [1, 100])
+def test_validation_rows_are_those_of_the_shards(ranks: int, limit: int) -> None:
+    # 2 rows for 4 shards as well: some have none.
+    for groups in ([7, 8, 6], [2]):
+        training = plan_shards([RowGroup("a", 0, 8)], 4)
+        few = job(groups * 4, 4, 3, train_plan=training)
+        plan = plan_shards([RowGroup("a", i, n) for i, n in enumerate(groups)], 4, allow_empty=True)
+        spec = job(
+            groups * 4,
+            ranks,
+            3,
+            train_plan=training,
+            val_plan=plan,
+            validation_steps_per_epoch=min(limit, plan.steps(3)),
+        )
+        found: list[int] = []
+        for rank in range(ranks):
+            with open_data_module(spec, rank, ranks, epoch=0, epochs=1) as data:
+                for again in range(2):
+                    batches = [batch["id"].tolist() for batch in data.val_data()]
+                    assert all(batches)
+                    # Who plays one shard is not limited by the reader, but by the trainer.
+                    taken = batches[: spec.validation_steps_per_epoch * spec.passes_per_batch]
+                    found += itertools.chain(*taken) if not again else []
+        wanted = [
+            100 * part.row_group + row
+            for shard in range(4)
+            for part in plan.shards[shard]
+            for row in range(part.start, part.stop)
+        ]
+        if limit == 1:
+            wanted = [
+                row
+                for shard in range(4)
+                for row in [
+                    100 * part.row_group + row
+                    for part in plan.shards[shard]
+                    for row in range(part.start, part.stop)
+                ][: few.val_batch_size]
+            ]
+        assert sorted(found) == sorted(wanted)
+
+
+class Users(DataModule):
+    def train_data(self) -> Any:
+        return iter(())
+
+    val_data = train_data
+
+
+def test_who_can_play_several_shards() -> None:
+    check_shards(Users, 4, 4, "mine")
+    check_shards("arrow", 4, 1, "mine")
+    check_shards(Numbers, 4, 3, "mine")
+    with pytest.raises(ParamError, match=r"num_proc: the run 'mine' began with 2 ranks.* found 3"):
+        check_shards(None, 2, 3, "mine")
+    with pytest.raises(ParamError, match=r"data_module: .* began with 4 ranks.*Users.*num_proc=4"):
+        check_shards(Users, 4, 3, "mine")
+    with pytest.raises(ParamError, match="data_module"):
+        open_data_module(job([9], 2, 1, data_module=Users), 0, 2, epoch=0, epochs=1)
