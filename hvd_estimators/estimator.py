@@ -327,6 +327,7 @@ class HorovodEstimator(
                 continuous_cols=get("continuous_cols"),
                 transform_fn=get("transformation_fn"),
                 transformation=self._transformation(),
+                store=get("store"),
                 storage_options=get("store").storage_options,
                 verbose=get("verbose"),
             ),

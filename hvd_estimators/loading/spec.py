@@ -11,6 +11,7 @@ from hvd_estimators.loading.readers.base import DataModule
 from hvd_estimators.loading.sharding import ShardPlan
 from hvd_estimators.loading.transformation import RowFunction, Transformation
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store.base import Store
 
 __all__ = ["DataSpec", "ReaderOptions"]
 
@@ -43,8 +44,10 @@ class ReaderOptions:
         The user's function of rows, for data modules of the user's.
     transformation : Transformation or None
         What this package's readers make of rows; ``transform_fn`` included.
+    store : Store or None
+        Opens the files; None for that of the training files' path.
     storage_options : mapping or None
-        Passed to the store's fsspec filesystem.
+        The store's, for data modules of the user's.
     verbose : int
         0 is silent.
     """
@@ -62,6 +65,7 @@ class ReaderOptions:
     continuous_cols: Sequence[str] | None = None
     transform_fn: RowFunction | None = None
     transformation: Transformation | None = None
+    store: Store | None = None
     storage_options: Mapping[str, Any] | None = None
     verbose: int = 1
 

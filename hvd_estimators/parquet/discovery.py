@@ -206,7 +206,7 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
     first = split.row_groups[0]
     names = [name for spec in specs for name in spec.stored_names]
     try:
-        with store.fs.open(first.file, "rb") as handle:
+        with store.open(first.file) as handle:
             file = parquet.ParquetFile(handle, buffer_size=_PAGE_BUFFER, pre_buffer=False)
             batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
             return pa.Table.from_batches([next(batches)])

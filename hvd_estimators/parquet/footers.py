@@ -1,4 +1,4 @@
-"""The Parquet files of a dataset, and what their footers hold."""
+"""Parquet files' footers, and what they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from hvd_estimators.exceptions import ColumnError, StoreError
 from hvd_estimators.parquet.arrow_types import num_leaves
-from hvd_estimators.parquet.partitions import partition_values
+from hvd_estimators.parquet.listing import DataFile, data_files
 from hvd_estimators.store.base import Store
 
 __all__ = ["Footer", "read_footers", "unreadable"]
@@ -25,7 +25,7 @@ class Footer:
     Attributes
     ----------
     file : str
-        The file's path, as the filesystem lists it.
+        The file's full path in the store.
     metadata : pyarrow.parquet.FileMetaData
         The footer itself.
     schema : pyarrow.Schema
@@ -68,50 +68,26 @@ class Footer:
 
 
 def read_footers(store: Store, path: str) -> list[Footer]:
-    """Read the footers of all files under a path, in the order of their names.
-
-    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
-    ``.crc`` files.
+    """Read the footers of all files under a path, as `data_files` lists them.
 
     Raises
     ------
     StoreError
         If there are no Parquet files, or a file is not Parquet.
     """
-    if not store.exists(path):
-        raise StoreError(f"There is no Parquet dataset at {path!r}.")
-    below = _paths_below(store, path)
-    files = sorted(file for file in below if _is_data(below[file]))
-    if not files:
-        raise StoreError(f"There are no Parquet files under {path!r}.")
+    files = data_files(store, path)
     with ThreadPoolExecutor(_THREADS) as pool:
-        return list(pool.map(lambda file: _read(store, file, below[file]), files))
+        return list(pool.map(lambda file: _read(store, file), files))
 
 
-def _paths_below(store: Store, path: str) -> dict[str, str]:
-    """Return every file under a path, with the part of its path that is below."""
-    # Filesystems list paths in a form of their own, without a scheme.
-    fs = store.fs
-    root = fs._strip_protocol(path).rstrip("/")
-    return {file: fs._strip_protocol(file).removeprefix(root).strip("/") for file in fs.find(path)}
-
-
-def _is_data(below: str) -> bool:
-    # As Spark has it: an underscore does not hide a partition column.
-    parts = below.split("/")
-    return not below.endswith(".crc") and not any(
-        part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts
-    )
-
-
-def _read(store: Store, file: str, below: str) -> Footer:
+def _read(store: Store, file: DataFile) -> Footer:
     try:
-        with store.fs.open(file, "rb") as handle:
+        with store.open(file.path) as handle:
             metadata = parquet.read_metadata(handle)
         schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException) as error:
-        raise unreadable(file, error) from error
-    return Footer(file, metadata, schema, _leaves(schema), partition_values(below))
+        raise unreadable(file.path, error) from error
+    return Footer(file.path, metadata, schema, _leaves(schema), file.partitions)
 
 
 def _leaves(schema: pa.Schema) -> dict[str, range]:

@@ -123,7 +123,7 @@ def is_whole(store: Store, index: str) -> bool:
     except StoreError:
         return False
     splits = [manifest.train, *([manifest.validation] if manifest.validation else [])]
-    present = {file for split in splits for file in store.fs.find(split.path)}
+    present = {file for split in splits for file in store.find(split.path)}
     return present >= {group.file for split in splits for group in split.row_groups}
 
 
@@ -153,10 +153,8 @@ def _numbered(store: Store, path: str) -> Iterator[str]:
     # An index is 12 hexadecimal digits: nothing else that lies here is taken for one.
     endings = "|".join(map(re.escape, (_STAGING, SUFFIX)))
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
-    if not store.exists(parent):
-        return
-    for entry in store.fs.ls(parent, detail=False):
-        match = pattern.fullmatch(posixpath.basename(entry.rstrip("/")))
+    for entry in store.names(parent):
+        match = pattern.fullmatch(entry)
         if match:
             yield match[1]
 

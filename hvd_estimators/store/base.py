@@ -173,6 +173,11 @@ class Store(ABC):
         """Return whether a file or directory exists."""
         return bool(self.fs.exists(path))
 
+    def open(self, path: str) -> IO[bytes]:
+        """Open a file for reading; several threads may, each has a position of its own."""
+        file: IO[bytes] = self.fs.open(path, "rb")
+        return file
+
     def read(self, path: str) -> bytes:
         """Return the content of a file.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import posixpath
 import tempfile
 from collections.abc import Iterator
@@ -14,9 +15,6 @@ from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.base import Store
 
 __all__ = ["FilesystemStore"]
-
-_OF_ONE_PROCESS = ("memory",)
-"""Filesystems that no other process sees."""
 
 
 class FilesystemStore(Store):
@@ -84,6 +82,13 @@ class FilesystemStore(Store):
         self._check_shared()
         super().check()
 
+    def open(self, path: str) -> IO[bytes]:
+        """Open a file for reading; see `Store.open`."""
+        if self._is_memory():
+            # Its files are one object each, with one position for all who open them.
+            return io.BytesIO(self.read(path))
+        return super().open(path)
+
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a local file, and put that where it belongs when the block ends well.
@@ -102,9 +107,11 @@ class FilesystemStore(Store):
         fs, path_in_fs = fsspec.core.url_to_fs(path, **self.storage_options)
         return fs, str(path_in_fs)
 
+    def _is_memory(self) -> bool:
+        return self.prefix_path.startswith("memory://")
+
     def _check_shared(self) -> None:
-        protocol = self.prefix_path.partition("://")[0]
-        if protocol in _OF_ONE_PROCESS:
+        if self._is_memory():
             raise ParamError(
                 f"store: found {self.prefix_path!r}, which is in the memory of this process alone: "
                 "neither Spark nor the ranks see it. Set a prefix on storage that the driver and "

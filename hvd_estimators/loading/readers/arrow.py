@@ -16,7 +16,7 @@ class ArrowDataModule(PlannedDataModule):
     """Reads row groups with PyArrow, in threads: PyArrow decodes without the interpreter's lock.
 
     Takes ``reader_pool_type="process"`` for ``"thread"``; ``"dummy"`` reads in the thread that
-    asks. Files are opened through fsspec, with ``storage_options``. A worker holds one part of a
+    asks. A worker holds one part of a
     row group (see `range_tables`) that waits to be taken.
     """
 
@@ -26,7 +26,7 @@ class ArrowDataModule(PlannedDataModule):
         self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
-        files = RangeFiles(self.storage_options or {})
+        files = RangeFiles(self.store)
 
         def read(slices: Slices) -> Generator[tuple[Columns, bool], None, None]:
             path = slices.row_range.file

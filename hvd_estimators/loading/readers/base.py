@@ -22,6 +22,7 @@ from hvd_estimators.loading.sharding import RowRange, ShardPlan, batch_sizes
 from hvd_estimators.loading.transformation import RowFunction, Transformation, Transformed
 from hvd_estimators.parquet.columns import Array, Columns, num_rows
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store.base import Store
 
 __all__ = ["DataModule", "PlannedDataModule"]
 
@@ -169,6 +170,8 @@ class PlannedDataModule(DataModule):
         Applied to all rows that are read. Default: ``transform_fn``, where that is given.
     shuffle_buffer_size : int, optional
         Bytes of rows that are held for shuffling. Default: 128 MiB.
+    store : Store, optional
+        Opens the files. Default: made of ``train_dir`` and ``storage_options``.
     **kwargs
         See `DataModule`.
     """
@@ -186,9 +189,13 @@ class PlannedDataModule(DataModule):
         val_reader_worker_count: int = 2,
         transformation: Transformation | None = None,
         shuffle_buffer_size: int | None = None,
+        store: Store | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self.store = store or Store.create(
+            self.train_dir, storage_options=dict(self.storage_options or {})
+        )
         self.columns = columns
         self.train_plan = train_plan
         self.val_plan = val_plan

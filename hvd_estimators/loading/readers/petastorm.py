@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import parquet
 
 with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.arrow_reader_worker import ArrowReaderWorker
-    from petastorm.fs_utils import FilesystemResolver, get_filesystem_and_path_or_paths
+    from petastorm.fs_utils import FilesystemResolver
     from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
     from petastorm.workers_pool import EmptyResultError
@@ -30,6 +32,7 @@ from hvd_estimators.loading.readers.petastorm_pools import make_pool
 from hvd_estimators.loading.readers.ranges import RangeFiles, Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store.base import Store
 
 __all__ = ["PetastormDataModule"]
 
@@ -91,8 +94,6 @@ class PetastormDataModule(PlannedDataModule):
         first = next(passes)
         if not first:
             return
-        # Every pass reads the same row groups, in another order.
-        files = sorted({slices.row_range.file for bundle in first for slices in bundle})
         # Row groups that are read in turns are read by one worker, which has threads of its own.
         together = any(len(bundle) > 1 for bundle in first)
         work: Iterator[Sequence[Bundle]] = _chain(first, passes)
@@ -102,14 +103,14 @@ class PetastormDataModule(PlannedDataModule):
         items = (
             {
                 "columns": self.columns,
-                "storage_options": self.storage_options or {},
+                "store": self.store,
                 "bundles": bundles,
                 "threads": threads,
                 "sequence": sequence,
             }
             for sequence, bundles in enumerate(work)
         )
-        reader = self._open_reader(files, items, workers, together)
+        reader = self._open_reader(items, workers, together)
         try:
             for table in _in_sequence(reader, reader.ventilator.make_room):
                 file = table.schema.metadata[_FILE].decode()
@@ -119,27 +120,19 @@ class PetastormDataModule(PlannedDataModule):
             reader.join()
 
     def _open_reader(
-        self,
-        files: list[str],
-        items: Iterator[dict[str, Any]],
-        workers: int,
-        one_at_a_time: bool,
+        self, items: Iterator[dict[str, Any]], workers: int, one_at_a_time: bool
     ) -> _PlannedReader:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", FutureWarning)
-            if "://" in files[0]:
-                filesystem, paths = get_filesystem_and_path_or_paths(
-                    files, "libhdfs", storage_options=self.storage_options
-                )
-            else:
-                # Not as URLs: Petastorm would cut a path at "?" or "#".
-                filesystem, paths = FilesystemResolver("file:///").filesystem(), files
+            # Petastorm looks at all footers when a reader is made, on the filesystems and for the
+            # types that it knows. Workers are told what to read, so it is shown another file.
+            shown = os.path.join(folder, "shown.parquet")
+            parquet.write_table(pa.table({"row": [0]}), shown)
             return _PlannedReader(
-                filesystem,
-                paths,
+                FilesystemResolver("file:///").filesystem(),
+                [shown],
                 items=items,
                 one_at_a_time=one_at_a_time,
-                # Workers are told what to read: Petastorm knows fewer types than PyArrow.
                 schema_fields=None,
                 reader_pool=make_pool(self.reader_pool_type, workers),
                 worker_class=_RangeWorker,
@@ -265,12 +258,12 @@ class _RangeWorker(ArrowReaderWorker):
     def process(
         self,
         columns: Sequence[ColumnSpec],
-        storage_options: Mapping[str, Any],
+        store: Store,
         bundles: Sequence[Bundle],
         threads: int,
         sequence: int,
     ) -> None:
-        self._files = self._files or RangeFiles(storage_options)
+        self._files = self._files or RangeFiles(store)
         read = functools.partial(self._read, columns=columns)
         tables = in_turns(iter(bundles), read, threads)
         with contextlib.closing(tables):

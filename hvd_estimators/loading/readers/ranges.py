@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
 from pyarrow import compute, parquet
@@ -18,6 +17,7 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.sharding import RowRange
 from hvd_estimators.parquet.layout import FETCHED_BYTES
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store.base import Store
 
 __all__ = ["PART_BYTES", "RangeFiles", "Slices", "range_tables"]
 
@@ -137,23 +137,23 @@ def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
 
 
 class RangeFiles:
-    """Opens Parquet files through fsspec; remembers the footers of the latest ones."""
+    """Opens the Parquet files of a store; remembers the footers of the latest ones."""
 
-    def __init__(self, storage_options: Mapping[str, Any]) -> None:
-        self._storage_options = storage_options
+    def __init__(self, store: Store) -> None:
+        self._store = store
         self._footers: dict[str, parquet.FileMetaData] = {}
         self._lock = threading.Lock()
 
     @contextlib.contextmanager
     def open(self, path: str, specs: Sequence[ColumnSpec] = ()) -> Iterator[parquet.ParquetFile]:
-        """Open a file, from a path or a URL, in the way `range_tables` asks for."""
+        """Open a file, by its full path, in the way `range_tables` asks for."""
         with self._lock:
             footer = self._footers.get(path)
         with contextlib.ExitStack() as stack:
-            source = path
-            if "://" in path:
-                fs, path_in_fs = fsspec.core.url_to_fs(path, **self._storage_options)
-                source = stack.enter_context(fs.open(path_in_fs, "rb"))
+            # PyArrow reads local files by itself, without the interpreter's lock.
+            source: Any = self._store.local_path(path)
+            if source is None:
+                source = stack.enter_context(self._store.open(path))
             file = stack.enter_context(
                 parquet.ParquetFile(
                     source,
