@@ -270,11 +270,11 @@ class HorovodEstimator(
         with in_use(spec.store, spec.run), Handover(spec, self._state_reader) as handover:
             with (
                 handover.naming_what_is_kept(trained=False),
-                show_progress(spec.verbose, backend.driver_host()) as progress_env,
+                show_progress(spec.verbose) as on_event,
             ):
                 call = handover.put(train)
                 results = backend.run(
-                    train_stored, args=(call,), kwargs={}, env={**(env or {}), **progress_env}
+                    train_stored, args=(call,), kwargs={}, env=env, on_event=on_event
                 )
             with handover.naming_what_is_kept(trained=True):
                 return make_model(handover.read(results))

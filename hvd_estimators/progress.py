@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from hvd_estimators.launch.events import receive_events
+from hvd_estimators.launch.events import Event, Handler, RankProgress
 
 __all__ = ["show_progress"]
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("hvd_estimators")
 
 
 @contextlib.contextmanager
-def show_progress(verbose: int, host: str) -> Iterator[dict[str, str]]:
+def show_progress(verbose: int) -> Iterator[Handler | None]:
     """Show what ranks report until the block ends. Runs on the driver.
 
     On a terminal rank 0's epochs are live bars; elsewhere each epoch is a log line of the logger
@@ -27,28 +27,26 @@ def show_progress(verbose: int, host: str) -> Iterator[dict[str, str]]:
     Parameters
     ----------
     verbose : int
-        0 shows nothing; 2 and above shows what the ranks print as well.
-    host : str
-        The address at which ranks reach the driver.
+        0 shows nothing.
 
     Yields
     ------
-    dict
-        Environment variables for the ranks.
+    callable or None
+        What `Backend.run` takes as ``on_event``.
     """
     if verbose <= 0:
-        yield {}
+        yield None
         return
     shown = _Bars() if sys.stderr.isatty() else _Lines()
 
-    def handle(event: Mapping[str, Any]) -> None:
-        if event["kind"] == "progress":
+    def handle(event: Event) -> None:
+        if isinstance(event, RankProgress):
             shown.show(event)
-        elif event["kind"] == "output":
-            tqdm.write(f"[{event['rank']}] {event['line']}", file=sys.stderr, end="")
+        else:
+            tqdm.write(f"[{event.rank}] {event.line}", file=sys.stderr, end="")
 
-    with contextlib.closing(shown), receive_events(handle, host) as env:
-        yield env
+    with contextlib.closing(shown):
+        yield handle
 
 
 class _Bars:
@@ -56,20 +54,20 @@ class _Bars:
         self._bar: Any = None
         self._epoch = -1
 
-    def show(self, event: Mapping[str, Any]) -> None:
-        if event["epoch"] != self._epoch:
+    def show(self, event: RankProgress) -> None:
+        if event.epoch != self._epoch:
             self.close()
-            self._epoch = event["epoch"]
+            self._epoch = event.epoch
             self._bar = tqdm(
-                total=event["steps"],
-                desc=f"Epoch {event['epoch'] + 1}/{event['epochs']}",
+                total=event.steps,
+                desc=f"Epoch {event.epoch + 1}/{event.epochs}",
                 unit="step",
                 file=sys.stderr,
             )
         self._bar.set_postfix_str(_describe(event), refresh=False)
-        self._bar.update(event["step"] - self._bar.n)
+        self._bar.update(event.step - self._bar.n)
         self._bar.refresh()
-        if event["done"]:
+        if event.done:
             self.close()
 
     def close(self) -> None:
@@ -79,10 +77,10 @@ class _Bars:
 
 
 class _Lines:
-    def show(self, event: Mapping[str, Any]) -> None:
-        if not event["done"]:
+    def show(self, event: RankProgress) -> None:
+        if not event.done:
             return
-        line = f"Epoch {event['epoch'] + 1}/{event['epochs']}: {_describe(event)}"
+        line = f"Epoch {event.epoch + 1}/{event.epochs}: {_describe(event)}"
         if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
             logger.info(line)
         else:
@@ -92,6 +90,6 @@ class _Lines:
         pass
 
 
-def _describe(event: Mapping[str, Any]) -> str:
-    means = ", ".join(f"{name}={value:.4g}" for name, value in event["means"].items())
-    return f"{event['rows_per_second']:,.0f} rows/s, {means}"
+def _describe(event: RankProgress) -> str:
+    means = ", ".join(f"{name}={value:.4g}" for name, value in event.means.items())
+    return f"{event.rows_per_second:,.0f} rows/s, {means}"

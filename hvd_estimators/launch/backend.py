@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hvd_estimators.launch.events import Handler
     from hvd_estimators.store import Store
 
 __all__ = ["Backend"]
@@ -25,6 +26,7 @@ class Backend(ABC):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank.
 
@@ -36,6 +38,10 @@ class Backend(ABC):
             Its arguments.
         env : mapping, optional
             Environment variables of the ranks; None deletes one.
+        on_event : callable, optional
+            Called on the driver, from another thread, with what ranks report while they run: a
+            `RankProgress` or a `RankOutput` at a time. Default: what ranks print is shown on the
+            driver, if the backend is to show it.
 
         Returns
         -------

@@ -23,7 +23,7 @@ from pyspark import BarrierTaskContext, Broadcast
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
-from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender
+from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.mends import require_mends
@@ -63,8 +63,9 @@ class Job:
     """What every task needs; crosses from the driver to the tasks.
 
     ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
-    ``secret`` what tasks prove to each other with that they are of this job, and ``one_machine``
-    whether all of them are known to run on one.
+    ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
+    whether all of them are known to run on one. ``events`` are the variables that tell ranks where
+    the driver takes events, if it does.
     """
 
     call: bytes | Broadcast[bytes]
@@ -73,6 +74,7 @@ class Job:
     one_machine: bool
     driver_env: dict[str, str] = field(repr=False)
     env: dict[str, str | None] = field(repr=False)
+    events: dict[str, str] = field(repr=False)
     driver_path: tuple[str, ...]
     executable: str | None
     verbose: int
@@ -197,6 +199,7 @@ def _linked_outcome(
             proxy.environment(),
             ranks_key(job.secret),
             visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
+            job.events,
             job.env,
         )
         return _supervise(slot.rank, slot.hostname, job, env, link)
@@ -228,12 +231,15 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 
 def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
-    sender = EventSender(env.get(EVENTS_VARIABLE)) if job.verbose >= 2 else None
+    target = job.events.get(EVENTS_VARIABLE) if job.verbose >= 2 else None
+    sender = EventSender(target) if target else None
 
     def relay(line: str) -> None:
-        sys.stderr.write(f"[{rank}] {line}")
         if sender is not None:
-            sender.send(kind="output", rank=rank, line=line)
+            sender.send(RankOutput(rank, line))
+        # On one machine standard error is the driver's, too: lines would be shown twice.
+        if sender is None or not sender.is_connected or not job.one_machine:
+            sys.stderr.write(f"[{rank}] {line}")
 
     call = job.call if isinstance(job.call, bytes) else job.call.value
     with RankProcess(rank, host, call, env, relay, job.executable) as process:

@@ -1,7 +1,7 @@
 """Events from ranks to the driver while a job runs: progress, and lines of output.
 
-Messages of `hvd_estimators.launch.channel`: both ends prove that they know a secret, which ranks
-get in their environment, so that nobody else's events are taken.
+They travel as messages of `hvd_estimators.launch.channel`: both ends prove that they know a secret,
+which ranks get in their environment, so that nobody else's events are taken.
 """
 
 from __future__ import annotations
@@ -10,14 +10,26 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
 
 from hvd_estimators.launch.channel import Channel, new_secret
 from hvd_estimators.launch.listener import Listener
 
-__all__ = ["EVENTS_VARIABLE", "EventSender", "receive_events"]
+__all__ = [
+    "EVENTS_VARIABLE",
+    "Event",
+    "EventSender",
+    "Handler",
+    "RankOutput",
+    "RankProgress",
+    "one_by_one",
+    "print_output",
+    "receive_events",
+]
 
 EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
 """Environment variable that tells ranks where to send events: ``host:port:secret``."""
@@ -30,11 +42,103 @@ _SILENCE_SECONDS = 60.0
 
 logger = logging.getLogger(__name__)
 
-Event = Mapping[str, Any]
+
+@dataclass(frozen=True)
+class RankProgress:
+    """How far a rank has come; rank 0 tells it for all.
+
+    Attributes
+    ----------
+    rank : int
+        Who tells it.
+    epoch : int
+        The current epoch, from 0.
+    epochs : int
+        Epochs of the whole run.
+    step : int
+        Steps of the epoch that are done.
+    steps : int
+        Steps of an epoch.
+    rows_per_second : float
+        Rows of all ranks in a second, since the epoch began.
+    means : mapping of str to float
+        What was measured, in the mean over the epoch so far.
+    done : bool
+        Whether the epoch has ended.
+    """
+
+    kind: ClassVar[str] = "progress"
+
+    rank: int
+    epoch: int
+    epochs: int
+    step: int
+    steps: int
+    rows_per_second: float
+    means: Mapping[str, float] = field(default_factory=dict)
+    done: bool = False
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """A line that a rank has printed.
+
+    Attributes
+    ----------
+    rank : int
+        The rank.
+    line : str
+        The line with its end; of a long one the two ends only.
+    """
+
+    kind: ClassVar[str] = "output"
+
+    rank: int
+    line: str
+
+
+Event = RankProgress | RankOutput
+
+Handler = Callable[[Event], None]
+"""Called on the driver with one event at a time, from another thread."""
+
+_KINDS: dict[str, type[RankProgress] | type[RankOutput]] = {
+    kind.kind: kind for kind in (RankProgress, RankOutput)
+}
+
+
+def _encoded(event: Event) -> dict[str, Any]:
+    return {"kind": event.kind, **asdict(event)}
+
+
+def _decoded(message: Mapping[str, Any]) -> Event:
+    values = dict(message)
+    return _KINDS[values.pop("kind")](**values)
+
+
+def print_output(event: Event) -> None:
+    """Print lines of output to standard error, with their rank; take no notice of other events."""
+    if isinstance(event, RankOutput):
+        # One write, lest the lines of several ranks run into each other.
+        sys.stderr.write(f"[{event.rank}] {event.line}")
+
+
+def one_by_one(handler: Handler) -> Handler:
+    """Return a handler that several threads may call, and that never raises."""
+    lock = threading.Lock()
+
+    def handle(event: Event) -> None:
+        with lock:
+            try:
+                handler(event)
+            except Exception:
+                logger.exception("An event of a rank could not be handled")
+
+    return handle
 
 
 @contextlib.contextmanager
-def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict[str, str]]:
+def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
     Parameters
@@ -57,12 +161,12 @@ def receive_events(handler: Callable[[Event], None], host: str) -> Iterator[dict
         channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
         proved()
         while True:
-            event, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
+            message, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
             with lock:
                 if ended.is_set():
                     return
                 try:
-                    handler(event)
+                    handler(_decoded(message))
                 except Exception:
                     logger.exception("An event of a rank could not be handled")
 
@@ -113,12 +217,17 @@ class EventSender:
             )
             self.close()
 
-    def send(self, **event: Any) -> None:
-        """Send one event, whose values are anything that JSON knows."""
+    @property
+    def is_connected(self) -> bool:
+        """Whether events are on their way to the driver, as far as is known."""
+        return self._socket is not None
+
+    def send(self, event: Event) -> None:
+        """Send one event."""
         if self._socket is None:
             return
         try:
-            self._channel.send(event)
+            self._channel.send(_encoded(event))
         except OSError:
             self.close()
 

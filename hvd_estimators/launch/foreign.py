@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.events import Handler, receive_events
+
+if TYPE_CHECKING:
+    from hvd_estimators.store import Store
 
 __all__ = ["as_backend"]
 
@@ -19,15 +25,14 @@ def as_backend(given: Any) -> Backend:
     given : object
         A `Backend`, or an object with ``run(fn, args, kwargs, env)``, which returns the ranks'
         results in the order of the ranks, and ``num_processes()``. Such a one may call the
-        function in this process.
+        function in this process. It may also have a ``Backend``'s other methods. Its ranks report
+        to ``driver_host()``, 127.0.0.1 by default, as variables in ``env`` tell them.
 
     Raises
     ------
     ParamError
         If it has no such methods.
     """
-    if isinstance(given, Backend):
-        return given
     for method in ("run", "num_processes"):
         # A class has the methods, too, and no number of ranks.
         if isinstance(given, type) or not callable(getattr(given, method, None)):
@@ -35,6 +40,8 @@ def as_backend(given: Any) -> Backend:
                 "backend: expected an object with run(fn, args, kwargs, env) and num_processes(), "
                 f"found {given!r}."
             )
+    if isinstance(given, Backend) and "on_event" in inspect.signature(given.run).parameters:
+        return given
     return _Foreign(given)
 
 
@@ -51,14 +58,30 @@ class _Foreign(Backend):
             )
         return count
 
+    def check(self) -> None:
+        getattr(self._given, "check", super().check)()
+
+    def check_store(self, store: Store) -> None:
+        getattr(self._given, "check_store", super().check_store)(store)
+
+    def driver_host(self) -> str:
+        return str(getattr(self._given, "driver_host", super().driver_host)())
+
     def run(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
     ) -> list[Any]:
-        results = self._given.run(fn, args=args, kwargs=dict(kwargs or {}), env=dict(env or {}))
+        with contextlib.ExitStack() as stack:
+            events: Mapping[str, str] = {}
+            if on_event is not None:
+                events = stack.enter_context(receive_events(on_event, self.driver_host()))
+            results = self._given.run(
+                fn, args=args, kwargs=dict(kwargs or {}), env={**events, **(env or {})}
+            )
         if not isinstance(results, Sequence) or len(results) != self.num_processes():
             found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)
             raise HvdEstimatorsError(

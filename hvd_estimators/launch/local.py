@@ -13,6 +13,14 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
+from hvd_estimators.launch.events import (
+    EVENTS_VARIABLE,
+    Handler,
+    RankOutput,
+    one_by_one,
+    print_output,
+    receive_events,
+)
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
@@ -44,7 +52,7 @@ class LocalBackend(Backend):
     env : mapping, optional
         Environment variables of the ranks; None deletes one. Ranks inherit this process's.
     verbose : int
-        2 and above prints what the ranks print.
+        2 and above shows what the ranks print.
     """
 
     def __init__(
@@ -69,6 +77,7 @@ class LocalBackend(Backend):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         require_mends()
@@ -85,7 +94,12 @@ class LocalBackend(Backend):
         key = ranks_key(new_secret())
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
+        handler = one_by_one(on_event or print_output)
         with contextlib.ExitStack() as stack:
+            # Lines of output come to this process anyway.
+            events: dict[str, str | None] = {EVENTS_VARIABLE: None}
+            if on_event is not None:
+                events.update(stack.enter_context(receive_events(handler, self.driver_host())))
             proxies = [
                 stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
             ]
@@ -101,20 +115,21 @@ class LocalBackend(Backend):
                             listening_environment(LOOPBACK),
                             proxy.environment(),
                             key,
+                            events,
                             self._env,
                             env,
                         ),
-                        self._printer(slot.rank),
+                        self._relay(slot.rank, handler),
                     )
                 )
                 for slot, proxy in zip(slots, proxies, strict=True)
             ]
             return results_in_order(supervise(ranks))
 
-    def _printer(self, rank: int) -> Callable[[str], None] | None:
+    def _relay(self, rank: int, handler: Handler) -> Callable[[str], None] | None:
         if self._verbose < 2:
             return None
-        return lambda line: print(f"[{rank}] {line}", end="", file=sys.stderr)
+        return lambda line: handler(RankOutput(rank, line))
 
 
 def _cores() -> int:

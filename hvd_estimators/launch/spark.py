@@ -20,6 +20,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.environment import shared_environment
+from hvd_estimators.launch.events import Handler, print_output, receive_events
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.process import pickle_call, results_in_order
@@ -57,7 +58,7 @@ class SparkBackend(Backend):
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
-        2 and above sends what the ranks print to the driver as well as to the executors' logs.
+        2 and above shows what the ranks print on the driver as well as in the executors' logs.
     executable : str, optional
         The Python of the ranks. Default: the one that runs the executors' Python workers.
     **unused
@@ -181,18 +182,27 @@ class SparkBackend(Backend):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         self.check()
         session = _session()
-        with _shared(session.sparkContext, pickle_call(fn, args, kwargs or {})) as call:
-            return self._run(session, call, env)
+        if on_event is None and self._verbose >= 2:
+            on_event = print_output
+        with contextlib.ExitStack() as stack:
+            document = pickle_call(fn, args, kwargs or {})
+            call = stack.enter_context(_shared(session.sparkContext, document))
+            events = {}
+            if on_event is not None:
+                events = stack.enter_context(receive_events(on_event, self.driver_host()))
+            return self._run(session, call, env, events)
 
     def _run(
         self,
         session: SparkSession,
         call: bytes | Broadcast[bytes],
         env: Mapping[str, str | None] | None,
+        events: dict[str, str],
     ) -> list[Any]:
         num_proc = self.num_processes()
         job = Job(
@@ -202,6 +212,7 @@ class SparkBackend(Backend):
             one_machine=is_local(session.sparkContext),
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
+            events=events,
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.events import EventSender
+from hvd_estimators.launch.events import EventSender, RankProgress
 from hvd_estimators.spec import TrainSpec
 
 __all__ = ["Progress"]
@@ -76,12 +76,14 @@ class Progress:
             return
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._sender.send(
-            kind="progress",
-            epoch=self._epoch,
-            epochs=self._epochs,
-            step=step,
-            steps=self._steps,
-            rows_per_second=step * self._rows_per_step / seconds,
-            means=dict(means),
-            done=done,
+            RankProgress(
+                rank=0,
+                epoch=self._epoch,
+                epochs=self._epochs,
+                step=step,
+                steps=self._steps,
+                rows_per_second=step * self._rows_per_step / seconds,
+                means=dict(means),
+                done=done,
+            )
         )

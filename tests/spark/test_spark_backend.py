@@ -9,6 +9,7 @@ import pytest
 
 from hvd_estimators import get_dataset_properties, prepare_data
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch.events import Event, RankOutput
 from hvd_estimators.launch.spark import SparkBackend
 
 pytestmark = pytest.mark.spark
@@ -39,6 +40,26 @@ def test_ranks_see_the_drivers_environment_but_no_secrets(
 
     (found,) = SparkBackend(1, env={"OF_BACKEND": "backend"}).run(seen)
     assert found == [None, None, "0", None, "backend"]
+
+
+def test_what_ranks_print_is_shown_on_the_driver_or_goes_to_a_handler(
+    spark: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work() -> None:
+        print("hello", os.environ["HOROVOD_RANK"])
+
+    SparkBackend(2, verbose=2).run(work)
+    shown = capsys.readouterr().err
+    assert [shown.count(f"[{rank}] hello {rank}\n") for rank in (0, 1)] == [1, 1]
+
+    heard: list[Event] = []
+    SparkBackend(2, verbose=2).run(work, on_event=heard.append)
+    assert sorted(heard, key=lambda event: event.rank) == [
+        RankOutput(0, "hello 0\n"),
+        RankOutput(1, "hello 1\n"),
+    ]
+    SparkBackend(1).run(work)
+    assert "hello" not in capsys.readouterr().err
 
 
 def test_the_properties_of_a_dataset_are_those_of_horovod_spark(spark: Any, store: Any) -> None:

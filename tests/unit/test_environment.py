@@ -106,7 +106,9 @@ def test_a_password_in_an_url_is_a_secret_and_an_url_is_none():
 
 
 def test_variables_do_not_show_where_a_job_is_printed():
-    job = Job(b"", 1, b"value-3", True, {"A": "value-1"}, {"B": "value-2"}, (), None, 1)
+    job = Job(
+        b"", 1, b"value-3", True, {"A": "value-1"}, {"B": "value-2"}, {"C": "value-4"}, (), None, 1
+    )
 
     assert "value" not in repr(job)
-    assert dataclasses.asdict(job)["driver_env"] == {"A": "value-1"}
+    assert dataclasses.asdict(job)["driver_env"] == {"A": "value-A"}

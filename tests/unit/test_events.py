@@ -10,7 +10,15 @@ import time
 import psutil
 import pytest
 
-from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, receive_events
+from hvd_estimators.launch.events import (
+    EVENTS_VARIABLE,
+    EventSender,
+    RankOutput,
+    RankProgress,
+    one_by_one,
+    print_output,
+    receive_events,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,16 +35,25 @@ def target(received):
         yield env[EVENTS_VARIABLE]
 
 
+def step(number, rank=0):
+    return RankProgress(rank, epoch=0, epochs=1, step=number, steps=9, rows_per_second=2.5)
+
+
 def get(received, count):
     return [received.get(timeout=10) for _ in range(count)]
 
 
 def test_events_arrive_in_order_with_their_values(received, target):
     sender = EventSender(target)
-    sent = [{"kind": "progress", "step": i, "means": {"loss": i / 3}} for i in range(500)]
+    sent = [
+        RankProgress(0, 1, 2, i, 500, i / 7, {"loss": i / 3}, done=i == 499)
+        if i % 2
+        else RankOutput(i, f"größe {i}\n")
+        for i in range(500)
+    ]
 
     for event in sent:
-        sender.send(**event)
+        sender.send(event)
     sender.close()
 
     assert get(received, 500) == sent
@@ -50,8 +67,8 @@ def test_events_are_taken_at_the_drivers_address_alone(received, host, listening
     with receive_events(received.put, host) as env:
         _, port, _ = env[EVENTS_VARIABLE].rsplit(":", 2)
         with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
-            sender.send(step=1)
-        assert get(received, 1) == [{"step": 1}]
+            sender.send(step(1))
+        assert get(received, 1) == [step(1)]
 
         taken = [
             c.laddr.ip
@@ -65,9 +82,9 @@ def test_a_rank_finds_the_driver_by_its_environment(received, target, monkeypatc
     monkeypatch.setenv(EVENTS_VARIABLE, target)
 
     with contextlib.closing(EventSender()) as sender:
-        sender.send(line="größe\n", rank=1)
+        sender.send(step(1, rank=1))
 
-    assert get(received, 1) == [{"line": "größe\n", "rank": 1}]
+    assert get(received, 1) == [step(1, rank=1)]
 
 
 def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
@@ -79,20 +96,20 @@ def test_several_ranks_send_at_the_same_time_and_are_handled_one_by_one():
             return
         time.sleep(0.001)
         inside.release()
-        handled.put((event["rank"], event["step"]))
+        handled.put((event.rank, event.step))
 
     with receive_events(handle, "127.0.0.1") as env:
         senders = [EventSender(env[EVENTS_VARIABLE]) for _ in range(4)]
-        for step in range(20):
+        for number in range(20):
             for rank, sender in enumerate(senders):
-                sender.send(rank=rank, step=step)
+                sender.send(step(number, rank))
         got = get(handled, 80)
         for sender in senders:
             sender.close()
 
     assert not overlaps
     for rank in range(4):
-        assert [step for sender, step in got if sender == rank] == list(range(20))
+        assert [number for sender, number in got if sender == rank] == list(range(20))
 
 
 @pytest.mark.parametrize("secret", ["wrong", "", "0" * 32, "0" * 64])
@@ -108,11 +125,11 @@ def test_events_with_another_secret_are_not_taken(received, target, secret):
         assert right.encode() not in heard
         assert stranger.recv(1) == b""  # the connection was closed
     with contextlib.closing(EventSender(f"{host}:{port}:{secret}")) as sender:
-        sender.send(evil=True)
+        sender.send(RankOutput(0, "evil"))
     with contextlib.closing(EventSender(target)) as sender:
-        sender.send(good=True)
+        sender.send(RankOutput(0, "good"))
 
-    assert get(received, 1) == [{"good": True}]
+    assert get(received, 1) == [RankOutput(0, "good")]
     assert received.empty()
 
 
@@ -120,12 +137,12 @@ def test_an_event_that_cannot_be_handled_does_not_stop_the_others(caplog):
     handled = queue.Queue()
 
     def handle(event):
-        handled.put(1 / event["number"])
+        handled.put(1 / event.step)
 
     with receive_events(handle, "127.0.0.1") as env:
         with contextlib.closing(EventSender(env[EVENTS_VARIABLE])) as sender:
-            sender.send(number=0)
-            sender.send(number=2)
+            sender.send(step(0))
+            sender.send(step(2))
         assert get(handled, 1) == [0.5]
 
     assert "could not be handled" in caplog.text
@@ -135,7 +152,7 @@ def test_without_a_target_sending_does_nothing(monkeypatch):
     monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
 
     sender = EventSender()
-    sender.send(step=1)
+    sender.send(step(1))
     sender.close()
 
 
@@ -145,7 +162,7 @@ def test_without_a_listener_sending_does_nothing_and_does_not_wait():
     started = time.monotonic()
 
     sender = EventSender(f"127.0.0.1:{port}:secret")
-    sender.send(step=1)
+    sender.send(step(1))
     sender.close()
 
     assert time.monotonic() - started < 4
@@ -155,8 +172,8 @@ def test_a_driver_that_has_gone_does_not_disturb_the_rank():
     with receive_events(lambda event: None, "127.0.0.1") as env:
         sender = EventSender(env[EVENTS_VARIABLE])
 
-    for step in range(1000):
-        sender.send(step=step, text="x" * 1000)
+    for rank in range(1000):
+        sender.send(RankOutput(rank, "x" * 1000))
     sender.close()
 
 
@@ -165,12 +182,12 @@ def test_all_that_ranks_sent_is_handled_before_the_block_ends():
 
     def handle(event):
         time.sleep(0.01)
-        handled.append(event["step"])
+        handled.append(event.step)
 
     with receive_events(handle, "127.0.0.1") as env:
         sender = EventSender(env[EVENTS_VARIABLE])
-        for step in range(30):
-            sender.send(step=step)
+        for number in range(30):
+            sender.send(step(number))
         sender.close()
 
     assert handled == list(range(30))
@@ -179,8 +196,30 @@ def test_all_that_ranks_sent_is_handled_before_the_block_ends():
 def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
     with receive_events(lambda event: None, "127.0.0.1") as env:
         sender = EventSender(env[EVENTS_VARIABLE])
-        sender.send(step=1)
+        sender.send(step(1))
         started = time.monotonic()
 
     assert time.monotonic() - started < 5
     sender.close()
+
+
+def test_lines_are_printed_with_their_rank_by_whichever_thread_and_nothing_else_is(capsys):
+    handler = one_by_one(print_output)
+    threads = [threading.Thread(target=handler, args=(RankOutput(r, "hello\n"),)) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    handler(step(1))
+
+    assert capsys.readouterr().err == "[0] hello\n[1] hello\n"
+
+
+def test_what_nobody_knows_is_told_and_does_not_stop_the_others(received, target, caplog):
+    """As from ranks that have another version of this package."""
+    with contextlib.closing(EventSender(target)) as sender:
+        sender._channel.send({"kind": "weather", "degrees": 30})
+        sender._channel.send({"kind": "output", "rank": 0})
+        sender.send(step(1))
+
+    assert get(received, 1) == [step(1)]
+    assert caplog.text.count("could not be handled") == 2

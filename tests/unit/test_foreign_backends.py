@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
 from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.events import EVENTS_VARIABLE, Event, EventSender, RankOutput
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.lightning import LightningEstimator
@@ -39,6 +42,32 @@ def test_any_object_that_runs_functions_is_a_backend() -> None:
     assert given.env == {"A": "b"}
     own = LocalBackend(2)
     assert as_backend(own) is own
+
+
+def test_what_its_ranks_report_is_heard_as_from_any_backend(monkeypatch: Any) -> None:
+    class Exporting(HereBackend):
+        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> Any:
+            monkeypatch.setenv(EVENTS_VARIABLE, env[EVENTS_VARIABLE])
+            return super().run(fn, args, kwargs, env)
+
+    def work(number: int) -> None:
+        with contextlib.closing(EventSender()) as sender:
+            sender.send(RankOutput(0, f"{number}\n"))
+
+    heard: list[Event] = []
+    as_backend(Exporting()).run(work, (5,), on_event=heard.append)
+    assert heard == [RankOutput(0, "5\n")]
+
+
+def test_a_backend_of_the_time_before_events_keeps_its_checks() -> None:
+    class Old(HereBackend, Backend):  # type: ignore[misc]
+        def check(self) -> None:
+            raise SlotsError("none are left")
+
+    backend = as_backend(Old())
+    assert backend.run(max, args=(1, 5), on_event=print) == [5]
+    with pytest.raises(SlotsError, match="none are left"):
+        backend.check()
 
 
 @pytest.mark.parametrize("given", ["local", object(), HereBackend])

@@ -1,5 +1,6 @@
 """Ranks as subprocesses of this process."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
+from hvd_estimators.launch.events import EventSender, RankOutput, RankProgress
 from hvd_estimators.launch.local import LocalBackend
 
 # A rank must not import this module, and pytest with it.
@@ -214,6 +216,24 @@ def test_ranks_output_is_shown_when_asked_for(capfd, verbose, shown):
     LocalBackend(1, verbose=verbose).run(lambda: print("hello"))
 
     assert ("[0] hello\n" in capfd.readouterr().err) == shown
+
+
+def test_what_ranks_print_and_report_goes_to_a_handler(capfd):
+    progress = RankProgress(1, epoch=0, epochs=1, step=2, steps=3, rows_per_second=4.5)
+
+    def work():
+        if rank():
+            with contextlib.closing(EventSender()) as sender:
+                sender.send(progress)
+        else:
+            print("hello")
+
+    for verbose, lines in ((1, []), (2, [RankOutput(0, "hello\n")])):
+        heard = []
+        LocalBackend(2, verbose=verbose).run(work, on_event=heard.append)
+        assert [e for e in heard if isinstance(e, RankProgress)] == [progress]
+        assert [e for e in heard if isinstance(e, RankOutput)] == lines
+    assert "hello" not in capfd.readouterr().err
 
 
 def test_the_number_of_ranks_is_that_of_the_cores_unless_it_is_told(monkeypatch):
