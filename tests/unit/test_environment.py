@@ -111,4 +111,4 @@ def test_variables_do_not_show_where_a_job_is_printed():
     )
 
     assert "value" not in repr(job)
-    assert dataclasses.asdict(job)["driver_env"] == {"A": "value-A"}
+    assert dataclasses.asdict(job)["driver_env"] == {"A": "value-1"}
