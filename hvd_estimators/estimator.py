@@ -1,71 +1,43 @@
-"""The base of all estimators: what they have in common, written once. Runs on the driver."""
+"""The base of all estimators: the recipe of a fit, written once. Runs on the driver."""
 
 from __future__ import annotations
 
-import abc
 import contextlib
-import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any
 
-import numpy as np
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.hooks import EstimatorHooks
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.jobs import jobs_on
-from hvd_estimators.loading.order import order_warning
-from hvd_estimators.loading.sharding import ShardPlan, plan_shards
-from hvd_estimators.loading.spec import DataSpec, ReaderOptions
-from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params.classification import ClassificationParams
-from hvd_estimators.params.grids import GridParams
-from hvd_estimators.params.ranks import RankParams
-from hvd_estimators.params.reading import ReadingParams
-from hvd_estimators.params.runs import RunParams
-from hvd_estimators.params.training import TrainingParams
-from hvd_estimators.params.transformation import TransformationParams
-from hvd_estimators.params.writing import WritingParams
-from hvd_estimators.parquet.columns import Array, Columns
-from hvd_estimators.parquet.discovery import first_rows, read_manifest
-from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
-from hvd_estimators.prepare.column_names import quoted, require_columns
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.prepare.column_names import require_columns
 from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
+from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.progress import show_progress
+from hvd_estimators.results import RunResults
 from hvd_estimators.runs import in_use
-from hvd_estimators.spec import TrainResult, TrainSpec
+from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store import Store
-from hvd_estimators.training.handover import Handover, Trainer, train_stored
+from hvd_estimators.training.handover import Handover, train_stored
+from hvd_estimators.trials import Trial, rows_of_frame, zeros
 
-__all__ = ["DRY_RUN_ROWS", "HorovodEstimator"]
-
-logger = logging.getLogger(__name__)
-
-FittedModel = TypeVar("FittedModel", bound=HorovodModel)
-
-# Not a width that models often have, lest rows and columns be taken for each other.
-DRY_RUN_ROWS = 11
+__all__ = ["HorovodEstimator"]
 
 
-class HorovodEstimator(
-    RunParams,
-    TrainingParams,
-    RankParams,
-    WritingParams,
-    ReadingParams,
-    TransformationParams,
-    ClassificationParams,
-    GridParams,
-):
-    """Base of the estimators."""
+class HorovodEstimator(EstimatorHooks):
+    """Base of the estimators: check, prepare, try the model, plan, launch, wrap.
 
-    # What opens a trained state, for messages.
-    _state_reader = "the framework"
+    A framework's estimator fills in the hooks, see `EstimatorHooks`.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -92,54 +64,94 @@ class HorovodEstimator(
         if params:
             return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
         backend = self._ready_backend()
-        store: Store = self.getOrDefault("store")
-        if dataset_idx is not None:
-            with hold(dataset_idx):
-                manifest = load_manifest(store, dataset_idx)
-                if self.getOrDefault("validation") and manifest.validation is None:
-                    raise ParamError(
-                        f"validation: found {self.getOrDefault('validation')!r}, but the dataset "
-                        f"{dataset_idx!r} has no validation part. Pass validation to prepare_data "
-                        "as well, or leave it out here."
-                    )
-                return self._train(manifest, backend)
-        has_validation = bool(self.getOrDefault("validation"))
-        manifest = read_manifest(
-            store,
-            store.get_train_data_path(),
-            store.get_val_data_path() if has_validation else None,
-            self._needed_columns(),
-            allow_text=self._transformation() is not None or self._text_cols(),
-        )
-        return self._train(manifest, backend)
+        store, validation = self.getOrDefault("store"), self.getOrDefault("validation")
+        if dataset_idx is None:
+            manifest = read_manifest(
+                store,
+                store.get_train_data_path(),
+                store.get_val_data_path() if validation else None,
+                self._needed_columns(),
+                allow_text=self._allowed_text(),
+            )
+            return self._train(manifest, backend)
+        with hold(dataset_idx):
+            manifest = load_manifest(store, dataset_idx)
+            if validation and manifest.validation is None:
+                raise ParamError(
+                    f"validation: found {validation!r}, but the dataset {dataset_idx!r} has no "
+                    "validation part. Pass validation to prepare_data as well, or leave it out "
+                    "here."
+                )
+            return self._train(manifest, backend)
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         backend = self._ready_backend()
         with contextlib.ExitStack() as stack:
             with jobs_on(dataset):
-                trial = self._check_frame(dataset)
-                prepared = prepare_data(
-                    backend.num_processes(),
-                    self.getOrDefault("store"),
-                    dataset,
-                    label_columns=self.getOrDefault("label_cols"),
-                    feature_columns=self._all_feature_cols(),
-                    validation=self.getOrDefault("validation"),
-                    sample_weight_col=self.getOrDefault("sample_weight_col"),
-                    compress_sparse=self.getOrDefault("compress_sparse_cols"),
-                    partitions_per_process=self.getOrDefault("partitions_per_process"),
-                    verbose=self.getOrDefault("verbose"),
-                    random_seed=self.getOrDefault("random_seed"),
-                    check_finite=self.getOrDefault("check_finite"),
-                    allow_text=self._transformation() is not None or self._text_cols(),
-                    # Who does not shuffle counts on the order of the rows.
-                    shuffle_on_write=self.getOrDefault("shuffle")
-                    and self.getOrDefault("shuffle_on_write"),
-                )
+                trial = self._try_frame(dataset)
+                prepared = self._prepare(dataset, backend.num_processes())
                 dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
             return self._train(manifest, backend, trial)
+
+    def _train(
+        self, manifest: DatasetManifest, backend: Backend, trial: Trial | None = None
+    ) -> HorovodModel:
+        """Train on a dataset and return the model; ``trial`` is of the DataFrame's schema."""
+        tried = self._try_rows(manifest) if trial is None else trial
+        self._check_trial(tried, manifest)
+        run = self._run_paths(
+            self._framework, self._fingerprint(manifest, self._model_identity(tried))
+        )
+        given = self.getOrDefault("random_seed")
+        seed = secrets.randbits(31) if given is None else given
+
+        def spec_for(num_ranks: int) -> TrainSpec:
+            common = self._common_spec(manifest, num_ranks, run, seed)
+            self._check_spec(common, tried)
+            return self._make_spec(common, tried)
+
+        return self._run(backend, spec_for, tried)
+
+    def _run(
+        self, backend: Backend, spec_for: Callable[[int], TrainSpec], trial: Trial
+    ) -> HorovodModel:
+        """Run the trainer on every rank, showing progress, and make the model of the results.
+
+        Parameters
+        ----------
+        backend : Backend
+            Runs the ranks.
+        spec_for : callable
+            What the ranks are told, given how many of them are about to start.
+        trial : Trial
+            What the dry run found out.
+        """
+        spec = spec_for(backend.num_processes())
+        with in_use(spec.store, spec.run), Handover(spec, self._state_reader) as handover:
+            with (
+                handover.naming_what_is_kept(trained=False),
+                show_progress(spec.verbose) as on_event,
+            ):
+                call = handover.put(self._rank_function())
+                env = self._rank_environment()
+                answers = backend.run(
+                    train_stored, args=(call,), kwargs={}, env=env, on_event=on_event
+                )
+            with handover.naming_what_is_kept(trained=True):
+                return self._wrap(RunResults(handover.read(answers), spec), trial)
+
+    def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:
+        """Make the fitted model of the ranks' results."""
+        spec: TrainSpec = results.spec
+        model = self._create_model(results, spec.run.run_id, column_metadata(spec.data.columns))
+        shapes = trial.output_shapes
+        if shapes is None:
+            shapes = results[0].output_shapes
+        if shapes is not None and not model.isSet("output_shapes"):
+            model._set(output_shapes=[list(shape) for shape in shapes])
+        return model
 
     def _ready_backend(self) -> Backend:
         """Check everything that needs no data, and return the backend."""
@@ -151,216 +163,58 @@ class HorovodEstimator(
         backend.check_store(store)
         return backend
 
-    def _check_params(self) -> None:
-        """Check the params together; a framework's estimator adds its own checks."""
-        self._check_other_names()
-        for name in ("store", "model", "feature_cols", "label_cols"):
-            value = self.getOrDefault(name)
-            if value is None or (isinstance(value, list) and not value):
-                raise ParamError(f"{name} is not set. Set {name}.")
-        if not isinstance(self.getOrDefault("store"), Store):
-            raise ParamError(
-                f"store: expected a Store, found {self.getOrDefault('store')!r}. "
-                "Set Store.create(prefix)."
-            )
-        weights, labels = self.getOrDefault("loss_weights"), self.getOrDefault("label_cols")
-        if isinstance(weights, list) and len(weights) != len(labels):
-            raise ParamError(
-                f"loss_weights: expected one per label, {len(labels)}, found {len(weights)}."
-            )
-        self._check_classification(len(labels))
-        self._check_reading()
-        self._transformation()
-        run_id = self.getOrDefault("run_id")
-        if run_id is not None:
-            self.getOrDefault("store").run_paths(run_id)
+    def _prepare(
+        self, dataset: DataFrame, num_ranks: int
+    ) -> contextlib.AbstractContextManager[str]:
+        """Write a DataFrame; it is there, by the index that is yielded, until the block ends."""
+        get = self.getOrDefault
+        return prepare_data(
+            num_ranks,
+            get("store"),
+            dataset,
+            label_columns=get("label_cols"),
+            feature_columns=self._all_feature_cols(),
+            validation=get("validation"),
+            sample_weight_col=get("sample_weight_col"),
+            compress_sparse=get("compress_sparse_cols"),
+            partitions_per_process=get("partitions_per_process"),
+            verbose=get("verbose"),
+            random_seed=get("random_seed"),
+            check_finite=get("check_finite"),
+            allow_text=self._allowed_text(),
+            # Who does not shuffle counts on the order of the rows.
+            shuffle_on_write=get("shuffle") and get("shuffle_on_write"),
+        )
 
-    def _check_frame(self, dataset: DataFrame) -> Any:
+    def _allowed_text(self) -> bool | Mapping[str, bool]:
+        return self._transformation() is not None or self._text_cols()
+
+    def _try_frame(self, dataset: DataFrame) -> Trial | None:
         """Try the model on zeros, where the schema tells all shapes; certain errors end here.
 
         Returns
         -------
-        object or None
-            What `_dry_run` returned; None where the first rows that are written are to be tried.
+        Trial or None
+            None where the first rows that are written are to be tried.
         """
         for name in ("feature_cols", "label_cols", "sample_weight_col"):
             columns = self.getOrDefault(name)
             if columns:
                 require_columns(dataset, name, [columns] if isinstance(columns, str) else columns)
-        if self._transformation() is not None or not self.getOrDefault("dry_run"):
+        if self._transformation() is not None or not self._can_dry_run():
             return None  # the first rows that are written tell what becomes of them
         known = known_columns(dataset, self._needed_columns(), self._text_cols())
         if known is None:
             return None
-        zeros = {spec.name: _zeros(spec) for spec in known}
         try:
-            return self._dry_run(zeros)
+            return self._dry_run(zeros(known))
         except ShapeError:
             # Zeros may be no valid input of the model: the first real rows decide.
-            needed = dataset.select(*map(quoted, self._needed_columns()))
-            rows: Any = needed.limit(DRY_RUN_ROWS).toPandas()
-            if len(rows) == DRY_RUN_ROWS and not rows.isna().any(axis=None):
-                return self._dry_run({spec.name: _stack(rows[spec.name], spec) for spec in known})
-            return None
+            rows = rows_of_frame(dataset, known)
+            return None if rows is None else self._dry_run(rows)
 
-    @abc.abstractmethod
-    def _dry_run(self, columns: Columns) -> Any:
-        """Run a few rows through model and loss; raise `ShapeError` where they do not fit.
-
-        Not to be run where the param ``dry_run`` is false. Returns what `_train` needs to know, and
-        not None.
-        """
-
-    @abc.abstractmethod
-    def _train(
-        self, manifest: DatasetManifest, backend: Backend, trial: Any = None
-    ) -> HorovodModel:
-        """Train on a dataset and return the model; ``trial`` is what `_dry_run` returned before."""
-
-    def _common_spec(
-        self, data: DataSpec, prefix: str, fingerprint: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the fields of `TrainSpec`; ``prefix`` starts the name of a new run.
-
-        Raises
-        ------
-        ParamError
-            If the run is there already, and of something else.
-        """
-        get = self.getOrDefault
-        return {
-            "data": data,
-            "store": get("store"),
-            "run": self._run_paths(prefix, fingerprint),
-            "epochs": get("epochs"),
-            "random_seed": get("random_seed"),
-            "scale_learning_rate": get("scale_learning_rate"),
-            "backward_passes_per_step": get("backward_passes_per_step"),
-            "gradient_compression": get("gradient_compression"),
-            "use_gpu": get("use_gpu"),
-            "mp_start_method": get("mp_start_method"),
-            "callbacks": tuple(get("callbacks")),
-            "verbose": get("verbose"),
-        }
-
-    def _trained_state(self, results: Sequence[TrainResult]) -> bytes:
-        """Return what rank 0 trained, once it is certain that the others agree."""
-        if len({result.weights_digest for result in results}) > 1:
-            raise HvdEstimatorsError(
-                "The ranks ended with different weights. A callback, custom layer or "
-                "train_minibatch_fn that treats ranks differently can cause that."
-            )
-        state = results[0].state
-        if state is None:
-            raise ResultsError(
-                "Rank 0 returned no trained state. A backend has to return the ranks' results in "
-                "the order of the ranks."
-            )
-        return state
-
-    def _run(
-        self,
-        backend: Backend,
-        train: Trainer,
-        spec: TrainSpec,
-        make_model: Callable[[Sequence[TrainResult]], FittedModel],
-        env: Mapping[str, str | None] | None = None,
-    ) -> FittedModel:
-        """Run the trainer on every rank, showing progress, and make the model of the results."""
-        with in_use(spec.store, spec.run), Handover(spec, self._state_reader) as handover:
-            with (
-                handover.naming_what_is_kept(trained=False),
-                show_progress(spec.verbose) as on_event,
-            ):
-                call = handover.put(train)
-                results = backend.run(
-                    train_stored, args=(call,), kwargs={}, env=env, on_event=on_event
-                )
-            with handover.naming_what_is_kept(trained=True):
-                return make_model(handover.read(results))
-
-    def _data_spec(self, manifest: DatasetManifest, num_ranks: int) -> DataSpec:
-        """Plan who reads what, and how."""
-        get = self.getOrDefault
-        seed = get("random_seed")
-        needed = set(self._needed_columns())
-        order_seed = secrets.randbits(31) if seed is None else seed
-        buffer_bytes = get("shuffle_buffer_size")
-        columns = tuple(column for column in manifest.columns if column.name in needed)
-        groups = manifest.train.row_groups
-        plan = plan_shards(
-            groups,
-            num_ranks,
-            seed=order_seed if get("shuffle") else None,
-            # What was written in random order can be read one row group after another.
-            open_bytes=0 if manifest.shuffled else buffer_bytes,
-        )
-        if get("shuffle") and not (manifest.shuffled or get("inmemory_cache_all")):
-            warning = order_warning(groups, plan, columns, buffer_bytes)
-            if warning:
-                logger.warning(warning)
-        val_plan: ShardPlan | None = None
-        if manifest.validation is not None:
-            val_plan = plan_shards(manifest.validation.row_groups, num_ranks, allow_empty=True)
-        batch_size = get("batch_size")
-        val_batch_size = get("val_batch_size") or batch_size
-        return DataSpec(
-            columns=columns,
-            train_path=manifest.train.path,
-            val_path=manifest.validation.path if manifest.validation else None,
-            train_plan=plan,
-            val_plan=val_plan,
-            num_ranks=num_ranks,
-            feature_cols=tuple(get("feature_cols")),
-            label_cols=tuple(get("label_cols")),
-            sample_weight_col=get("sample_weight_col"),
-            batch_size=batch_size,
-            val_batch_size=val_batch_size,
-            train_steps_per_epoch=get("train_steps_per_epoch") or plan.steps(batch_size),
-            validation_steps_per_epoch=get("validation_steps_per_epoch")
-            or (val_plan.steps(val_batch_size) if val_plan else 0),
-            random_seed=order_seed,
-            data_module=get("data_module"),
-            options=ReaderOptions(
-                **self._reading_options(),
-                categorical_cols=get("categorical_cols"),
-                continuous_cols=get("continuous_cols"),
-                transform_fn=get("transformation_fn"),
-                transformation=self._transformation(),
-                store=get("store"),
-                storage_options=get("store").storage_options,
-                verbose=get("verbose"),
-            ),
-        )
-
-    def _transformation(self) -> Transformation | None:
-        """Return what the readers make of rows; None if nothing."""
-        get = self.getOrDefault
-        weight = get("sample_weight_col")
-        return self._make_transformation(
-            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else [])),
-            tuple(self._text_cols()),
-        )
-
-    def _text_cols(self) -> Mapping[str, bool]:
-        """Return the feature columns that may be text, to whether bytes are text in them, too.
-
-        A framework's estimator tells, where models take text.
-        """
-        return {}
-
-    def _first_rows(self, manifest: DatasetManifest) -> Columns:
-        """Return the first rows of a dataset as a model gets them."""
-        rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
-        transformation = self._transformation()
-        return rows if transformation is None else transformation(rows)
-
-
-def _zeros(spec: ColumnSpec) -> Array:
-    shape = (DRY_RUN_ROWS, *spec.shape)
-    return np.full(shape, "", object) if spec.kind == "text" else np.zeros(shape, spec.dtype)
-
-
-def _stack(series: Any, spec: ColumnSpec) -> Array:
-    rows = [value.toArray() if hasattr(value, "toArray") else value for value in series]
-    return np.stack([np.asarray(row, spec.dtype) for row in rows])
+    def _try_rows(self, manifest: DatasetManifest) -> Trial:
+        """Try the model on the first rows of a dataset."""
+        if not self._can_dry_run():
+            return self._without_dry_run(manifest)
+        return self._dry_run(self._first_rows(manifest))

@@ -38,6 +38,8 @@ class TrainSpec:
         Train on the rank's GPU where there is one.
     mp_start_method : str or None
         Start method of ``multiprocessing`` in the rank.
+    callbacks : tuple of object
+        The user's, of the framework's kind.
     verbose : int
         0 is silent.
     """
@@ -88,9 +90,12 @@ class TrainResult:
         One record per epoch of the whole run.
     state_digest : str
         SHA-256 of that file; empty where there is none.
+    output_shapes : tuple of tuple of int, or None
+        Shape of one row of each output, as the ranks saw it; None where they did not look.
     """
 
     weights_digest: str
     state: bytes | None
     history: tuple[EpochMetrics, ...]
     state_digest: str = ""
+    output_shapes: tuple[tuple[int, ...], ...] | None = None

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.dryrun import leave_to_ranks, traceless
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.losses import (
     NO_LOSS,
@@ -26,9 +26,10 @@ from hvd_estimators.keras.losses import (
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 
-__all__ = ["DryRun", "call_on_zeros", "kept_random_state"]
+__all__ = ["DryRun", "call_on_zeros", "check_batches", "kept_random_state"]
 
 # What TensorFlow raises for shapes, beside Python's own exceptions.
 _SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
@@ -373,6 +374,31 @@ class DryRun:
             )
             if name is not None
         ]
+
+
+def check_batches(model: keras.Model, data: DataSpec) -> None:
+    """Refuse batches that a model cannot take.
+
+    Raises
+    ------
+    DataError
+        If a batch has no rows and the model normalizes batches.
+    """
+    plan = data.train_plan
+    sizes = [
+        size
+        for shard in range(plan.num_shards)
+        for size in plan.batch_sizes(shard, data.batch_size)
+    ]
+    has_batch_norm = any(
+        isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+    )
+    if has_batch_norm and 0 in sizes:
+        raise DataError(
+            "Batch normalization needs a row on every rank in every step, and there are "
+            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
+            "the rows can be shared out."
+        )
 
 
 def call_on_zeros(model: keras.Model, inputs: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hvd_estimators.params import DeclaredParams, declare, names, shapes, text
 
 __all__ = ["ColumnParams"]
@@ -51,3 +53,10 @@ class ColumnParams(DeclaredParams):
         weight = self.getOrDefault("sample_weight_col")
         wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
         return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
+
+    def _text_cols(self) -> Mapping[str, bool]:
+        """Return the feature columns that may be text, to whether bytes are text in them, too.
+
+        A hook: a framework whose models take text overrides it.
+        """
+        return {}

@@ -77,7 +77,7 @@ class DeclaredParams(Params):
         cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
         for name, declaration in found.items():
             _install(cls, name, declaration)
-        if "__init__" in vars(cls) or found:
+        if "__init__" in vars(cls) or found or vars(cls).get("__doc__"):
             _describe(cls)
 
     def __init__(self) -> None:

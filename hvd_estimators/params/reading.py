@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.readers import check_data_module
@@ -88,18 +86,3 @@ class ReadingParams(DeclaredParams):
                 f"{buffer_bytes}, which may have been meant as rows. Set bytes, or leave it out "
                 f"for {SHUFFLE_BUFFER_BYTES}; shuffle=False turns shuffling off."
             )
-
-    def _reading_options(self) -> dict[str, Any]:
-        """Return what these params say, by the names of `ReaderOptions`."""
-        get = self.getOrDefault
-        return {
-            "shuffle": get("shuffle"),
-            "shuffle_buffer_size": get("shuffle_buffer_size"),
-            "inmemory_cache_all": get("inmemory_cache_all"),
-            "cache_type": get("cache_type"),
-            "cache_location": get("cache_location"),
-            "cache_size_limit": get("cache_size_limit"),
-            "reader_pool_type": get("reader_pool_type"),
-            "train_reader_worker_count": get("train_reader_num_workers"),
-            "val_reader_worker_count": get("val_reader_num_workers"),
-        }

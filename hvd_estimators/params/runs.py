@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, text
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.runs import Fits, check_run, data_identity, digest, named
-from hvd_estimators.store import RunPaths
+from hvd_estimators.store import RunPaths, Store
 
 __all__ = ["RunParams"]
 
@@ -38,6 +39,20 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     run_id = declare(
         "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
     )
+
+    def _check_run(self) -> None:
+        """Check these params as far as that is possible without the store's files.
+
+        Raises
+        ------
+        ParamError
+            If the store is none, or the run's name is no name of a folder.
+        """
+        store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
+        if not isinstance(store, Store):
+            raise ParamError(f"store: expected a Store, found {store!r}. Set Store.create(prefix).")
+        if run_id is not None:
+            store.run_paths(run_id)
 
     def _fingerprint(self, manifest: DatasetManifest, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a run is of, so that only such fits go on from its checkpoint.

@@ -5,6 +5,7 @@ Runs on the driver.
 
 from __future__ import annotations
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, boolean, declare, integer, number, numbers
 
 __all__ = ["TrainingParams"]
@@ -63,3 +64,11 @@ class TrainingParams(DeclaredParams):
         default=True,
         convert=boolean,
     )
+
+    def _check_loss_weights(self, labels: int) -> None:
+        """Make sure that weights of the losses are as many as the labels."""
+        weights = self.getOrDefault("loss_weights")
+        if isinstance(weights, list) and len(weights) != labels:
+            raise ParamError(
+                f"loss_weights: expected one per label, {labels}, found {len(weights)}."
+            )

@@ -13,13 +13,14 @@ import cloudpickle
 import torch
 
 from hvd_estimators.dryrun import leave_to_ranks, traceless
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 from hvd_estimators.torch.tensors import Loss, TensorSpec
 
-__all__ = ["check_fit", "check_weightable", "output_shapes", "torch_traceless"]
+__all__ = ["check_batches", "check_fit", "check_weightable", "output_shapes", "torch_traceless"]
 
 
 @contextlib.contextmanager
@@ -115,6 +116,48 @@ def check_fit(
     if loss is not None:
         _check_loss(loss, outputs, batch, tensors)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_rows: bool) -> None:
+    """Refuse batches that a model or a training function cannot take.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    data : DataSpec
+        What is planned.
+    own_step : bool
+        Whether the user's function makes the steps.
+    all_rows : bool
+        Whether an epoch holds each row once, as by default.
+
+    Raises
+    ------
+    DataError
+        If a batch has no rows, or one row.
+    """
+    plan = data.train_plan
+    sizes = [
+        size
+        for shard in range(plan.num_shards)
+        for size in plan.batch_sizes(shard, data.batch_size)
+    ]
+    if own_step and 0 in sizes:
+        raise DataError(
+            "train_minibatch_fn needs a row on every rank in every step, and there are "
+            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
+            "the rows can be shared out."
+        )
+    has_batch_norm = any(
+        isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()
+    )
+    if has_batch_norm and 1 in sizes and all_rows:
+        raise DataError(
+            "Batch normalization cannot train on a batch of one row, and "
+            f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
+            f"{plan.num_shards} ranks). Set another batch_size."
+        )
 
 
 def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:

@@ -138,7 +138,10 @@ class _Trainer:
                     self._save_checkpoint()
             self._callbacks("on_train_end")
         state = save_state(self._state()) if self.rank == 0 else None
-        return TrainResult(weights_digest(self.plain), state, tuple(self.history))
+        shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
+        return TrainResult(
+            weights_digest(self.plain), state, tuple(self.history), output_shapes=shapes
+        )
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         self.progress.start_epoch(epoch)

@@ -1,0 +1,173 @@
+"""What a framework's estimator fills in: the hooks that the recipe of a fit calls."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.model import HorovodModel
+from hvd_estimators.params.classification import ClassificationParams
+from hvd_estimators.params.grids import GridParams
+from hvd_estimators.params.writing import WritingParams
+from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.planning import TrainPlanning
+from hvd_estimators.results import RunResults
+from hvd_estimators.spec import TrainSpec
+from hvd_estimators.training.handover import Trainer
+from hvd_estimators.trials import Trial
+
+__all__ = ["EstimatorHooks"]
+
+
+class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridParams):
+    """The params of all estimators, and the hooks in the order in which the recipe calls them.
+
+    All of them run on the driver. What they share is a `Trial`, which says what the dry run found
+    out, and a `TrainSpec`, which says what the ranks are told.
+    """
+
+    _framework: ClassVar[str]
+    """Begins the names of new runs."""
+
+    _state_reader: ClassVar[str] = "the framework"
+    """What opens a trained state, for messages."""
+
+    def _check_params(self) -> None:
+        """Check the params together, before anything else is done; extends ours.
+
+        Raises
+        ------
+        ParamError
+            If they do not go together.
+        """
+        self._check_other_names()
+        for name in ("store", "model", "feature_cols", "label_cols"):
+            value = self.getOrDefault(name)
+            if value is None or (isinstance(value, list) and not value):
+                raise ParamError(f"{name} is not set. Set {name}.")
+        labels = len(self.getOrDefault("label_cols"))
+        self._check_run()
+        self._check_loss_weights(labels)
+        self._check_classification(labels)
+        self._check_reading()
+        self._transformation()
+
+    def _can_dry_run(self) -> bool:
+        """Return whether a model may be called on the driver, on rows that the readers give."""
+        return bool(self.getOrDefault("dry_run"))
+
+    @abc.abstractmethod
+    def _dry_run(self, columns: Columns) -> Trial:
+        """Run a few rows through copies of model and loss.
+
+        Called once before anything is written, on zeros or on the first rows of the DataFrame,
+        where its schema tells all shapes, and on the first rows of the dataset otherwise.
+
+        Parameters
+        ----------
+        columns : Columns
+            Arrays of a few rows, as the readers give them to the model.
+
+        Returns
+        -------
+        Trial
+            What was found out, for the hooks below; the framework's own kind.
+
+        Raises
+        ------
+        ShapeError
+            If columns, model, loss and labels do not fit each other.
+        """
+
+    def _without_dry_run(self, manifest: DatasetManifest) -> Trial:
+        """Return what is known where `_can_dry_run` says no; ``manifest`` tells the columns."""
+        return Trial()
+
+    def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
+        """Check what only the trial tells, or the dataset's first rows; extends ours."""
+        if trial.output_shapes:
+            self._class_scores(list(trial.output_shapes))
+
+    @abc.abstractmethod
+    def _model_identity(self, trial: Trial) -> dict[str, Any]:
+        """Return what tells model and optimizer from others, but for their weights.
+
+        Plain values, or what `named` makes of others: a run is gone on with only by a fit that
+        finds the same.
+        """
+
+    def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
+        """Refuse what the ranks would fail at: batches that a model cannot take, for example.
+
+        Called with what `_make_spec` is called with.
+        """
+
+    @abc.abstractmethod
+    def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        """Return what this framework's ranks are told.
+
+        Called when ranks are about to start, with what is common to all frameworks, planned for as
+        many ranks; called again if others start in their place.
+
+        Returns
+        -------
+        TrainSpec
+            A frozen dataclass of plain values and bytes that extends ``common``
+            (``MySpec(**vars(common), …)``); it is pickled, and must not import PySpark.
+        """
+
+    @abc.abstractmethod
+    def _rank_function(self) -> Trainer:
+        """Return the function that every rank calls with the spec, and that returns a TrainResult.
+
+        It is importable where there is no PySpark.
+        """
+
+    def _rank_environment(self) -> Mapping[str, str | None]:
+        """Return environment variables of the ranks; None deletes one."""
+        return {}
+
+    @abc.abstractmethod
+    def _create_model(
+        self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
+    ) -> HorovodModel:
+        """Make the fitted model of what the ranks returned. As in ``horovod.spark``.
+
+        Called once, when all ranks have ended. What it raises tells where the trained state is
+        kept. The output shapes that the trial told are set afterwards, unless the model has some.
+
+        Parameters
+        ----------
+        run_results : RunResults
+            A `TrainResult` per rank; ``run_results.state`` is what rank 0 trained, and
+            ``run_results.spec`` what `_make_spec` returned.
+        run_id : str
+            Name of the run.
+        metadata : mapping
+            Column to a dict, see `column_metadata`.
+        """
+
+    @abc.abstractmethod
+    def get_model_class(self) -> type[HorovodModel]:
+        """Return the class of the model that `fit` returns; for subclasses to override."""
+
+    def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
+        """Return the params of a fitted model; for subclasses to override. As in ``horovod.spark``.
+
+        Parameters
+        ----------
+        **fitted
+            ``model``, ``history``, ``run_id``, ``metadata`` and what the framework adds, by name.
+        """
+        metadata = fitted.pop("metadata")
+        return {
+            "feature_columns": self.getOrDefault("feature_cols"),
+            "label_columns": self.getOrDefault("label_cols"),
+            "_metadata": metadata,
+            **self._classification(),
+            **self._transformation_params(),
+            **fitted,
+        }

@@ -1,0 +1,252 @@
+"""The params that are Keras's, and what is made of them. Runs on the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
+from hvd_estimators.keras.checks import kept_random_state
+from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.converters import class_weights, environment, label_weights
+from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.losses import (
+    NO_LOSS,
+    has_loss,
+    has_own_step,
+    may_add_loss,
+    weights_by_samples,
+)
+from hvd_estimators.keras.serialization import OptimizerDocument, dump, dump_model, load_model
+from hvd_estimators.keras.session import check_callbacks
+from hvd_estimators.params import declare, integer
+
+__all__ = ["KerasParams"]
+
+logger = logging.getLogger(__name__)
+
+
+class KerasParams(HorovodEstimator):
+    """What a Keras model is compiled and trained with."""
+
+    optimizer = declare(
+        "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
+        "compiled with."
+    )
+    loss = declare(
+        "A loss for all labels, a list with one per label, or a dict by the names of labels or "
+        "outputs. Default: what the model is compiled with; none where it calls add_loss()."
+    )
+    loss_weights = declare(
+        "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
+        convert=label_weights,
+    )
+    metrics = declare(
+        "A list of Keras metrics; of several labels a list with one, or a list, per label, or a "
+        "dict like that of loss. Default: what the model is compiled with, where loss is not set.",
+        default=[],
+    )
+    callbacks = declare("Keras callbacks.", default=[])
+    custom_objects = declare(
+        "Name to custom class or function of the model, beside those that can be found in it.",
+        default={},
+    )
+    checkpoint_callback = declare(
+        "A keras.callbacks.ModelCheckpoint that decides which model is returned, such as "
+        "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the last one."
+    )
+    backend_env = declare(
+        "Environment variables of the ranks; None deletes one.", default={}, convert=environment
+    )
+    class_weight = declare(
+        "Class number to weight, for a single label of class numbers or one-hot rows: rows count "
+        "in training for the weight of their class, times that of sample_weight_col. Classes that "
+        "are not named count for 1.",
+        convert=class_weights,
+    )
+    tensorflow_dataset_prefetch_buffer_size = declare(
+        "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
+        default=0,
+        convert=integer(0),
+    )
+
+    _run_settings = (*HorovodEstimator._run_settings, "class_weight")
+
+    def _check_params(self) -> None:
+        get = self.getOrDefault
+        if not get("label_cols"):
+            raise ParamError(
+                "label_cols is not set. Set label_cols. A model that is compared to no labels can "
+                "be given any column for one, such as a feature column: a train_step of its own "
+                "gets (x, y) and leaves y alone, and losses of add_loss() need no y."
+            )
+        require_tensorflow()
+        # What else is checked asks the model.
+        self._check_model()
+        super()._check_params()
+        model = get("model")
+        if get("optimizer") is None and not model.compiled:
+            raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
+        if has_own_compile(model):
+            self._check_own_compile()
+        else:
+            self._optimizer()
+        has_way = get("loss") is not None or has_loss(model) or has_own_step(model)
+        if not has_way and not may_add_loss(model):
+            raise ParamError(NO_LOSS)
+        check_callbacks(get("callbacks"))
+        checkpoint = get("checkpoint_callback")
+        if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
+            raise ParamError(
+                "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
+                f"{checkpoint!r}."
+            )
+        if get("class_weight") and len(get("label_cols")) > 1:
+            raise ParamError(
+                f"class_weight: expected a single label, found {get('label_cols')}. Set "
+                "sample_weight_col, or weights in the losses."
+            )
+        label_shapes = get("label_shapes")
+        if label_shapes is not None and len(label_shapes) != len(get("label_cols")):
+            raise ParamError(
+                f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
+                f"{len(label_shapes)}."
+            )
+
+    def _check_model(self) -> None:
+        model = self.getOrDefault("model")
+        if model is None:
+            raise ParamError("model is not set. Set model.")
+        if type(model).__module__.startswith(("tf_keras", "tensorflow.python.keras")):
+            raise ParamError(
+                f"model: it is of Keras 2 ({type(model)}), and this estimator trains Keras 3. Make "
+                "it of the package keras instead of tf_keras, and unset TF_USE_LEGACY_KERAS."
+            )
+        if not isinstance(model, keras.Model):
+            raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
+
+    def _check_own_compile(self) -> None:
+        """Make sure that a model that has its own ``compile`` can stay as it is compiled."""
+        get = self.getOrDefault
+        names = ("optimizer", "loss", "loss_weights", "metrics")
+        given = [name for name in names if get(name) not in (None, [])]
+        if given or not get("model").compiled:
+            raise ParamError(
+                f"model: its class {type(get('model')).__name__} has its own compile(), which only "
+                "you can call. Compile the model and leave optimizer, loss, loss_weights and "
+                f"metrics out; found {', '.join(given) or 'a model that is not compiled'}."
+            )
+        optimizers = model_optimizers(get("model"))
+        if not optimizers:
+            raise ParamError(
+                "model: expected a Keras optimizer in the model or among its attributes, found "
+                "none. Let its compile() keep its optimizers as attributes."
+            )
+        if len(optimizers) > 1 and get("backward_passes_per_step") > 1:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a model with several optimizers, found "
+                f"{get('backward_passes_per_step')}."
+            )
+
+    def _text_cols(self) -> Mapping[str, bool]:
+        """Return the columns of inputs of text, and all where the model does not tell its inputs.
+
+        Of these bytes stay arrays of numbers, as images are stored.
+        """
+        model = self.getOrDefault("model")
+        return text_columns(input_structure(model, self.getOrDefault("feature_cols")))
+
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        given = self.getOrDefault("optimizer")
+        if given is None:
+            given = self.getOrDefault("model").optimizer
+        try:
+            return keras.optimizers.get(given)
+        except (TypeError, ValueError) as error:
+            raise ParamError(f"optimizer: expected a Keras optimizer, found {given!r}.") from error
+
+    def _training_model(self) -> keras.Model:
+        """Return a copy of the model, not compiled."""
+        objects = self.getOrDefault("custom_objects")
+        with kept_random_state():
+            try:
+                return load_model(dump_model(self.getOrDefault("model"), objects))
+            except Exception as error:
+                raise ParamError(
+                    "model: it can neither be pickled, nor saved and loaded, as its copies for "
+                    f"the ranks have to be ({type(error).__name__}: {error}). Give the classes "
+                    "that it is made of a get_config(), or leave out of their attributes what "
+                    "belongs to this process, such as open files, locks and datasets."
+                ) from error
+
+    def _compile_settings(self) -> CompileSettings:
+        """Return what the model is compiled with for training."""
+        get = self.getOrDefault
+        given: keras.Model = get("model")
+        compiled = dict(given._compile_config.config) if given.compiled else {}
+        compiled.pop("optimizer", None)
+        if compiled.get("jit_compile"):
+            logger.warning(
+                "jit_compile is turned off while the ranks train: Horovod's operations cannot be "
+                "compiled by XLA. Compile the model with jit_compile=False to leave this out."
+            )
+        params = {name: get(name) for name in ("loss", "loss_weights") if get(name) is not None}
+        if get("metrics"):
+            params["metrics"] = get("metrics")
+        if has_own_compile(given):
+            settings = CompileSettings(None, compiled, {}, get("label_cols"))
+            self._weights_by_samples(settings)
+            return settings
+        optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
+        try:
+            made = optimizer.make()
+        except (TypeError, ValueError) as error:
+            raise ParamError(
+                f"optimizer: its config makes no copy for the ranks ({type(error).__name__}: "
+                f"{error}). Give a MultiOptimizer an OptimizerMap, not a function; set "
+                "custom_objects to classes and functions that the config names."
+            ) from error
+        rate = get("learning_rate")
+        if rate is not None:
+            try:
+                made.learning_rate = rate
+            except (TypeError, AttributeError) as error:
+                raise ParamError(
+                    f"learning_rate: that of {type(made).__name__} cannot be set ({error}). Leave "
+                    "learning_rate out, or give an optimizer with a number as its rate."
+                ) from error
+        settings = CompileSettings(optimizer, compiled, params, get("label_cols"), rate)
+        self._weights_by_samples(settings)
+        return settings
+
+    def _weights_by_samples(self, settings: CompileSettings) -> bool:
+        """Return what batches count for; see `KerasTrainSpec`."""
+        found = weights_by_samples(settings.loss)
+        if found is None:
+            raise ParamError(
+                "loss: expected losses that are means over the rows, all in the same way, so that "
+                "the ranks' gradients can be averaged. Set reduction='sum_over_batch_size', or "
+                "'mean_with_sample_weight', for all of them."
+            )
+        get = self.getOrDefault
+        return found and bool(get("sample_weight_col") is not None or get("class_weight"))
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        if name == "optimizer" and isinstance(value, keras.optimizers.Optimizer):
+            value = OptimizerDocument.of(value, self.getOrDefault("custom_objects"))
+        return dump(value, self.getOrDefault("custom_objects"))
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        values = super()._load_params(documents)
+        document = values.get("optimizer")
+        if isinstance(document, OptimizerDocument):
+            optimizer = values["optimizer"] = document.make()
+            model = values.get("model", self.getOrDefault("model"))
+            if model is not None and model.built:
+                document.restore(optimizer, model.trainable_variables)
+        return values

@@ -1,0 +1,241 @@
+"""The params that are Lightning's, and what is made of them. Runs on the driver."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.checks import adapted_trainer_args
+from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor, one_flavor
+from hvd_estimators.lightning.users_data import is_lightning_data
+from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.params import boolean, declare, integer
+from hvd_estimators.torch.estimator import TorchEstimator
+from hvd_estimators.torch.serialization import dump_module, load_module
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
+
+__all__ = ["LightningParams", "as_list", "epochs_of_run"]
+
+_PROFILERS = ("simple", "advanced", "pytorch")
+
+
+def _profiler(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value not in _PROFILERS:
+        raise ParamError(
+            f"{name}: expected a Profiler or one of {', '.join(map(repr, _PROFILERS))}, found "
+            f"{value!r}."
+        )
+    return value
+
+
+def _arguments(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of Trainer arguments, found {value!r}.")
+    return dict(value)
+
+
+class LightningParams(TorchEstimator):
+    """What Lightning's Trainer is given, and the module that it trains."""
+
+    callbacks = declare("Lightning callbacks.", default=[])
+    num_gpus = declare(
+        "GPUs of a rank: 0 or 1. Default: 1 where there are any.",
+        convert=integer(0),
+        accessor="NumGPUs",
+    )
+    logger = declare(
+        "Lightning logger, or a list of them; they write to the run's logs. Default: TensorBoard, "
+        "or CSV files where it is not installed. False: none. MLflow's does so if it writes to a "
+        "folder, and the store is local; other MLflow servers and databases stay as they are."
+    )
+    log_every_n_steps = declare(
+        "Steps between two entries of the loggers.", default=50, convert=integer(1)
+    )
+    terminate_on_nan = declare(
+        "Fail when a loss or a parameter is NaN or infinite.",
+        default=False,
+        convert=boolean,
+        accessor="TerminateOnNan",
+    )
+    profiler = declare(
+        "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
+        convert=_profiler,
+    )
+    trainer_args = declare(
+        "Further arguments of Lightning's Trainer, which replace those that the estimator gives.",
+        default={},
+        convert=_arguments,
+    )
+    data_module = declare(
+        "What reads the rows: 'petastorm', 'arrow', a class derived from "
+        "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
+        "Petastorm where it can be imported, PyArrow otherwise."
+    )
+    loader_num_epochs = declare(
+        "Passes of a LightningDataModule's reader; it gets this as num_reader_epochs. Default: "
+        "without end, as the built-in readers always read.",
+        convert=integer(1),
+    )
+    debug_data_loader = declare("Passed to a LightningDataModule.", default=False, convert=boolean)
+    train_async_data_loader_queue_size = declare(
+        "Passed to a LightningDataModule. The built-in readers read ahead by a bounded number of "
+        "bytes."
+    )
+    val_async_data_loader_queue_size = declare(
+        "Passed to a LightningDataModule, see train_async_data_loader_queue_size."
+    )
+
+    @property
+    def _is_lightning(self) -> bool:
+        return is_lightning(self.getOrDefault("model"), "LightningModule")
+
+    def _check_params(self) -> None:
+        get = self.getOrDefault
+        super()._check_params()
+        for callback in get("callbacks"):
+            if not is_lightning(callback, "Callback"):
+                raise ParamError(
+                    f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
+                )
+        if (get("num_gpus") or 0) > 1:
+            raise ParamError(
+                f"num_gpus: a rank trains on one GPU, found {get('num_gpus')}. Set num_proc to the "
+                "number of GPUs."
+            )
+        adapted_trainer_args(get("trainer_args"), self._flavor())
+
+    def _flavor(self) -> Flavor:
+        """Return the package of Lightning's that the user's objects belong to."""
+        return one_flavor(self._lightning_objects())
+
+    def _lightning_objects(self) -> Iterator[tuple[str, Any]]:
+        get = self.getOrDefault
+        for name in ("model", "data_module", "callbacks", "logger", "profiler"):
+            for given in as_list(get(name)):
+                yield name, given
+        for name, value in get("trainer_args").items():
+            for given in as_list(value):
+                yield f"trainer_args: {name}", given
+
+    def _check_reading(self) -> None:
+        if not is_lightning_data(self.getOrDefault("data_module")):
+            super()._check_reading()
+
+    def _check_training(self) -> None:
+        """Check model, optimizer and loss together."""
+        if not self._is_lightning:
+            super()._check_training()
+            return
+        get = self.getOrDefault
+        for name in (
+            "optimizer",
+            "loss",
+            "loss_weights",
+            "loss_constructors",
+            "metrics",
+            "train_minibatch_fn",
+        ):
+            if get(name) is not None and get(name) != []:
+                raise ParamError(
+                    f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
+                    "torch.nn.Module."
+                )
+        if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
+            raise ParamError(
+                "backward_passes_per_step: the module optimizes manually and accumulates gradients "
+                "itself. Leave it out."
+            )
+
+    def _transformation(self) -> Transformation | None:
+        transformation = super()._transformation()
+        if transformation is None or not self._is_lightning:
+            return transformation
+        # What a LightningModule takes from a batch is its own affair.
+        return replace(transformation, all_needed=False)
+
+    def _lightning_module(self, flavor: Flavor) -> LightningModule:
+        """Return the module that trains: the user's, or an adapter around it."""
+        get = self.getOrDefault
+        module = get("model")
+        if self._is_lightning:
+            adapted: LightningModule = _with_learning_rate(module, get("learning_rate"))
+            return adapted
+        labels = len(get("label_cols"))
+        return of_flavor(ModuleAdapter, flavor)(
+            module=module,
+            optimizer=self._dump_optimizer(),
+            tensors=self._tensor_spec(),
+            losses=None if get("loss") is None else self._per_label("loss"),
+            loss_constructors=None
+            if get("loss_constructors") is None
+            else self._per_label("loss_constructors"),
+            loss_weights=get("loss_weights") or [1.0 / labels] * labels,
+            metrics=self._metric_groups(),
+            train_minibatch_fn=get("train_minibatch_fn"),
+            passes_per_step=get("backward_passes_per_step"),
+        )
+
+
+def _with_learning_rate(module: Any, rate: float | None) -> Any:
+    """Return a module, or a copy that has a learning rate where Lightning's tuner puts it."""
+    if rate is None:
+        return module
+    module = load_module(dump_module(module))
+    found = False
+    for name in ("learning_rate", "lr"):
+        if hasattr(module, name):
+            setattr(module, name, rate)
+            found = True
+        if name in module.hparams:
+            module.hparams[name] = rate
+            found = True
+    if found:
+        return module
+    raise ParamError(
+        "learning_rate: the LightningModule has neither learning_rate nor lr, itself or in its "
+        "hparams. Give it one, which configure_optimizers() uses."
+    )
+
+
+def epochs_of_run(trainer_args: dict[str, Any], epochs: int, steps_per_epoch: int) -> int:
+    """Return the epochs of a run; where steps or time end it, the Trainer gets ``max_epochs=-1``.
+
+    Raises
+    ------
+    ParamError
+        If training would not take place, or not end.
+    """
+    given = trainer_args.pop("max_epochs", epochs)
+    max_steps = trainer_args.get("max_steps", -1)
+    if given is None and (max_steps != -1 or trainer_args.get("max_time")):
+        given = -1
+    given = epochs if given is None else given
+    if given > 0:
+        return int(given)
+    if given != -1 or max_steps == 0:
+        raise ParamError(
+            f"trainer_args: max_epochs={given}, max_steps={max_steps} train nothing. Set "
+            "max_epochs to 1 or more, or to -1 with max_steps or max_time."
+        )
+    if max_steps == -1 and not trainer_args.get("max_time"):
+        raise ParamError(
+            "trainer_args: max_epochs=-1 trains without end. Set max_steps or max_time."
+        )
+    trainer_args["max_epochs"] = -1
+    passes = trainer_args.get("accumulate_grad_batches", 1)
+    return math.ceil(max_steps * passes / steps_per_epoch) if max_steps > 0 else 1_000_000
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list of what is given: several, one or none."""
+    if value is None:
+        return []
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
+    return [value]

@@ -1,0 +1,151 @@
+"""Planning on the driver: who reads which rows of a dataset, how, and for how long."""
+
+from __future__ import annotations
+
+import logging
+
+from hvd_estimators.loading.order import order_warning
+from hvd_estimators.loading.sharding import ShardPlan, plan_shards
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.params.columns import ColumnParams
+from hvd_estimators.params.ranks import RankParams
+from hvd_estimators.params.reading import ReadingParams
+from hvd_estimators.params.runs import RunParams
+from hvd_estimators.params.training import TrainingParams
+from hvd_estimators.params.transformation import TransformationParams
+from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.parquet.discovery import first_rows
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.spec import TrainSpec
+from hvd_estimators.store import RunPaths
+from hvd_estimators.trials import DRY_RUN_ROWS
+
+__all__ = ["TrainPlanning"]
+
+logger = logging.getLogger(__name__)
+
+
+class TrainPlanning(
+    RunParams, ColumnParams, TrainingParams, RankParams, ReadingParams, TransformationParams
+):
+    """Makes of a dataset and of an estimator's params what ranks are told."""
+
+    def _common_spec(
+        self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, seed: int
+    ) -> TrainSpec:
+        """Return what the trainers of all frameworks are told; ``seed`` is of the rows' order."""
+        get = self.getOrDefault
+        return TrainSpec(
+            data=self._plan(manifest, num_ranks, num_ranks, seed),
+            store=get("store"),
+            run=run,
+            epochs=get("epochs"),
+            random_seed=get("random_seed"),
+            scale_learning_rate=get("scale_learning_rate"),
+            backward_passes_per_step=get("backward_passes_per_step"),
+            gradient_compression=get("gradient_compression"),
+            use_gpu=get("use_gpu"),
+            mp_start_method=get("mp_start_method"),
+            callbacks=tuple(get("callbacks")),
+            verbose=get("verbose"),
+        )
+
+    def _plan(
+        self, manifest: DatasetManifest, num_shards: int, num_ranks: int, seed: int
+    ) -> DataSpec:
+        """Plan who reads what, and how.
+
+        Parameters
+        ----------
+        manifest : DatasetManifest
+            The dataset.
+        num_shards : int
+            Number of canonical shards.
+        num_ranks : int
+            Number of ranks that play them.
+        seed : int
+            Of the rows' order.
+
+        Raises
+        ------
+        DataError
+            If there are fewer training rows than shards.
+        """
+        get = self.getOrDefault
+        needed = set(self._needed_columns())
+        buffer_bytes = get("shuffle_buffer_size")
+        columns = tuple(column for column in manifest.columns if column.name in needed)
+        groups = manifest.train.row_groups
+        plan = plan_shards(
+            groups,
+            num_shards,
+            seed=seed if get("shuffle") else None,
+            # What was written in random order can be read one row group after another.
+            open_bytes=0 if manifest.shuffled else buffer_bytes,
+        )
+        if get("shuffle") and not (manifest.shuffled or get("inmemory_cache_all")):
+            warning = order_warning(groups, plan, columns, buffer_bytes)
+            if warning:
+                logger.warning(warning)
+        val_plan: ShardPlan | None = None
+        if manifest.validation is not None:
+            val_plan = plan_shards(manifest.validation.row_groups, num_shards, allow_empty=True)
+        batch_size = get("batch_size")
+        val_batch_size = get("val_batch_size") or batch_size
+        return DataSpec(
+            columns=columns,
+            train_path=manifest.train.path,
+            val_path=manifest.validation.path if manifest.validation else None,
+            train_plan=plan,
+            val_plan=val_plan,
+            num_ranks=num_ranks,
+            feature_cols=tuple(get("feature_cols")),
+            label_cols=tuple(get("label_cols")),
+            sample_weight_col=get("sample_weight_col"),
+            batch_size=batch_size,
+            val_batch_size=val_batch_size,
+            train_steps_per_epoch=get("train_steps_per_epoch") or plan.steps(batch_size),
+            validation_steps_per_epoch=get("validation_steps_per_epoch")
+            or (val_plan.steps(val_batch_size) if val_plan else 0),
+            random_seed=seed,
+            data_module=get("data_module"),
+            options=self._reader_options(),
+        )
+
+    def _reader_options(self) -> ReaderOptions:
+        """Return how rows are read."""
+        get = self.getOrDefault
+        return ReaderOptions(
+            shuffle=get("shuffle"),
+            shuffle_buffer_size=get("shuffle_buffer_size"),
+            inmemory_cache_all=get("inmemory_cache_all"),
+            cache_type=get("cache_type"),
+            cache_location=get("cache_location"),
+            cache_size_limit=get("cache_size_limit"),
+            reader_pool_type=get("reader_pool_type"),
+            train_reader_worker_count=get("train_reader_num_workers"),
+            val_reader_worker_count=get("val_reader_num_workers"),
+            categorical_cols=get("categorical_cols"),
+            continuous_cols=get("continuous_cols"),
+            transform_fn=get("transformation_fn"),
+            transformation=self._transformation(),
+            store=get("store"),
+            storage_options=get("store").storage_options,
+            verbose=get("verbose"),
+        )
+
+    def _transformation(self) -> Transformation | None:
+        """Return what the readers make of rows; None if nothing."""
+        get = self.getOrDefault
+        weight = get("sample_weight_col")
+        return self._make_transformation(
+            (*get("feature_cols"), *get("label_cols"), *([weight] if weight else [])),
+            tuple(self._text_cols()),
+        )
+
+    def _first_rows(self, manifest: DatasetManifest) -> Columns:
+        """Return the first rows of a dataset as a model gets them."""
+        rows = first_rows(self.getOrDefault("store"), manifest, DRY_RUN_ROWS)
+        transformation = self._transformation()
+        return rows if transformation is None else transformation(rows)

@@ -1,0 +1,161 @@
+"""The params that are torch's, and what is made of them. Runs on the driver."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.params import declare, functions, one_of, shapes
+from hvd_estimators.torch.checks import check_weightable
+from hvd_estimators.torch.model import dump_torch_param, load_torch_params
+from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
+
+__all__ = ["TorchParams"]
+
+logger = logging.getLogger(__name__)
+
+
+def _dtypes(name: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of column to torch dtype, found {value!r}.")
+    converted = {}
+    for column, dtype in value.items():
+        text = str(dtype).removeprefix("torch.")
+        if not isinstance(getattr(torch, text, None), torch.dtype):
+            raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
+        converted[column] = text
+    return converted
+
+
+class TorchParams(HorovodEstimator):
+    """How columns become tensors, and what a torch module is trained with."""
+
+    input_shapes = declare(
+        "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
+        "columns' shapes.",
+        convert=shapes,
+    )
+    input_form = declare(
+        "How the model takes its inputs: 'positional' (one tensor per feature column), 'keyword' "
+        "(by the columns' names), or 'dict' (one dict of column name to tensor).",
+        default="positional",
+        convert=one_of(*INPUT_FORMS),
+    )
+    loss_constructors = declare(
+        "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
+        "with those of model, optimizer, device, rank, size and spec that it takes.",
+        convert=functions,
+    )
+    train_minibatch_fn = declare(
+        "Takes the place of forward pass, backward pass and step: called with (model, optimizer, "
+        "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
+        "batch_idx), or the first of these; returns (outputs, loss)."
+    )
+    column_dtypes = declare(
+        "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",
+        default={},
+        convert=_dtypes,
+    )
+
+    _run_settings = (
+        *HorovodEstimator._run_settings,
+        *("input_shapes", "input_form", "column_dtypes"),
+        *("loss", "loss_constructors", "train_minibatch_fn"),
+    )
+
+    def _check_params(self) -> None:
+        super()._check_params()
+        self._check_training()
+
+    def _check_training(self) -> None:
+        """Check model, optimizer, loss and metrics together."""
+        get = self.getOrDefault
+        if not isinstance(get("model"), torch.nn.Module):
+            raise ParamError(f"model: expected a torch.nn.Module, found {type(get('model'))}.")
+        if not isinstance(get("optimizer"), torch.optim.Optimizer):
+            raise ParamError(
+                f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
+            )
+        dump_optimizer(get("optimizer"), get("model"))
+        if getattr(get("model"), "_compiled_call_impl", None) is not None:
+            logger.warning(
+                "model: what model.compile() did is lost when a module is sent to the ranks, and "
+                "they train it without. Give torch.compile(model) instead."
+            )
+        if (get("loss") is None) == (get("loss_constructors") is None):
+            raise ParamError("Set either loss or loss_constructors.")
+        for name in ("loss", "loss_constructors"):
+            if get(name) is not None:
+                self._per_label(name)
+        if get("loss") is not None and get("sample_weight_col"):
+            check_weightable(self._per_label("loss"))
+        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
+            given = get(name)
+            if given is not None and len(given) != len(get(columns)):
+                raise ParamError(
+                    f"{name}: expected one shape per column of {columns}, {len(get(columns))}, "
+                    f"found {len(given)}."
+                )
+        self._metric_groups()
+
+    def _tensor_spec(self) -> TensorSpec:
+        get = self.getOrDefault
+        input_shapes, label_shapes = get("input_shapes"), get("label_shapes")
+        return TensorSpec(
+            feature_cols=tuple(get("feature_cols")),
+            label_cols=tuple(get("label_cols")),
+            sample_weight_col=get("sample_weight_col"),
+            input_shapes=tuple(map(tuple, input_shapes)) if input_shapes else None,
+            label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
+            dtypes=get("column_dtypes"),
+            input_form=get("input_form"),
+        )
+
+    def _dump_optimizer(self) -> bytes:
+        """Return the optimizer, with the learning rate that is set, as the ranks get it."""
+        module, rate = self.getOrDefault("model"), self.getOrDefault("learning_rate")
+        document = dump_optimizer(self.getOrDefault("optimizer"), module)
+        if rate is None:
+            return document
+        copied = load_optimizer(document, module)
+        for group in copied.param_groups:
+            group["lr"] = rate
+        return dump_optimizer(copied, module)
+
+    def _per_label(self, name: str) -> list[Any]:
+        """Return a param that is one callable for all labels, or one per label, as the latter."""
+        given = functions(name, self.getOrDefault(name))
+        labels = len(self.getOrDefault("label_cols"))
+        if len(given) not in (1, labels):
+            raise ParamError(f"{name}: expected 1 or one per label, {labels}, found {len(given)}.")
+        return given * labels if len(given) == 1 else given
+
+    def _functions(self, name: str) -> tuple[Any, ...] | None:
+        """Return a param of callables, one per label; None where it is not set."""
+        return None if self.getOrDefault(name) is None else tuple(self._per_label(name))
+
+    def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
+        """Return metrics as groups; a function that stands alone is a group of one."""
+        labels = len(self.getOrDefault("label_cols"))
+        groups = []
+        for group in self.getOrDefault("metrics"):
+            members = functions("metrics", group)
+            if len(members) not in (1, labels):
+                raise ParamError(
+                    f"metrics: expected groups of 1 or of one per label, {labels}, found a group "
+                    f"of {len(members)}."
+                )
+            groups.append(tuple(members))
+        return tuple(groups)
+
+    def _dump_param(self, name: str, value: Any) -> bytes:
+        return dump_torch_param(self.getOrDefault("model"), name, value)
+
+    def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
+        return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
