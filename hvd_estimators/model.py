@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pandas as pd
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, DataFrame
@@ -18,6 +19,7 @@ from pyspark.sql import types as T
 
 from hvd_estimators.batch_bytes import spread
 from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.history import history_rows
 from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.params.classification import ClassificationParams
@@ -34,7 +36,10 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
     """Base of the fitted models."""
 
     model = declare("The trained model.")
-    history = declare("What was measured in each epoch: a list of dicts.")
+    history = declare(
+        "What was measured in each epoch: a list of dicts with epoch, train and validation. See "
+        "history_frame() for rows."
+    )
     run_id = declare("Name of the run that trained it.")
     feature_columns = declare("Input columns, in the order of the model's inputs.", convert=names)
     label_columns = declare(
@@ -69,6 +74,30 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         """Return ``_metadata``; as the models of ``horovod.spark`` do."""
         metadata: dict[str, Any] | None = self.getOrDefault("_metadata")
         return metadata
+
+    def history_frame(self) -> pd.DataFrame:
+        """Return what was measured as rows: the same columns for all frameworks.
+
+        ``getHistory()`` has a shape of its own for each of them:
+
+        - Keras: that of Keras's ``History.history``, a dict of name to a list of values by epoch;
+          names of validation begin with ``val_``, which is left out here.
+        - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
+          ``validation``; the latter two hold ``loss`` and ``all_metrics``, a list with a dict per
+          group of metrics, such as ``{"group_0_label": 0.1}``.
+        - Lightning: the same list; ``train`` and ``validation`` hold ``loss`` where steps return
+          one, and what the module logs by the names that it logs it by.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row per number, with the columns ``epoch`` (of the whole run, from 0), ``stage``
+            (``"train"`` or ``"validation"``), ``name`` (that of a metric; members of an array are
+            numbered, ``name_0`` and so on) and ``value`` (a float). Empty if there is no history.
+        """
+        rows = history_rows(self.getOrDefault("history") or [])
+        columns = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
+        return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
     def _kept_elsewhere(self) -> str:
         run_id = self.getOrDefault("run_id")

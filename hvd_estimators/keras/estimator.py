@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ import keras
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.checks import DryRun, check_batches, kept_random_state
 from hvd_estimators.keras.class_weights import check_classes
@@ -26,7 +27,7 @@ from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.results import RunResults
 from hvd_estimators.runs import named
-from hvd_estimators.spec import EpochMetrics, TrainSpec
+from hvd_estimators.spec import TrainSpec
 from hvd_estimators.training.handover import Trainer
 from hvd_estimators.trials import Trial
 
@@ -148,7 +149,7 @@ class KerasEstimator(KerasParams):
         fitted = self.get_model_class()(
             **self._get_model_kwargs(
                 model=model,
-                history=_as_history(run_results.history),
+                history=as_keras_history(run_results.history),
                 run_id=run_id,
                 metadata=metadata,
                 floatx=keras.config.floatx(),
@@ -200,14 +201,3 @@ class KerasEstimator(KerasParams):
                 "the model's attributes are not built and would lose their state. Set another "
                 "run_id, or call build() of each optimizer with its variables before fit()."
             )
-
-
-def _as_history(records: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
-    """Return epochs as Keras's ``History.history``."""
-    history: dict[str, list[Any]] = {}
-    for record in records:
-        for name, value in record.train.items():
-            history.setdefault(name, []).append(value)
-        for name, value in (record.validation or {}).items():
-            history.setdefault(f"val_{name}", []).append(value)
-    return history

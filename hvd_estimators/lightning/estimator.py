@@ -10,6 +10,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hvd_estimators.history import as_records
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
@@ -159,7 +160,7 @@ class LightningEstimator(LightningParams):
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
-                history=[record.as_dict() for record in run_results.history],
+                history=as_records(run_results.history),
                 optimizer=None,
                 run_id=run_id,
                 metadata=metadata,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_estimators.history import as_records
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.results import RunResults
 from hvd_estimators.spec import TrainSpec
@@ -100,7 +101,7 @@ class TorchEstimator(TorchParams):
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),
-                history=[record.as_dict() for record in run_results.history],
+                history=as_records(run_results.history),
                 optimizer=optimizer,
                 run_id=run_id,
                 metadata=metadata,

@@ -1,0 +1,92 @@
+"""What was measured in the epochs of a run, in the forms in which ``getHistory()`` tells it.
+
+Keras's form is that of its own ``History.history``; torch's and Lightning's is a list with a dict
+per epoch. `history_rows` reads both. Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from hvd_estimators.spec import EpochMetrics
+
+__all__ = ["HistoryRow", "as_keras_history", "as_records", "history_rows"]
+
+HistoryRow = tuple[int, str, str, float]
+"""Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
+
+_VALIDATION = "val_"
+"""Begins the names of what Keras has measured in validation."""
+
+
+def as_records(epochs: Sequence[EpochMetrics]) -> list[dict[str, Any]]:
+    """Return a dict per epoch, as torch's and Lightning's models hold it."""
+    return [epoch.as_dict() for epoch in epochs]
+
+
+def as_keras_history(epochs: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
+    """Return name to a list of values by epoch, as Keras's ``History.history``."""
+    history: dict[str, list[Any]] = {}
+    for epoch in epochs:
+        for name, value in epoch.train.items():
+            history.setdefault(name, []).append(value)
+        for name, value in (epoch.validation or {}).items():
+            history.setdefault(f"{_VALIDATION}{name}", []).append(value)
+    return history
+
+
+def history_rows(history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return one row per number of a history of any framework.
+
+    Parameters
+    ----------
+    history : mapping or sequence of mapping
+        What ``getHistory()`` returns.
+
+    Returns
+    -------
+    list of HistoryRow
+        By epoch, and in an epoch training first.
+    """
+    epochs = _of_keras(history) if isinstance(history, Mapping) else history
+    return [
+        (int(epoch["epoch"]), stage, name, value)
+        for epoch in epochs
+        for stage in ("train", "validation")
+        for key, measured in (epoch.get(stage) or {}).items()
+        for name, value in _numbers(key, measured)
+    ]
+
+
+def _of_keras(history: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the same as a dict per epoch."""
+    length = max(map(len, history.values()), default=0)
+    epochs: list[dict[str, Any]] = [
+        {"epoch": n, "train": {}, "validation": {}} for n in range(length)
+    ]
+    for name, values in history.items():
+        stage = "validation" if name.startswith(_VALIDATION) else "train"
+        for epoch, value in zip(epochs, values, strict=False):
+            epoch[stage][name.removeprefix(_VALIDATION)] = value
+    return epochs
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of what was measured: of groups of metrics, and of arrays, each."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _numbers(str(key), entry)
+    elif isinstance(value, np.ndarray) and value.ndim:
+        yield from _numbers(name, value.tolist())
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _numbers(f"{name}_{index}", entry)
+    elif value is None:
+        yield name, math.nan
+    elif isinstance(value, numbers.Number) or hasattr(value, "item"):
+        yield name, float(value)

@@ -1,0 +1,109 @@
+"""What was measured, as rows: the histories of three frameworks, written by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hvd_estimators.history import as_keras_history, as_records, history_rows
+from hvd_estimators.keras import KerasModel
+from hvd_estimators.lightning import LightningModel
+from hvd_estimators.spec import EpochMetrics
+from hvd_estimators.torch import TorchModel
+
+KERAS = {
+    "loss": [0.5, 0.25],
+    "accuracy": [0.75, 1.0],
+    "val_loss": [0.625, 0.375],
+    "learning_rate": [0.5, 0.125],
+}
+TORCH = [
+    {
+        "epoch": 0,
+        "train": {"loss": 0.5, "all_metrics": [{"group_0_a": 1.0, "group_0_b": 2.0}]},
+        "validation": {"loss": 0.625, "all_metrics": [{"group_0_a": 3.0, "group_0_b": 4.0}]},
+    },
+    {"epoch": 1, "train": {"loss": 0.25, "all_metrics": []}},
+]
+LIGHTNING = [
+    {"epoch": 0, "train": {"loss": 0.5, "train_acc": 0.75}, "validation": {"val_loss": 0.625}},
+    {"epoch": 1, "train": {"loss": 0.25}, "validation": {}},
+]
+
+
+def rows_of(model: Any) -> list[tuple[Any, ...]]:
+    frame = model.history_frame()
+    assert list(frame.columns) == ["epoch", "stage", "name", "value"]
+    assert (frame["epoch"].dtype, frame["value"].dtype) == (np.int64, np.float64)
+    return list(frame.itertuples(index=False, name=None))
+
+
+def test_keras_has_lists_by_name() -> None:
+    assert rows_of(KerasModel(history=KERAS)) == [
+        (0, "train", "loss", 0.5),
+        (0, "train", "accuracy", 0.75),
+        (0, "train", "learning_rate", 0.5),
+        (0, "validation", "loss", 0.625),
+        (1, "train", "loss", 0.25),
+        (1, "train", "accuracy", 1.0),
+        (1, "train", "learning_rate", 0.125),
+        (1, "validation", "loss", 0.375),
+    ]
+
+
+def test_torch_has_a_dict_per_epoch_with_groups_of_metrics() -> None:
+    assert rows_of(TorchModel(history=TORCH)) == [
+        (0, "train", "loss", 0.5),
+        (0, "train", "group_0_a", 1.0),
+        (0, "train", "group_0_b", 2.0),
+        (0, "validation", "loss", 0.625),
+        (0, "validation", "group_0_a", 3.0),
+        (0, "validation", "group_0_b", 4.0),
+        (1, "train", "loss", 0.25),
+    ]
+
+
+def test_lightning_has_a_dict_per_epoch_with_what_is_logged() -> None:
+    assert rows_of(LightningModel(history=LIGHTNING)) == [
+        (0, "train", "loss", 0.5),
+        (0, "train", "train_acc", 0.75),
+        (0, "validation", "val_loss", 0.625),
+        (1, "train", "loss", 0.25),
+    ]
+
+
+@pytest.mark.parametrize("model", [KerasModel, TorchModel, LightningModel])
+@pytest.mark.parametrize("history", [None, [], {}])
+def test_a_model_without_a_history_has_no_rows(model: Any, history: Any) -> None:
+    assert rows_of(model(history=history)) == []
+
+
+def test_arrays_are_numbers_of_their_own_and_what_is_no_number_is_left_out() -> None:
+    """Keras's F1Score has one value per class; a callback may log anything."""
+    history = {"f1": [np.array([0.5, 0.25])], "note": ["late"], "rate": [np.float32(0.5)]}
+
+    assert history_rows(history) == [
+        (0, "train", "f1_0", 0.5),
+        (0, "train", "f1_1", 0.25),
+        (0, "train", "rate", 0.5),
+    ]
+
+
+def test_a_resumed_epoch_keeps_its_number() -> None:
+    assert history_rows([{"epoch": 7, "train": {"loss": 1.0}}]) == [(7, "train", "loss", 1.0)]
+
+
+def test_both_forms_of_the_same_epochs_have_the_same_rows() -> None:
+    epochs = [
+        EpochMetrics(0, {"loss": 0.5, "mae": 2.0}, {"loss": 1.5}),
+        EpochMetrics(1, {"loss": 0.25, "mae": 1.0}, {"loss": 0.75}),
+    ]
+
+    assert history_rows(as_keras_history(epochs)) == history_rows(as_records(epochs))
+    assert as_keras_history(epochs) == {
+        "loss": [0.5, 0.25],
+        "mae": [2.0, 1.0],
+        "val_loss": [1.5, 0.75],
+    }
