@@ -1,0 +1,257 @@
+"""An estimator without a framework, in a few lines, through the recipe that all estimators share.
+
+It solves the normal equations in NumPy, so that what it has to find is known beforehand.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hvd_estimators import Store
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.loading.readers import open_data_module
+from hvd_estimators.model import HorovodModel
+from hvd_estimators.params import declare, number
+from hvd_estimators.results import RunResults
+from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.trials import Trial
+
+pytestmark = pytest.mark.spark
+
+
+@dataclass(frozen=True)
+class LeastSquaresSpec(TrainSpec):
+    ridge: float
+
+
+def solve(spec: LeastSquaresSpec) -> TrainResult:
+    """Sum up the normal equations over all shards, on every rank, and solve them."""
+    gram, moments, rows = np.zeros((2, 2)), np.zeros(2), 0
+    with open_data_module(spec.data, 0, 1, epoch=0, epochs=1) as data:
+        batches = spec.data.train_steps_per_epoch * spec.data.num_shards
+        for columns in itertools.islice(data.train_data(), batches):
+            x, y = (columns[name] for name in (*spec.data.feature_cols, *spec.data.label_cols))
+            design = np.stack([x, np.ones_like(x)], axis=1)
+            gram, moments, rows = gram + design.T @ design, moments + design.T @ y, rows + len(x)
+    line = np.linalg.solve(gram + spec.ridge * np.eye(2), moments)
+    history = (EpochMetrics(0, {"rows": rows}),)
+    return TrainResult(line.round(6).tobytes().hex(), line.tobytes(), history)
+
+
+def disagree(spec: LeastSquaresSpec) -> TrainResult:
+    return TrainResult(str(np.random.default_rng().random()), b"", ())
+
+
+class Line(HorovodModel):
+    """Predicts ``slope * x + intercept``; the model is an array of both."""
+
+    def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Any]]:
+        def load(document: bytes) -> Any:
+            slope, intercept = np.frombuffer(document)
+            return lambda arrays: [slope * arrays[0] + intercept]
+
+        return self.getOrDefault("model").tobytes(), load
+
+    def _output_shapes(self) -> list[tuple[int, ...]]:
+        return [tuple(shape) for shape in self.getOrDefault("output_shapes")]
+
+
+class LeastSquares(HorovodEstimator):
+    """Fits a line."""
+
+    _framework = "line"
+
+    ridge = declare("Added to the diagonal.", default=0.0, convert=number(0))
+
+    def _dry_run(self, columns: Mapping[str, Any]) -> Trial:
+        for name in self._needed_columns():
+            if columns[name].ndim > 1:
+                raise ShapeError(f"feature_cols: {name!r} has shape {columns[name].shape[1:]}.")
+        return Trial([()])
+
+    def _model_identity(self, trial: Trial) -> dict[str, Any]:
+        return {"ridge": self.getOrDefault("ridge")}
+
+    def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        return LeastSquaresSpec(**vars(common), ridge=self.getOrDefault("ridge"))
+
+    def _rank_function(self) -> Any:
+        return self.getOrDefault("model")
+
+    def _create_model(
+        self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
+    ) -> HorovodModel:
+        return self.get_model_class()(
+            **self._get_model_kwargs(
+                model=np.frombuffer(run_results.state),
+                history=[epoch.as_dict() for epoch in run_results.history],
+                run_id=run_id,
+                metadata=metadata,
+            )
+        )
+
+    def get_model_class(self) -> type[Line]:
+        return Line
+
+
+class Here:
+    """Calls the function in this process, once per rank."""
+
+    def __init__(self, ranks: int = 2) -> None:
+        self.ranks = ranks
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+        return [fn(*args, **(kwargs or {})) for _ in range(self.ranks)]
+
+    def num_processes(self) -> int:
+        return self.ranks
+
+
+X = (np.arange(60) * 37 % 101) / 101
+Y = 2 * X - 3 + np.cos(np.arange(60))
+HELD_OUT = np.arange(60) % 4 == 0
+
+
+def make_estimator(store: Any, **params: Any) -> LeastSquares:
+    defaults = {"backend": Here(), "model": solve, "batch_size": 7, "verbose": 0}
+    columns = {"feature_cols": ["an x"], "label_cols": ["y"]}
+    return LeastSquares(**{"store": store, **defaults, **columns, **params})
+
+
+def expected(rows: Any = slice(None), ridge: float = 0.0) -> Any:
+    design = np.stack([X[rows], np.ones_like(X[rows])], axis=1)
+    padded = np.concatenate([design, np.sqrt(ridge) * np.eye(2)])
+    return np.linalg.lstsq(padded, np.concatenate([Y[rows], [0, 0]]), rcond=None)[0]
+
+
+def make_frame(spark: Any) -> Any:
+    rows = zip(X.tolist(), Y.tolist(), HELD_OUT.tolist(), strict=True)
+    return spark.createDataFrame(list(rows), ["an x", "y", "held out"])
+
+
+def write_files(store: Any) -> None:
+    for path, rows in (
+        (store.get_train_data_path(), ~HELD_OUT),
+        (store.get_val_data_path(), HELD_OUT),
+    ):
+        Path(path).mkdir(parents=True)
+        table = pa.table({"an x": X[rows], "y": Y[rows]})
+        parquet.write_table(table, f"{path}/a.parquet", row_group_size=10)
+
+
+def test_a_frame_is_fitted_and_transformed(spark: Any, store: Any) -> None:
+    frame = make_frame(spark)
+    model = make_estimator(store, validation="held out", ridge=0.5).fit(frame)
+
+    assert type(model) is Line
+    np.testing.assert_allclose(model.getModel(), expected(~HELD_OUT, ridge=0.5), rtol=1e-9)
+    assert model.getHistory() == [{"epoch": 0, "train": {"rows": 45}}]
+    assert model.history_frame().values.tolist() == [[0, "train", "rows", 45.0]]
+    assert model.getRunId().startswith("line_")
+    assert set(model._get_metadata()) == {"an x", "y"}
+    predicted = model.transform(frame).select("y__output").toPandas()["y__output"]
+    slope, intercept = model.getModel()
+    np.testing.assert_allclose(predicted, slope * X + intercept, rtol=1e-12)
+
+
+def test_ranks_fit_files_without_spark(store: Any) -> None:
+    write_files(store)
+
+    model = make_estimator(store, backend=LocalBackend(2)).fit_on_parquet()
+
+    np.testing.assert_allclose(model.getModel(), expected(~HELD_OUT), rtol=1e-9)
+    assert model.getOrDefault("output_shapes") == [[]]
+
+
+class Noting(LeastSquares):
+    """Notes when its hooks are called."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if name in HOOKS:
+            CALLED.append(name)
+        return value
+
+
+CALLED: list[str] = []
+HOOKS = (
+    *("_check_params", "_dry_run", "_without_dry_run", "_check_trial", "_model_identity"),
+    *("_check_spec", "_make_spec", "_rank_function", "_rank_environment", "_create_model"),
+)
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_hooks_are_called_in_the_order_of_their_contracts(store: Any, dry_run: bool) -> None:
+    write_files(store)
+    CALLED.clear()
+    params = make_estimator(store, dry_run=dry_run)
+    estimator = Noting(**{param.name: value for param, value in params._paramMap.items()})
+
+    model = estimator.fit_on_parquet()
+
+    left_out = "_without_dry_run" if dry_run else "_dry_run"
+    assert [name for name in HOOKS if name != left_out] == CALLED
+    assert model.isSet("output_shapes") == dry_run
+
+
+def test_what_is_certain_before_rows_are_written_ends_the_fit(spark: Any, store: Any) -> None:
+    frame = make_frame(spark)
+
+    with pytest.raises(ParamError, match="^label_cols is not set"):
+        make_estimator(store, label_cols=None).fit(frame)
+    with pytest.raises(ColumnError, match="'z'"):
+        make_estimator(store, feature_cols=["z"]).fit(frame)
+    with pytest.raises(ParamError, match="backend and num_proc are both set"):
+        make_estimator(store, num_proc=2).fit(frame)
+    assert not Path(store.get_train_data_path()).exists()
+
+
+def test_a_run_is_gone_on_with_only_by_a_fit_of_the_same(store: Any) -> None:
+    write_files(store)
+    estimator = make_estimator(store, run_id="mine")
+    estimator.fit_on_parquet()
+    # What a trainer that keeps checkpoints would leave.
+    run = store.run_paths("mine")
+    spec_of = {}
+    store.write_text(run.checkpoint_path, "weights")
+    assert store.exists(run.checkpoint_path)
+
+    class Keeping(LeastSquares):
+        def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+            spec_of["checkpoint"] = common.run.checkpoint_path
+            return super()._make_spec(common, trial)
+
+    values = {param.name: value for param, value in estimator._paramMap.items()}
+    Keeping(**values).fit_on_parquet()
+    assert spec_of == {"checkpoint": run.checkpoint_path}
+    with pytest.raises(ParamError, match=r"run_id: .* ridge 0\.0 \(now 1\.0\)"):
+        Keeping(**values).setRidge(1.0).fit_on_parquet()
+
+
+def test_ranks_that_disagree_are_told_of(store: Any) -> None:
+    write_files(store)
+
+    with pytest.raises(HvdEstimatorsError, match="The ranks ended with different weights"):
+        make_estimator(store, model=disagree).fit_on_parquet()
+
+
+def test_a_store_in_the_place_of_another_is_used(tmp_path: Path) -> None:
+    """Params that are given to fit_on_parquet are those of the fit."""
+    empty, full = Store.create(str(tmp_path / "a")), Store.create(str(tmp_path / "b"))
+    write_files(full)
+    estimator = make_estimator(empty)
+
+    model = estimator.fit_on_parquet({estimator.store: full, estimator.ridge: 2.0})
+
+    np.testing.assert_allclose(model.getModel(), expected(~HELD_OUT, ridge=2.0), rtol=1e-9)
