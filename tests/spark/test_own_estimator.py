@@ -208,7 +208,7 @@ def test_hooks_are_called_in_the_order_of_their_contracts(store: Any, dry_run: b
 def test_what_is_certain_before_rows_are_written_ends_the_fit(spark: Any, store: Any) -> None:
     frame = make_frame(spark)
 
-    with pytest.raises(ParamError, match="^label_cols is not set"):
+    with pytest.raises(ParamError, match=r"^label_cols is not set"):
         make_estimator(store, label_cols=None).fit(frame)
     with pytest.raises(ColumnError, match="'z'"):
         make_estimator(store, feature_cols=["z"]).fit(frame)
