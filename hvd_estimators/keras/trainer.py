@@ -132,7 +132,7 @@ class _Trainer:
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
         logs = spec.run.logs_path if self.rank == 0 else None
-        progress = Progress(spec, self.rank, self.size)
+        progress = Progress(spec, self.rank)
         with data, EventWriter(logs) as writer, progress:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]

@@ -99,7 +99,7 @@ class _Trainer:
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
-            progress = stack.enter_context(Progress(self.spec, self.rank, self.size))
+            progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
             return self._train(stack, progress, scratch)
 

@@ -9,7 +9,7 @@ import torch
 
 from hvd_estimators.torch.buckets import fill_buckets, sparse_parameters
 
-__all__ = ["GradientAverager", "average_batch_norm"]
+__all__ = ["GradientAverager", "average_batch_norm", "batch_norm_statistics"]
 
 
 class GradientAverager:
@@ -90,12 +90,17 @@ class GradientAverager:
 
 def average_batch_norm(module: torch.nn.Module) -> None:
     """Set the running statistics of batch normalization to their mean over the ranks."""
-    statistics = [
+    statistics = batch_norm_statistics(module)
+    if statistics and hvd.size() > 1:
+        hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
+
+
+def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the running statistics of a module's batch normalization."""
+    return [
         buffer
         for layer in module.modules()
         if isinstance(layer, torch.nn.modules.batchnorm._NormBase)
         for buffer in (layer.running_mean, layer.running_var)
         if buffer is not None
     ]
-    if statistics and hvd.size() > 1:
-        hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)

@@ -14,12 +14,13 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.torch.averaging import GradientAverager, average_batch_norm
+from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.checks import check_weightable
 from hvd_estimators.torch.learning_rate import LearningRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objects import exchange
+from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -28,9 +29,11 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     save_state,
 )
+from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session, seed_rank
+from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
@@ -91,6 +94,8 @@ class _Trainer:
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
+        # Batches of a step on this rank: one of each shard that it plays, in each pass.
+        self.passes = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu)
         self.module = load_module(spec.module).to(self.device)
         # Of a compiled module: what is trained, under the names that the user knows.
@@ -103,15 +108,17 @@ class _Trainer:
         self.output_shapes: list[list[int]] | None = None
         self._restore()
         hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
-        scale = self.size if spec.scale_learning_rate else 1
+        scale = spec.data.num_shards if spec.scale_learning_rate else 1
         self.learning_rate = LearningRate(self.optimizer, scale)
         self.averager = GradientAverager(
             self.optimizer,
             self.plain,
-            spec.backward_passes_per_step,
+            self.passes,
             spec.gradient_compression,
         )
-        self.progress = Progress(spec, self.rank, self.size)
+        parts = (TorchStreams(self.device), BufferState(self.plain))
+        self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
+        self.progress = Progress(spec, self.rank)
 
     def run(self) -> TrainResult:
         spec = self.spec
@@ -125,7 +132,7 @@ class _Trainer:
                 tensor_batches(data.train_chunks()),
                 data.global_train_sizes(),
                 self.size,
-                spec.backward_passes_per_step,
+                self.passes,
                 sum_over_ranks,
             )
             self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
@@ -145,10 +152,11 @@ class _Trainer:
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         self.progress.start_epoch(epoch)
-        torch.manual_seed(seed_rank(self.spec.data.random_seed, self.rank, epoch))
+        seed = self.spec.data.random_seed
+        self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
         self._callbacks("on_epoch_begin", epoch=epoch)
         train = self._train_epoch(batches)
-        average_batch_norm(self.plain)
+        average_shards(self.plain, self.shards)
         means = train.reduced("train")
         record = EpochMetrics(epoch, train.as_record(means))
         if self.spec.data.val_plan is not None:
@@ -162,18 +170,20 @@ class _Trainer:
     def _train_epoch(self, batches: WeightedBatches) -> Measures:
         self.module.train()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
-        steps = self.spec.data.train_steps_per_epoch
-        passes = self.spec.backward_passes_per_step
-        for first in range(0, steps, passes):
-            window = batches.next_window(min(passes, steps - first))
+        turns = self.spec.data.passes_per_batch
+        steps = self.spec.data.train_steps_per_epoch * turns
+        for first in range(0, steps, self.passes):
+            window = batches.next_window(min(self.passes, steps - first))
             for index, (columns, factor) in enumerate(window, start=first):
+                self.shards.enter(index % turns)
                 batch = self.spec.tensors.batch(columns, self.device)
                 self._minibatch(batch, factor, index, measures)
+            self.shards.enter(0)
             if self.spec.train_minibatch_fn is None:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             if self.progress.due:
-                self.progress.step(first + len(window), measures.means())
+                self.progress.step((first + len(window)) // turns, measures.means())
         if self.averager.pending:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -185,7 +195,7 @@ class _Trainer:
         ``factor`` is what makes the mean of the ranks' gradients the gradient of the mean over
         all rows of the step: 1 where all batches of the step count for the same.
         """
-        passes = self.spec.backward_passes_per_step
+        passes = self.passes
         tensors = self.spec.tensors
         if not batch.rows:
             return
@@ -224,7 +234,7 @@ class _Trainer:
     def _validate(self, data: DataModule) -> Measures:
         self.module.eval()
         measures = Measures(self.spec.metrics, self.spec.data.label_cols)
-        steps = self.spec.data.validation_steps_per_epoch
+        steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         with torch.no_grad(), contextlib.closing(tensor_batches(data.val_chunks())) as batches:
             for columns in itertools.islice(batches, steps):
                 batch = self.spec.tensors.batch(columns, self.device)

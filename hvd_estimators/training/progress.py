@@ -23,15 +23,15 @@ class Progress:
     ----------
     spec : TrainSpec
         The training job; nothing is reported where it is silent.
-    rank, size : int
-        This rank and the number of ranks.
+    rank : int
+        This rank.
     """
 
-    def __init__(self, spec: TrainSpec, rank: int, size: int) -> None:
+    def __init__(self, spec: TrainSpec, rank: int) -> None:
         self._sender = EventSender() if rank == 0 and spec.verbose else None
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
-        self._rows_per_step = spec.data.batch_size * size
+        self._rows_per_step = spec.data.batch_size * spec.data.num_shards
         self._epoch = 0
         self._started = self._reported = 0.0
 

@@ -1,0 +1,79 @@
+"""What each shard has for itself where a rank plays several: random streams and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from hvd_estimators.loading.sharding import played_shards
+
+__all__ = ["ShardStates", "StatePart"]
+
+
+class StatePart(Protocol):
+    """A part of the state of a process, such as its random streams."""
+
+    def capture(self) -> Any:
+        """Return the state, as values that nothing changes later."""
+
+    def restore(self, state: Any) -> None:
+        """Set the state that `capture` returned."""
+
+
+class ShardStates:
+    """Lets a rank be each of its shards in turn, as if that had a process of its own.
+
+    A rank with one shard does nothing for it. Where it plays several, all have the state to begin
+    with in which the first one was entered, and what is drawn and counted while the rank plays one
+    of them is kept for its next turn.
+
+    Parameters
+    ----------
+    num_shards : int
+        Number of canonical shards.
+    rank, size : int
+        This rank, and the number of ranks.
+    parts : sequence of StatePart
+        What each shard has for itself.
+
+    Attributes
+    ----------
+    shards : tuple of int
+        The shards that this rank plays.
+    passes : int
+        Turns of a step: more than its shards on a rank that has one shard fewer than others.
+    """
+
+    def __init__(
+        self, num_shards: int, rank: int, size: int, parts: Sequence[StatePart] = ()
+    ) -> None:
+        self.num_shards = num_shards
+        self.shards = played_shards(num_shards, rank, size)
+        self.passes = -(-num_shards // size)
+        self._parts = parts
+        self._current = 0
+        self._states: list[list[Any]] = []
+
+    def enter(self, turn: int) -> None:
+        """Be the shard whose turn it is; what happens in an idle turn is forgotten."""
+        if self.passes == 1 or turn == self._current:
+            return
+        if not self._states:
+            own = self._capture()
+            self._states = [own for _ in self.shards]
+        elif self._current < len(self.shards):
+            self._states[self._current] = self._capture()
+        self._current = turn
+        if turn < len(self.shards):
+            for part, state in zip(self._parts, self._states[turn], strict=True):
+                part.restore(state)
+
+    def for_each(self, call: Callable[[int], object]) -> None:
+        """Call with each shard that the rank plays, as that shard, and be the first one again."""
+        for turn, shard in enumerate(self.shards):
+            self.enter(turn)
+            call(shard)
+        self.enter(0)
+
+    def _capture(self) -> list[Any]:
+        return [part.capture() for part in self._parts]

@@ -1,0 +1,83 @@
+"""4 canonical shards, played by fewer ranks: the same rows in the same steps, the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fewer_ranks import FourShards, note, noted_steps
+from reference import WIDTH, RecordingBackend, write_rows
+
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+
+class FourShardsEstimator(FourShards, TorchEstimator):
+    pass
+
+
+class Net(torch.nn.Module):
+    """Has random numbers and statistics, and takes down the rows that it trains on."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.folder = folder
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8),
+            torch.nn.BatchNorm1d(8),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(8, 1),
+        )
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        import horovod.torch as hvd
+
+        if self.training and hvd.is_initialized():
+            note(self.folder, hvd.rank(), ids)
+        return self.layers(x)
+
+
+def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 45)
+    write_rows(Path(store.get_val_data_path()), 7, seed=1)
+    found = {}
+    for ranks in (4, 3, 2, 1):
+        folder = tmp_path / f"{ranks}"
+        folder.mkdir()
+        net = Net(str(folder))
+        estimator = FourShardsEstimator(
+            backend=RecordingBackend(ranks),
+            store=store,
+            model=net,
+            optimizer=torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+            loss=torch.nn.functional.mse_loss,
+            feature_cols=["features", "id"],
+            label_cols=["label"],
+            validation=0.5,
+            batch_size=5,
+            val_batch_size=1,
+            backward_passes_per_step=2,
+            epochs=2,
+            random_seed=3,
+            verbose=0,
+        )
+        model = estimator.fit_on_parquet()
+        found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
+    steps, net, history = found[4]
+    assert len(steps) == 6
+    assert sorted(number for step in steps[:3] for number in step) == list(range(45))
+    assert steps[:3] != steps[3:]
+    for ranks in (3, 2, 1):
+        same_steps, same_net, same_history = found[ranks]
+        assert same_steps == steps
+        for (name, value), same in zip(
+            net.state_dict().items(), same_net.state_dict().values(), strict=True
+        ):
+            torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-6, msg=f"{ranks}: {name}")
+        for epoch, same_epoch in zip(history, same_history, strict=True):
+            for stage in ("train", "validation"):
+                assert same_epoch[stage]["loss"] == pytest.approx(epoch[stage]["loss"], rel=1e-6)
