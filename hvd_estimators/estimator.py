@@ -24,7 +24,7 @@ from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.progress import show_progress
 from hvd_estimators.results import RunResults
-from hvd_estimators.runs import in_use
+from hvd_estimators.runs import RowOrder, in_use
 from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store import Store
 from hvd_estimators.training.handover import Handover, train_stored
@@ -129,7 +129,8 @@ class HorovodEstimator(EstimatorHooks):
             What the dry run found out.
         """
         spec = spec_for(backend.num_processes())
-        with in_use(spec.store, spec.run), Handover(spec, self._state_reader) as handover:
+        order = RowOrder(spec.data.num_shards, spec.data.random_seed)
+        with in_use(spec.store, spec.run, order), Handover(spec, self._state_reader) as handover:
             with (
                 handover.naming_what_is_kept(trained=False),
                 show_progress(spec.verbose) as on_event,

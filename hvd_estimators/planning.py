@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from hvd_estimators.loading.order import order_warning
+from hvd_estimators.loading.readers import check_shards
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.loading.transformation import Transformation
@@ -17,6 +18,7 @@ from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import first_rows
 from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.runs import RowOrder, recorded_order
 from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store import RunPaths
 from hvd_estimators.trials import DRY_RUN_ROWS
@@ -34,10 +36,20 @@ class TrainPlanning(
     def _common_spec(
         self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, seed: int
     ) -> TrainSpec:
-        """Return what the trainers of all frameworks are told; ``seed`` is of the rows' order."""
+        """Return what the trainers of all frameworks are told; ``seed`` is of the rows' order.
+
+        A run that is gone on with keeps the order that it began with.
+
+        Raises
+        ------
+        ParamError
+            If these ranks cannot go on with it.
+        """
         get = self.getOrDefault
+        order = recorded_order(get("store"), run) or RowOrder(num_ranks, seed)
+        check_shards(get("data_module"), order.canonical_shards, num_ranks, run.run_id)
         return TrainSpec(
-            data=self._plan(manifest, num_ranks, num_ranks, seed),
+            data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),
             store=get("store"),
             run=run,
             epochs=get("epochs"),

@@ -13,6 +13,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
@@ -20,7 +21,16 @@ from hvd_estimators.parquet.manifest import DatasetManifest, Split
 from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
 
-__all__ = ["Fits", "check_run", "data_identity", "digest", "in_use", "named"]
+__all__ = [
+    "Fits",
+    "RowOrder",
+    "check_run",
+    "data_identity",
+    "digest",
+    "in_use",
+    "named",
+    "recorded_order",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +72,55 @@ def check_run(store: Store, run: RunPaths) -> None:
         )
 
 
-def _note(store: Store, run: RunPaths) -> None:
+@dataclass(frozen=True)
+class RowOrder:
+    """What the order of a run's rows depends on beside its data: fixed when the run begins.
+
+    Attributes
+    ----------
+    canonical_shards : int
+        Shards into which the rows are cut: the number of ranks with which the run began.
+    random_seed : int
+        Seed of the order: the user's, or what was drawn.
+    """
+
+    canonical_shards: int
+    random_seed: int
+
+
+def recorded_order(store: Store, run: RunPaths) -> RowOrder | None:
+    """Return the order of rows of a run that is gone on with; None for one that begins.
+
+    None, too, for a run of a version that did not note it.
+    """
+    path, notes = run.checkpoint_path, _notes_path(run)
+    if path is None or not store.exists(path) or not store.exists(notes):
+        return None
+    order = json.loads(store.read(notes).decode()).get("row_order")
+    return None if order is None else RowOrder(**order)
+
+
+def _note(store: Store, run: RunPaths, order: RowOrder | None) -> None:
     """Note beside a run's checkpoint, which may not be there yet, what it is of."""
     if run.checkpoint_path is not None:
         document = {"run_id": run.run_id, "fingerprint": _as_json(run.fingerprint)}
+        if order is not None:
+            document["row_order"] = asdict(order)
         store.write_text(_notes_path(run), json.dumps(document, indent=1, sort_keys=True))
 
 
 @contextlib.contextmanager
-def in_use(store: Store, run: RunPaths) -> Iterator[None]:
+def in_use(store: Store, run: RunPaths, order: RowOrder | None = None) -> Iterator[None]:
     """Note what a run is of, and keep other fits of this process from it until the block ends.
+
+    Parameters
+    ----------
+    store : Store
+        Keeps the run.
+    run : RunPaths
+        The run.
+    order : RowOrder, optional
+        The order of its rows, which is noted for those who go on with it.
 
     Raises
     ------
@@ -87,7 +136,7 @@ def in_use(store: Store, run: RunPaths) -> Iterator[None]:
             )
         _in_use.add(key)
     try:
-        _note(store, run)
+        _note(store, run, order)
         yield
     finally:
         if run.checkpoint_path is not None and not store.exists(run.checkpoint_path):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers.base import DataModule
 from hvd_estimators.loading.sharding import ShardPlan
 from hvd_estimators.loading.transformation import RowFunction, Transformation
@@ -131,6 +132,28 @@ class DataSpec:
     def passes_per_batch(self) -> int:
         """Shards that a rank plays for each batch, one of them empty on some ranks."""
         return -(-self.num_shards // self.num_ranks)
+
+    def require_one_shard_per_rank(self, name: str, reason: str) -> None:
+        """Refuse what cannot be made to play several shards. Runs on the driver.
+
+        Parameters
+        ----------
+        name : str
+            The param.
+        reason : str
+            What cannot be done, as the end of a sentence.
+
+        Raises
+        ------
+        ParamError
+            If there are fewer ranks than shards.
+        """
+        if self.num_ranks < self.num_shards:
+            raise ParamError(
+                f"{name}: the run began with {self.num_shards} ranks, and with {self.num_ranks} "
+                f"a rank takes batches of several in turn for one step, {reason}. Set "
+                f"num_proc={self.num_shards}, or another run_id."
+            )
 
     def rows_after(self, epoch: int, batches: int) -> int:
         """Return the rows, of all shards, in the first batches of an epoch.

@@ -136,8 +136,15 @@ def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_r
     ------
     DataError
         If a batch has no rows, or one row.
+    ParamError
+        If a rank plays several shards, which this cannot be made to do.
     """
     plan = data.train_plan
+    if own_step:
+        data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
+    # Horovod's, which knows ranks only.
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
     sizes = [
         size
         for shard in range(plan.num_shards)

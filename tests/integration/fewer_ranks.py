@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,11 @@ SHARDS = 4
 class FourShards:
     """Lets an estimator train as a run does that began with 4 ranks."""
 
-    def _data_spec(self, manifest: Any, num_ranks: int) -> DataSpec:
-        data: DataSpec = super()._data_spec(manifest, SHARDS)  # type: ignore[misc]
-        return replace(data, num_ranks=num_ranks)
+    def _plan(self, manifest: Any, num_shards: int, num_ranks: int, seed: int) -> DataSpec:
+        data: DataSpec = super()._plan(  # type: ignore[misc]
+            manifest, SHARDS, num_ranks, seed
+        )
+        return data
 
 
 def note(folder: str, rank: int, ids: Any) -> None:

@@ -1,0 +1,122 @@
+"""What a run that is gone on with keeps: its shards and the seed of its rows' order."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from pyarrow import parquet
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.torch import TorchEstimator
+
+
+class Started(Exception):
+    """Ranks would be started now."""
+
+
+class OneEpoch(Backend):
+    """Its ranks fail after an epoch."""
+
+    def __init__(self, ranks: int, checkpoint: str | None) -> None:
+        self.ranks = ranks
+        self.checkpoint = checkpoint
+
+    def num_processes(self) -> int:
+        return self.ranks
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.checkpoint is not None:
+            Path(self.checkpoint).parent.mkdir(parents=True, exist_ok=True)
+            Path(self.checkpoint).write_text("of an epoch")
+        raise Started
+
+
+class Telling(TorchEstimator):
+    """Keeps what the ranks would be told."""
+
+    def _make_spec(self, common: Any, trial: Any) -> Any:
+        told.append(common.data)
+        return super()._make_spec(common, trial)
+
+
+told: list[Any] = []
+
+
+def start(store: Any, ranks: int, checkpoint: bool = True, **params: Any) -> Any:
+    """Fit up to the start of the ranks, and return what these are told about the data."""
+    folder = Path(store.get_train_data_path())
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = {"x": np.arange(40, dtype=np.float32), "y": np.ones(40, np.float32)}
+    parquet.write_table(pa.table(columns), folder / "a.parquet", row_group_size=2)
+    net = params.get("model") or torch.nn.Linear(1, 1)
+    path = store.run_paths("mine").checkpoint_path if checkpoint else None
+    given = {
+        "backend": OneEpoch(ranks, path),
+        "store": store,
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["x"],
+        "label_cols": ["y"],
+        "input_shapes": [[1]],
+        "run_id": "mine",
+        "dry_run": False,
+        "verbose": 0,
+    }
+    with pytest.raises(Started):
+        Telling(**{**given, **params}).fit_on_parquet()
+    return told[-1]
+
+
+def test_a_run_keeps_its_shards_and_the_seed_that_was_drawn(store: Any) -> None:
+    # Without a checkpoint there is nothing to go on with: each fit begins a run.
+    before = start(store, 2, checkpoint=False)
+    first = start(store, 3)
+    assert (before.num_shards, first.num_shards, first.num_ranks) == (2, 3, 3)
+    assert first.random_seed != before.random_seed
+    notes = json.loads(Path(store.run_paths("mine").run_path, "metadata.json").read_text())
+    assert notes["row_order"] == {"canonical_shards": 3, "random_seed": first.random_seed}
+
+    for ranks in (2, 1, 3):
+        later = start(store, ranks)
+        assert later.num_ranks == ranks
+        assert later.train_plan == first.train_plan
+        assert later.random_seed == first.random_seed
+    with pytest.raises(ParamError, match=r"num_proc: the run 'mine' began with 3 ranks.* found 4"):
+        start(store, 4)
+
+
+class Users(DataModule):
+    def train_data(self) -> Any:
+        raise NotImplementedError
+
+    val_data = train_data
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"train_minibatch_fn": lambda *_: None}, "train_minibatch_fn: the run began with 3 ranks"),
+        ({"data_module": Users}, "data_module: the run 'mine' began with 3 ranks"),
+        (
+            {"model": torch.nn.Sequential(torch.nn.Linear(1, 2), hvd.SyncBatchNorm(2))},
+            "model: .*SyncBatchNorm",
+        ),
+    ],
+    ids=["train_minibatch_fn", "data_module", "SyncBatchNorm"],
+)
+def test_what_cannot_play_several_shards_is_refused_by_the_driver(
+    store: Any, params: Any, message: str
+) -> None:
+    start(store, 3, **params)
+    with pytest.raises(ParamError, match=f"{message}.*num_proc=3"):
+        start(store, 2, **params)
