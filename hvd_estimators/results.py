@@ -27,8 +27,10 @@ class RunResults(Sequence[TrainResult]):
         self.spec = spec
 
     @property
-    def state(self) -> bytes:
+    def state(self) -> Any:
         """What rank 0 trained, once it is certain that the others agree.
+
+        It is bytes, or a `LocalFile` where the framework's trainer returns one.
 
         Raises
         ------

@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.local_file import LocalFile
 
 __all__ = ["EpochMetrics", "TrainResult", "TrainSpec"]
 
@@ -82,7 +83,7 @@ class TrainResult:
     ----------
     weights_digest : str
         Digest of the final parameters; the same on all ranks.
-    state : bytes or None
+    state : bytes, LocalFile or None
         What the driver makes the fitted model of, with the learning rate as the user gave it, in
         the framework's own form. Rank 0 only; between the ranks and the driver a file of the store
         takes its place.
@@ -90,12 +91,15 @@ class TrainResult:
         One record per epoch of the whole run.
     state_digest : str
         SHA-256 of that file; empty where there is none.
+    state_is_file : bool
+        Whether the driver, too, gets the state as a `LocalFile`.
     output_shapes : tuple of tuple of int, or None
         Shape of one row of each output, as the ranks saw it; None where they did not look.
     """
 
     weights_digest: str
-    state: bytes | None
+    state: bytes | LocalFile | None
     history: tuple[EpochMetrics, ...]
     state_digest: str = ""
+    state_is_file: bool = False
     output_shapes: tuple[tuple[int, ...], ...] | None = None

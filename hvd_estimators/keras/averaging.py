@@ -221,4 +221,4 @@ class StatisticsAverager:
 
 def _digest(variable: Any) -> bytes:
     # Bytes, since NumPy gives no buffer of bfloat16.
-    return hashlib.sha256(variable.numpy().tobytes()).digest()
+    return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import types
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import keras
 import numpy as np
 
-from hvd_estimators.keras.serialization import load_weights, save_plainly
+from hvd_estimators.keras.files import load_weights, write_archive
 from hvd_estimators.spec import EpochMetrics
 
 __all__ = ["RunState", "callback_state", "read_checkpoint", "restore_callback", "write_checkpoint"]
@@ -37,24 +36,20 @@ class RunState:
     callbacks: tuple[Mapping[str, Any], ...]
 
 
-def write_checkpoint(model: keras.Model, state: RunState) -> bytes:
-    """Return a checkpoint; to Keras it is a ``.keras`` file like any other.
+def write_checkpoint(model: keras.Model, state: RunState, file: str | IO[bytes]) -> None:
+    """Write a checkpoint; to Keras it is a ``.keras`` file like any other.
 
     Of a model without a config it is an archive with ``model.weights.h5``.
     """
-    files = save_plainly(model)
-    buffer = io.BytesIO(files.pop("model.keras", b""))
-    with zipfile.ZipFile(buffer, "a") as archive:
-        for name, content in files.items():
-            archive.writestr(name, content)
+    with zipfile.ZipFile(file, "w") as archive:
+        write_archive(model, archive)
         archive.writestr(_MEMBER, pickle.dumps(state))
-    return buffer.getvalue()
 
 
-def read_checkpoint(model: keras.Model, document: bytes) -> RunState:
+def read_checkpoint(model: keras.Model, path: str) -> RunState:
     """Load weights and optimizer state into a built model; return the rest."""
-    load_weights(model, document)
-    with zipfile.ZipFile(io.BytesIO(document)) as archive:
+    load_weights(model, path)
+    with zipfile.ZipFile(path) as archive:
         resumed: RunState = pickle.loads(archive.read(_MEMBER))
     return resumed
 

@@ -9,8 +9,8 @@ from typing import Any
 import keras
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.outputs import Outputs, per_output
-from hvd_estimators.keras.serialization import OptimizerDocument
 
 __all__ = ["CompileSettings", "losses"]
 

@@ -15,13 +15,14 @@ from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.checks import DryRun, check_batches, kept_random_state
 from hvd_estimators.keras.class_weights import check_classes
 from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.identity import model_identity
 from hvd_estimators.keras.inputs import input_keys
 from hvd_estimators.keras.losses import has_loss
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
-from hvd_estimators.keras.serialization import dump, load, load_weights
+from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
@@ -124,7 +125,7 @@ class KerasEstimator(KerasParams):
         return KerasTrainSpec(
             **vars(common),
             # After the dry run, which builds a model that was not built.
-            model=dump(trial.dry_run.model, get("custom_objects")),
+            model=ModelDocument(trial.dry_run.model, get("custom_objects")),
             tensors=trial.dry_run.tensors,
             weight_by_samples=self._weights_by_samples(trial.settings),
             checkpoint_callback=get("checkpoint_callback"),
@@ -143,9 +144,11 @@ class KerasEstimator(KerasParams):
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> KerasModel:
         spec: KerasTrainSpec = run_results.spec
+        state = run_results.state
         with kept_random_state():
-            model = load(spec.model)
-        load_weights(model, run_results.state)
+            model = spec.model.load()
+        load_weights(model, state.path)
+        state.close()
         fitted = self.get_model_class()(
             **self._get_model_kwargs(
                 model=model,

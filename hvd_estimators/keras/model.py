@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from typing import Any
 
 import keras
@@ -11,10 +13,11 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.checks import call_on_zeros
 from hvd_estimators.keras.devices import limit_threads
+from hvd_estimators.keras.files import save_plainly
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import has_loss, has_own_step
 from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.keras.serialization import dump, dump_model, load_model, save_plainly
+from hvd_estimators.keras.serialization import dump, dump_model, load_model
 from hvd_estimators.keras.tensors import alike
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
@@ -97,7 +100,10 @@ class KerasModel(HorovodModel):
 
         It is ``model.keras``, or ``model.weights.h5`` where the model has no config.
         """
-        return save_plainly(self.getOrDefault("model"))
+        with tempfile.TemporaryDirectory() as directory:
+            path = save_plainly(self.getOrDefault("model"), directory)
+            with open(path, "rb") as file:
+                return {os.path.basename(path): file.read()}
 
 
 class _KerasPredictor:

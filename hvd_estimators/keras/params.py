@@ -22,7 +22,8 @@ from hvd_estimators.keras.losses import (
     may_add_loss,
     weights_by_samples,
 )
-from hvd_estimators.keras.serialization import OptimizerDocument, dump, dump_model, load_model
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.serialization import copy_model, dump
 from hvd_estimators.keras.session import check_callbacks
 from hvd_estimators.params import declare, integer
 
@@ -175,7 +176,7 @@ class KerasParams(HorovodEstimator):
         objects = self.getOrDefault("custom_objects")
         with kept_random_state():
             try:
-                return load_model(dump_model(self.getOrDefault("model"), objects))
+                return copy_model(self.getOrDefault("model"), objects)
             except Exception as error:
                 raise ParamError(
                     "model: it can neither be pickled, nor saved and loaded, as its copies for "

@@ -7,16 +7,14 @@ cannot read. Here the classes travel along. Loading runs code from the bytes. Us
 from __future__ import annotations
 
 import contextlib
-import copy
+import gc
 import io
 import logging
-import os
 import pickle
 import random
 import tempfile
-import zipfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import cloudpickle
@@ -25,31 +23,26 @@ import numpy as np
 
 from hvd_estimators.keras.backend import has_own_compile
 from hvd_estimators.keras.custom_objects import find_custom_objects
-from hvd_estimators.keras.states import (
-    StatePickler,
-    dump_state,
-    same_attributes,
-    same_optimizer,
-    without_variables,
-)
+from hvd_estimators.keras.files import load_folder, read_files, save_folder, uncompiled, write_files
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.states import StatePickler, dump_state, same_attributes
 from hvd_estimators.keras.traits import Traits
 from hvd_estimators.parquet.columns import Array
 
 __all__ = [
-    "OptimizerDocument",
+    "ModelDocument",
+    "copy_model",
     "dump",
     "dump_model",
     "load",
     "load_model",
-    "load_weights",
-    "save_model",
-    "save_plainly",
 ]
 
 logger = logging.getLogger(__name__)
 
-_WEIGHTS = "model.weights.h5"
-"""Also the name that Keras gives it within a ``.keras`` file."""
+# Models of which copies that nobody uses any more are not left to wait for the garbage collector,
+# which does not know how large they are.
+_LARGE_BYTES = 2**26
 
 
 def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
@@ -72,55 +65,12 @@ def load(document: bytes) -> Any:
     return pickle.loads(document)
 
 
-def save_model(model: keras.Model) -> bytes:
-    """Return a model as the content of a ``.keras`` file."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "model.keras")
-        model.save(path)
-        with open(path, "rb") as file:
-            return file.read()
-
-
-def save_plainly(model: keras.Model) -> dict[str, bytes]:
-    """Return ``model.keras``, or ``model.weights.h5`` of a model without a config, by name."""
-    try:
-        return {"model.keras": save_model(model)}
-    except (NotImplementedError, TypeError, ValueError):
-        with tempfile.TemporaryDirectory() as directory:
-            path = os.path.join(directory, _WEIGHTS)
-            model.save_weights(path)
-            with open(path, "rb") as file:
-                return {_WEIGHTS: file.read()}
-
-
-def load_weights(model: keras.Model, document: bytes) -> None:
-    """Load weights, and the optimizer's state where it is built, as Keras saved them.
-
-    Parameters
-    ----------
-    model : keras.Model
-        Built and compiled.
-    document : bytes
-        Content of a ``.keras`` or ``.weights.h5`` file, or of an archive that holds the latter.
-    """
-    if document.startswith(b"PK"):
-        with zipfile.ZipFile(io.BytesIO(document)) as archive:
-            if "config.json" not in archive.namelist():
-                document = archive.read(_WEIGHTS)
-    suffix = ".keras" if document.startswith(b"PK") else ".weights.h5"
-    with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, f"model{suffix}")
-        with open(path, "wb") as file:
-            file.write(document)
-        model.load_weights(path)
-
-
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """Return a model as bytes without what it was compiled with."""
-    by_config = _by_config(model, custom_objects)
-    if by_config is None:
+    saved = _saved(model, custom_objects)
+    if saved is None:
         return cloudpickle.dumps((dump_state(model),))
-    return cloudpickle.dumps((*by_config, None, Traits.of(model)))
+    return cloudpickle.dumps((*saved, None, Traits.of(model)))
 
 
 def load_model(document: bytes) -> keras.Model:
@@ -128,61 +78,87 @@ def load_model(document: bytes) -> keras.Model:
     return _load_model(*pickle.loads(document))
 
 
-@dataclass(frozen=True)
-class OptimizerDocument:
-    """An optimizer as plain values, of which another one is made for other variables.
+def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
+    """Return what `load_model` makes of what `dump_model` returns."""
+    saved = _saved_and_loaded(model, custom_objects)
+    return _load_model(dump_state(model)) if saved is None else saved[-1]
 
-    Attributes
+
+class ModelDocument:
+    """A compiled model on its way to the ranks.
+
+    What is pickled of it is as what `dump` writes, in parts that are not kept and of which the
+    large ones are plain arrays, so that they cross from file to file.
+
+    Parameters
     ----------
-    cls : type
-        Its class.
-    config : mapping
-        What ``get_config()`` returned.
-    state : mapping
-        Its variables, by their position.
-    custom_objects : mapping
-        Classes that the config names.
-    document : bytes or None
-        The optimizer as it is, where its config does not tell all.
+    model : keras.Model
+        Built, compiled, and nobody else's.
+    custom_objects : mapping, optional
+        As for `dump`.
     """
 
-    cls: type[keras.optimizers.Optimizer]
-    config: Mapping[str, Any]
-    state: Mapping[str, Array]
-    custom_objects: Mapping[str, Any]
-    document: bytes | None = None
+    def __init__(self, model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> None:
+        self._model: keras.Model | None = model
+        self._custom_objects = dict(custom_objects or {})
+        self._has_config: bool | None = None
+        self._parts: tuple[Any, ...] = ()
 
-    @staticmethod
-    def of(
-        optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
-    ) -> OptimizerDocument:
-        """Take an optimizer down."""
-        state: dict[str, Array] = {}
-        optimizer.save_own_variables(state)
-        try:
-            found = find_custom_objects([optimizer], custom_objects)
-            document = OptimizerDocument(type(optimizer), optimizer.get_config(), state, found)
-            if same_optimizer(optimizer, document.make()):
-                return document
-        except (NotImplementedError, TypeError, ValueError):
-            pass
-        return OptimizerDocument(type(optimizer), {}, state, {}, dump_state(optimizer))
+    def load(self) -> keras.Model:
+        """Return the model, compiled; to be called once.
 
-    def make(self) -> keras.optimizers.Optimizer:
-        """Return such an optimizer, without its state."""
-        if self.document is not None:
-            return without_variables(pickle.loads(self.document))
-        with keras.saving.custom_object_scope(dict(self.custom_objects)):
-            # Classes take out of the config what they have used.
-            return self.cls.from_config(copy.deepcopy(dict(self.config)))
+        It is a copy. Where its config tells all, the process that has made the document gets the
+        given model itself, compiled with objects of its own.
+        """
+        model, parts = self._model, self._parts
+        self._model, self._parts = None, ()
+        if model is None:
+            return _load_parts(*parts)
+        if self._has_config is None:
+            self._has_config = _saved(model, self._custom_objects) is not None
+        if not self._has_config:
+            return _load_model(dump_state(model))
+        optimizer, compiled = model.optimizer, _compiled_with(model)
+        if compiled is not None:
+            compiled = load(dump(compiled, self._custom_objects))
+            model.compile(**{**compiled, "optimizer": optimizer})
+            if model.trainable_variables and not optimizer.built:
+                optimizer.build(model.trainable_variables)
+        return model
 
-    def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Build an optimizer for a model's variables and give it the state, where there is one."""
-        if not optimizer.built:
-            optimizer.build(list(variables))
-        # One that was never built has no more than its iterations and its learning rate.
-        if len(self.state) == len(optimizer.variables):
-            optimizer.load_own_variables(dict(self.state))
+    def __reduce__(self) -> Any:
+        return _make_document, self._take_down()
+
+    def _take_down(self) -> tuple[Any, ...]:
+        model = self._model
+        assert model is not None, "The model has been taken from the document."
+        saved = _saved(model, self._custom_objects)
+        self._has_config = saved is not None
+        if saved is None:
+            return (dump_state(model),)
+        files, custom_objects = saved
+        compiled, state = _compiled_with(model), None
+        if compiled is not None:
+            optimizer = OptimizerDocument.of(model.optimizer, self._custom_objects)
+            state = optimizer.state
+            compiled["optimizer"] = replace(optimizer, state={})
+        rest = dump((custom_objects, compiled, Traits.of(model)), self._custom_objects)
+        return files, rest, state
+
+
+def _make_document(*parts: Any) -> ModelDocument:
+    document = ModelDocument.__new__(ModelDocument)
+    document._model, document._parts = None, parts
+    return document
+
+
+def _load_parts(files: Any, rest: bytes | None = None, state: Any = None) -> keras.Model:
+    if rest is None:
+        return _load_model(files)
+    custom_objects, compiled, traits = load(rest)
+    if compiled is not None:
+        compiled["optimizer"] = replace(compiled["optimizer"], state=state)
+    return _load_model(files, custom_objects, compiled, traits)
 
 
 class _Pickler(StatePickler):
@@ -200,21 +176,42 @@ class _Pickler(StatePickler):
         return super().reducer_override(obj)
 
     def _reduce_model(self, model: keras.Model) -> Any:
-        document = _by_config(model, self._custom_objects)
-        if document is None:
+        saved = _saved(model, self._custom_objects)
+        if saved is None:
             return _load_model, (dump_state(model),)
-        compiled = None
-        if model.compiled and isinstance(model.optimizer, keras.optimizers.Optimizer):
-            compiled = dict(model._compile_config.config)
-            # By compile() it may have been wrapped for mixed precision.
+        compiled = _compiled_with(model)
+        if compiled is not None:
             compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
-        return _load_model, (*document, compiled, Traits.of(model))
+        return _load_model, (*saved, compiled, Traits.of(model))
 
 
-def _by_config(
+def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
+    """Return what a model was compiled with, but for the optimizer; None if it was not."""
+    if not model.compiled or not isinstance(model.optimizer, keras.optimizers.Optimizer):
+        return None
+    compiled = dict(model._compile_config.config)
+    # By compile() it may have been wrapped for mixed precision.
+    compiled.pop("optimizer", None)
+    return compiled
+
+
+def _saved(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[bytes, dict[str, Any]] | None:
-    """Return a model as a ``.keras`` file and its custom objects; None if these do not tell all."""
+) -> tuple[dict[str, Array], dict[str, Any]] | None:
+    """Return a model as Keras's files and its custom objects; None if these do not tell all."""
+    found = _saved_and_loaded(model, custom_objects)
+    if found is None:
+        return None
+    files, objects, copy = found
+    del found, copy
+    _collect(files)
+    return files, objects
+
+
+def _saved_and_loaded(
+    model: keras.Model, custom_objects: Mapping[str, Any] | None
+) -> tuple[dict[str, Array], dict[str, Any], keras.Model] | None:
+    """Return what `_saved` does, and the model that is made of it."""
     if model.compiled and has_own_compile(model):
         # What it was compiled with is known to its own compile() only.
         return None
@@ -222,9 +219,14 @@ def _by_config(
     python, numpy = random.getstate(), np.random.get_state()
     try:
         found = find_custom_objects([model], custom_objects)
-        document = save_model(model)
-        if same_attributes(model, _load_model(document, found, None, Traits.of(model))):
-            return document, found
+        with tempfile.TemporaryDirectory() as directory:
+            # The optimizer goes by itself, and its state is twice as large as the weights.
+            save_folder(uncompiled(model), directory)
+            files = read_files(directory)
+            _collect(files)
+            copy = _load_folder(directory, found, Traits.of(model))
+        if same_attributes(model, copy):
+            return files, found, copy
     except Exception as error:
         logger.debug("A model has no config that makes another one", exc_info=error)
     finally:
@@ -233,25 +235,35 @@ def _by_config(
     return None
 
 
+def _collect(files: Mapping[str, Array]) -> None:
+    """Free models of the size of some files that nobody uses any more."""
+    if sum(content.nbytes for content in files.values()) > _LARGE_BYTES:
+        gc.collect()
+
+
+def _load_folder(
+    directory: str, custom_objects: Mapping[str, Any], traits: Traits | None
+) -> keras.Model:
+    with traits.policy() if traits is not None else contextlib.nullcontext():
+        model = load_folder(directory, custom_objects)
+    if traits is not None:
+        traits.give(model)
+    return model
+
+
 def _load_model(
-    document: bytes,
+    document: Any,
     custom_objects: Mapping[str, Any] | None = None,
     compiled: Mapping[str, Any] | None = None,
     traits: Traits | None = None,
 ) -> keras.Model:
+    """Make a model of files, which are given up one by one, or of all its attributes."""
     if custom_objects is None:
         as_it_was: keras.Model = pickle.loads(document)
         return as_it_was
     with tempfile.TemporaryDirectory() as directory:
-        path = os.path.join(directory, "model.keras")
-        with open(path, "wb") as file:
-            file.write(document)
-        with traits.policy() if traits is not None else contextlib.nullcontext():
-            model = keras.saving.load_model(
-                path, custom_objects=dict(custom_objects), compile=False, safe_mode=False
-            )
-    if traits is not None:
-        traits.give(model)
+        write_files(document, directory)
+        model = _load_folder(directory, custom_objects, traits)
     if compiled is not None:
         optimizer: OptimizerDocument = compiled["optimizer"]
         model.compile(**{**compiled, "optimizer": optimizer.make()})

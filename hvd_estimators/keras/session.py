@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.store import Store
+from hvd_estimators.store.local_file import CHUNK_BYTES
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.tensorboard import EventWriter
 
@@ -148,8 +150,11 @@ class KeptModel:
     def fetch(self) -> None:
         """Get what an earlier part of the run kept."""
         if self._stored_at is not None and self._store.exists(self._stored_at):
-            with open(self._path, "wb") as file:
-                file.write(self._store.read(self._stored_at))
+            with (
+                self._store.fs.open(self._stored_at, "rb") as stored,
+                open(self._path, "wb") as file,
+            ):
+                shutil.copyfileobj(stored, file, CHUNK_BYTES)
             self._written = os.stat(self._path).st_mtime_ns
 
     def upload(self) -> None:
@@ -158,16 +163,13 @@ class KeptModel:
             return
         written = os.stat(self._path).st_mtime_ns
         if written != self._written:
-            with self._store.open_atomic(self._stored_at) as file:
-                file.write(self.read() or b"")
+            with open(self._path, "rb") as file, self._store.open_atomic(self._stored_at) as stored:
+                shutil.copyfileobj(file, stored, CHUNK_BYTES)
             self._written = written
 
-    def read(self) -> bytes | None:
-        """Return the model; None if the callback kept none."""
-        if not os.path.exists(self._path):
-            return None
-        with open(self._path, "rb") as file:
-            return file.read()
+    def path(self) -> str | None:
+        """Return the path of the model's file; None if the callback kept none."""
+        return self._path if os.path.exists(self._path) else None
 
 
 class EpochEnd(keras.callbacks.Callback):

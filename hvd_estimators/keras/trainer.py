@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
@@ -22,7 +24,7 @@ from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
 from hvd_estimators.keras.randomness import RandomStreams
-from hvd_estimators.keras.serialization import load
+from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.session import (
     EpochEnd,
     KeptModel,
@@ -37,6 +39,7 @@ from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.store.local_file import LocalFile, fetch
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.tensorboard import EventWriter
@@ -52,8 +55,8 @@ class KerasTrainSpec(TrainSpec):
 
     Attributes
     ----------
-    model : bytes
-        The compiled model, see `hvd_estimators.keras.serialization.dump`.
+    model : ModelDocument
+        The compiled model.
     tensors : TensorSpec
         How columns become tensors.
     weight_by_samples : bool
@@ -68,7 +71,7 @@ class KerasTrainSpec(TrainSpec):
         Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     """
 
-    model: bytes
+    model: ModelDocument
     tensors: TensorSpec
     weight_by_samples: bool
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
@@ -100,7 +103,7 @@ class _Trainer:
     def __init__(self, spec: KerasTrainSpec, directory: str) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.model: keras.Model = load(spec.model)
+        self.model = spec.model.load()
         self.history: tuple[EpochMetrics, ...] = ()
         self.restored: Sequence[Mapping[str, Any]] = ()
         self.kept: KeptModel | None = None
@@ -199,14 +202,18 @@ class _Trainer:
 
     def _restore(self) -> None:
         """Load the newest checkpoint of the run on all ranks, where there is one."""
-        path = self.spec.run.checkpoint_path
-        document = None
-        if self.rank == 0 and path is not None and self.spec.store.exists(path):
-            document = self.spec.store.read(path)
-        document = exchange.broadcast(document, "checkpoint")
-        if document is None:
+        path, store = self.spec.run.checkpoint_path, self.spec.store
+        local, digest = None, None
+        if self.rank == 0 and path is not None and store.exists(path):
+            local, digest = fetch(store, path)
+        # Every rank reads the file by itself, and rank 0 tells what it has to hold.
+        digest = exchange.broadcast(digest, "checkpoint")
+        if digest is None or path is None:
             return
-        state = read_checkpoint(self.model, document)
+        if local is None:
+            local, _ = fetch(store, path, digest)
+        state = read_checkpoint(self.model, local.path)
+        local.close()
         self.history, self.restored = state.history, state.callbacks
         if self.kept is not None:
             self.kept.fetch()
@@ -221,15 +228,18 @@ class _Trainer:
         path = self.spec.run.checkpoint_path
         if path is not None:
             with self.spec.store.open_atomic(path) as file:
-                file.write(write_checkpoint(self.model, RunState(history, callbacks)))
+                write_checkpoint(self.model, RunState(history, callbacks), file)
 
-    def _final_state(self) -> bytes | None:
+    def _final_state(self) -> LocalFile | None:
         if self.rank != 0:
             return None
-        kept = self.kept.read() if self.kept is not None else None
+        state = LocalFile()
+        kept = self.kept.path() if self.kept is not None else None
         if kept is not None:
-            return kept
-        return write_checkpoint(self.model, RunState((), ()))
+            shutil.move(kept, state.path)
+        else:
+            write_checkpoint(self.model, RunState((), ()), state.path)
+        return state
 
 
 def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
@@ -243,5 +253,6 @@ def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
 def _digest(model: keras.Model) -> str:
     digest = hashlib.sha256()
     for variable in model.trainable_variables:
-        digest.update(variable.numpy().tobytes())
+        # As bytes, since NumPy gives no buffer of bfloat16.
+        digest.update(variable.numpy().reshape(-1).view(np.uint8))
     return digest.hexdigest()

@@ -8,22 +8,29 @@ are files in the run's folder, and what Spark carries is small.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import io
 import logging
 import pickle
+import shutil
+import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError, StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.local_file import (
+    CHUNK_BYTES,
+    HashingWriter,
+    LocalFile,
+    copy_from,
+    fetch,
+)
 
 __all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 
@@ -63,15 +70,28 @@ def train_stored(call: StoredCall) -> TrainResult:
     TrainResult
         What the trainer returned, with the digest of the state's file in the place of the state.
     """
-    document = _verified(call.store, call.path, call.digest)
-    train, spec = _Unpickler(document, call.store).load()
-    del document
+    with tempfile.TemporaryFile() as file:
+        copy_from(call.store, call.path, file, call.digest)
+        file.seek(0)
+        train, spec = _Unpickler(file, call.store).load()
     result: TrainResult = train(spec)
-    if result.state is None:
+    state = result.state
+    if state is None:
         return result
-    with call.store.open_atomic(call.state_path) as file:
-        file.write(result.state)
-    return replace(result, state=None, state_digest=hashlib.sha256(result.state).hexdigest())
+    with call.store.open_atomic(call.state_path) as stored:
+        writer = HashingWriter(stored)
+        if isinstance(state, LocalFile):
+            with open(state.path, "rb") as local:
+                shutil.copyfileobj(local, writer, CHUNK_BYTES)
+            state.close()
+        else:
+            writer.write(state)
+    return replace(
+        result,
+        state=None,
+        state_digest=writer.digest,
+        state_is_file=isinstance(state, LocalFile),
+    )
 
 
 class Handover:
@@ -117,16 +137,21 @@ class Handover:
         """Write the call that every rank is to make."""
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
-            writer = _HashingWriter(file)
+            writer = HashingWriter(file)
             _Pickler(writer, self._store).dump((train, self._spec))
-        return StoredCall(self._store, path, writer.digest.hexdigest(), self._state_path)
+        return StoredCall(self._store, path, writer.digest, self._state_path)
 
     def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
         """Return the ranks' results with the state that rank 0 has written."""
         first = results[0]
         if not first.state_digest:
             return list(results)
-        state = _verified(self._store, self._state_path, first.state_digest)
+        local, _ = fetch(self._store, self._state_path, first.state_digest)
+        if first.state_is_file:
+            return [replace(first, state=local), *results[1:]]
+        with open(local.path, "rb") as file:
+            state = file.read()
+        local.close()
         return [replace(first, state=state), *results[1:]]
 
     @contextlib.contextmanager
@@ -197,33 +222,6 @@ def _append(error: HvdEstimatorsError, hint: str) -> None:
         error.msg = message
 
 
-def _verified(store: Store, path: str, digest: str) -> bytes:
-    document = store.read(path)
-    if hashlib.sha256(document).hexdigest() != digest:
-        raise StoreError(
-            f"{path!r} holds something else than what was written there ({len(document)} bytes). "
-            "Set a store of which all machines see the same, and that nobody else changes."
-        )
-    return document
-
-
-class _HashingWriter(io.RawIOBase):
-    """Writes to a file and computes the digest of what it writes."""
-
-    def __init__(self, file: Any) -> None:
-        super().__init__()
-        self._file = file
-        self.digest = hashlib.sha256()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        written: int = self._file.write(data)
-        return written
-
-
 # The store's options may be secrets. They travel with the call itself, as all that Spark is given,
 # and not in a file that others may read.
 
@@ -238,8 +236,8 @@ class _Pickler(cloudpickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, document: bytes, store: Store) -> None:
-        super().__init__(io.BytesIO(document))
+    def __init__(self, file: IO[bytes], store: Store) -> None:
+        super().__init__(file)
         self._values = {"store": store, "storage_options": store.storage_options}
 
     def persistent_load(self, pid: Any) -> Any:

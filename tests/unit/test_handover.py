@@ -14,6 +14,7 @@ from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.spec import EpochMetrics, TrainResult
 from hvd_estimators.store.base import RunPaths
+from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.handover import Handover, train_stored
 
@@ -75,6 +76,27 @@ def test_what_ranks_return_is_small_and_the_state_comes_back(
     assert results[1].state is None
     assert files(tmp_path) == set()
     assert Path(spec.run.run_path).exists() == save_runs
+
+
+def file_trainer(spec: Spec) -> TrainResult:
+    state = LocalFile()
+    Path(state.path).write_bytes(STATE * spec.scale)
+    return TrainResult(state.path, state, ())
+
+
+def test_a_state_that_is_a_file_stays_one(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        answer = train_stored(handover.put(file_trainer))
+        assert answer.state is None
+        assert not Path(answer.weights_digest).parent.exists()
+        state = handover.read([answer])[0].state
+    assert isinstance(state, LocalFile)
+    path = Path(state.path)
+    assert path.read_bytes() == STATE * 3
+    del state
+    assert not path.parent.exists()
+    assert files(tmp_path) == set()
 
 
 def test_the_options_of_a_store_are_not_in_the_file(tmp_path: Path) -> None:

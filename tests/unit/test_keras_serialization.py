@@ -13,8 +13,8 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import (
-    OptimizerDocument,
     dump,
     dump_model,
     load,

@@ -9,8 +9,8 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import (
-    OptimizerDocument,
     dump,
     dump_model,
     load,

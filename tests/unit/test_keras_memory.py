@@ -1,0 +1,160 @@
+"""What crosses to the ranks and comes back holds each variable once, and is not held in memory."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
+from hvd_estimators.keras.files import load_weights, save_plainly
+from hvd_estimators.keras.serialization import ModelDocument, copy_model, dump, dump_model
+
+ROWS = 2**13
+WEIGHTS = 4 * (ROWS * 64 + 64 + 1)
+"""Bytes of the model's weights; an embedding of 2 MiB is nearly all of them."""
+
+OVERHEAD = 2**17
+"""What config, compile settings and file formats take."""
+
+
+def make_model(trained: bool) -> keras.Model:
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((1,), name="x")
+    embedded = keras.layers.Flatten()(keras.layers.Embedding(ROWS, 64)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(embedded))
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=[keras.metrics.MeanAbsoluteError()])
+    model.optimizer.build(model.trainable_variables)
+    if trained:
+        # An update of the whole table, as a regularizer makes one.
+        gradients = [np.full(v.shape, 0.5, "float32") for v in model.trainable_variables]
+        model.optimizer.apply(gradients)
+    return model
+
+
+def variables(model: keras.Model) -> list[np.ndarray[Any, Any]]:
+    return [v.numpy() for v in (*model.variables, *model.optimizer.variables)]
+
+
+def assert_same(model: keras.Model, expected: list[np.ndarray[Any, Any]]) -> None:
+    for found, value in zip(variables(model), expected, strict=True):
+        np.testing.assert_array_equal(found, value)
+
+
+def peak(function: Callable[[], Any]) -> int:
+    """Return the bytes that Python and NumPy hold at most while a function runs."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        function()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_what_is_pickled_holds_each_variable_once(trained: bool) -> None:
+    model = make_model(trained)
+    # Adam has two slots for every weight, which are zero before its first step.
+    expected = (3 if trained else 1) * WEIGHTS
+    for document in (dump(model), cloudpickle.dumps(ModelDocument(model))):
+        assert expected < len(document) < expected + OVERHEAD
+        copy = pickle.loads(document)
+        assert_same(copy.load() if isinstance(copy, ModelDocument) else copy, variables(model))
+    assert WEIGHTS < len(dump_model(model)) < WEIGHTS + OVERHEAD
+
+
+def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
+    model = make_model(trained=True)
+    expected = variables(model)
+    path = tmp_path / "call"
+
+    def put() -> None:
+        with open(path, "wb") as file:
+            cloudpickle.dump(ModelDocument(model), file)
+
+    # Keras and TensorFlow hold up to three copies of the variable that is read or written. A file
+    # of all three states, held in memory beside these, would be two copies too many.
+    most = 4 * WEIGHTS
+    assert peak(put) < most
+    with open(path, "rb") as file:
+        document = pickle.load(file)
+    received: list[keras.Model] = []
+    assert peak(lambda: received.append(document.load())) < most
+    assert_same(received[0], expected)
+
+    checkpoint = str(tmp_path / "checkpoint")
+    assert peak(lambda: write_checkpoint(model, RunState((), ()), checkpoint)) < most
+    other = make_model(trained=False)
+    assert peak(lambda: read_checkpoint(other, checkpoint)) < most
+    assert_same(other, expected)
+
+
+def test_checkpoints_are_files_of_keras_and_hold_each_variable_once(tmp_path: Path) -> None:
+    model = make_model(trained=True)
+    buffer = io.BytesIO()
+    write_checkpoint(model, RunState((), ({"best": 0.5},)), buffer)
+    assert 3 * WEIGHTS < len(buffer.getvalue()) < 3 * WEIGHTS + OVERHEAD
+    path = tmp_path / "checkpoint.keras"
+    path.write_bytes(buffer.getvalue())
+    loaded = keras.saving.load_model(path)
+    assert_same(loaded, variables(model))
+    assert type(loaded.optimizer) is keras.optimizers.Adam
+    # What Keras itself has written is read, too.
+    model.save(tmp_path / "own.keras")
+    model.save_weights(tmp_path / "own.weights.h5")
+    plain = save_plainly(model, str(tmp_path))
+    for name in ("own.keras", "own.weights.h5", Path(plain).name):
+        other = make_model(trained=False)
+        load_weights(other, str(tmp_path / name))
+        assert_same(other, variables(model))
+
+
+def test_a_model_that_is_saved_stays_as_it_is_and_the_driver_gets_it_back() -> None:
+    model = make_model(trained=True)
+    expected, optimizer = variables(model), model.optimizer
+    metric = model._compile_config.config["metrics"][0]
+    copy = copy_model(model)
+    assert not copy.compiled
+    document = ModelDocument(model)
+    cloudpickle.dumps(document)
+    assert model.optimizer is optimizer
+    assert model.compiled
+    assert document.load() is model
+    assert model.optimizer is optimizer
+    assert_same(model, expected)
+    # What it is compiled with is the caller's.
+    assert model._compile_config.config["metrics"][0] is not metric
+
+
+class Own(keras.Model):
+    """Has no config that tells all."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(width)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def test_the_driver_gets_a_copy_of_a_model_without_a_config() -> None:
+    model = Own(3)
+    model.compile("adam", "mse")
+    model.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
+    document = ModelDocument(model)
+    received = pickle.loads(cloudpickle.dumps(document)).load()
+    own = document.load()
+    assert own is not model
+    for copy in (received, own):
+        assert copy.compiled
+        assert_same(copy, variables(model))
