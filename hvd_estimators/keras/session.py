@@ -45,7 +45,8 @@ def for_rank(
     """Return the callbacks that run on a rank.
 
     Those that write files, and those of the user's that have a true attribute ``rank_zero_only``,
-    run on rank 0 alone; TensorBoard's write where the run keeps its logs.
+    run on rank 0 alone. TensorBoard's write where the run keeps its logs, and so does a CSVLogger
+    with a relative path, whose file nobody would find in a rank's working directory.
 
     Parameters
     ----------
@@ -54,7 +55,7 @@ def for_rank(
     rank : int
         The rank.
     logs_path : str or None
-        Directory of the run's logs.
+        Local directory of the run's logs.
     """
     chosen = []
     for callback in callbacks:
@@ -63,6 +64,10 @@ def for_rank(
                 continue
             if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
                 callback.log_dir = logs_path
+            if isinstance(callback, keras.callbacks.CSVLogger) and logs_path is not None:
+                # An absolute one stays as it is.
+                callback.filename = os.path.join(logs_path, callback.filename)
+                os.makedirs(os.path.dirname(callback.filename), exist_ok=True)
         chosen.append(callback)
     return chosen
 
@@ -151,7 +156,7 @@ class KeptModel:
         """Get what an earlier part of the run kept."""
         if self._stored_at is not None and self._store.exists(self._stored_at):
             with (
-                self._store.fs.open(self._stored_at, "rb") as stored,
+                self._store.open(self._stored_at) as stored,
                 open(self._path, "wb") as file,
             ):
                 shutil.copyfileobj(stored, file, CHUNK_BYTES)

@@ -40,6 +40,7 @@ from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.local_file import LocalFile, fetch
+from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.tensorboard import EventWriter
@@ -107,6 +108,8 @@ class _Trainer:
         self.history: tuple[EpochMetrics, ...] = ()
         self.restored: Sequence[Mapping[str, Any]] = ()
         self.kept: KeptModel | None = None
+        logs = spec.run.logs_path if self.rank == 0 else None
+        self.logs = RunDirectory(spec.store, logs)
         if spec.checkpoint_callback is not None and self.rank == 0:
             self.kept = KeptModel(
                 spec.checkpoint_callback, directory, spec.run.checkpoint_path, spec.store
@@ -134,9 +137,8 @@ class _Trainer:
         data = open_data_module(
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
-        logs = spec.run.logs_path if self.rank == 0 else None
         progress = Progress(spec, self.rank)
-        with data, EventWriter(logs) as writer, progress:
+        with data, self.logs, EventWriter(self.logs.path) as writer, progress:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
             end = EpochEnd(stateful, self.history, self.restored, writer, self._save)
@@ -165,7 +167,7 @@ class _Trainer:
             StatisticsCallback(),
             MetricAverageCallback(),
         ]
-        chosen += for_rank(spec.callbacks, self.rank, spec.run.logs_path)
+        chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []
             chosen += [ProgressReports(progress)] if spec.verbose else []
@@ -223,6 +225,7 @@ class _Trainer:
     def _save(
         self, history: tuple[EpochMetrics, ...], callbacks: tuple[Mapping[str, Any], ...]
     ) -> None:
+        self.logs.sync()
         if self.kept is not None:
             self.kept.upload()
         path = self.spec.run.checkpoint_path

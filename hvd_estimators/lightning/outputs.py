@@ -16,7 +16,6 @@ import torch
 
 from hvd_estimators.lightning.bases import CheckpointIO
 from hvd_estimators.lightning.flavor import Flavor, is_lightning
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store.base import Store
 
 if TYPE_CHECKING:
@@ -62,15 +61,15 @@ class StoreCheckpointIO(CheckpointIO):
         self._store.delete(str(path))
 
 
-def make_loggers(logger: Any, spec: TrainSpec, rank: int, flavor: Flavor) -> list[Logger]:
+def make_loggers(logger: Any, path: str | None, rank: int, flavor: Flavor) -> list[Logger]:
     """Return the loggers of a run, which write to its logs.
 
     Parameters
     ----------
     logger : Logger, sequence of Logger, bool or None
         The user's; None and True stand for TensorBoard's, or CSV files without it.
-    spec : TrainSpec
-        Tells where the logs are; where the store keeps none, only the user's own are used.
+    path : str or None
+        A local directory for the logs; without it only the user's own loggers are used.
     rank : int
         This rank; only the first one logs.
     flavor : Flavor
@@ -78,7 +77,6 @@ def make_loggers(logger: Any, spec: TrainSpec, rank: int, flavor: Flavor) -> lis
     """
     if logger is False:
         return []
-    path = spec.run.logs_path
     # With this tensorboard uses file functions of its own, and does not import TensorFlow.
     marker = "tensorboard.compat.notf"
     sys.modules.setdefault(marker, types.ModuleType(marker))
@@ -106,7 +104,7 @@ def _redirect(logger: Any, path: str, rank: int) -> None:
         return
     if is_lightning(logger, "loggers.MLFlowLogger"):
         is_folder = str(logger._tracking_uri).startswith("file:")
-        if rank == 0 and is_folder and "://" not in path:
+        if rank == 0 and is_folder:
             _redirect_mlflow(logger, f"file:{path}/mlruns")
         return
     # Loggers that write elsewhere have none, or one that cannot be set.
@@ -123,9 +121,8 @@ def _redirect_mlflow(logger: Any, uri: str) -> None:
     logger._mlflow_client = client.MlflowClient(uri)
 
 
-def make_profiler(profiler: Any, spec: TrainSpec, flavor: Flavor) -> Any:
-    """Return a profiler that writes to the run's logs, if it writes and has no place of its own."""
-    path = spec.run.logs_path
+def make_profiler(profiler: Any, path: str | None, flavor: Flavor) -> Any:
+    """Return a profiler that writes below a local directory, if it has no place of its own."""
     if profiler is None or path is None:
         return profiler
     directory = f"{path}/profile"

@@ -24,6 +24,7 @@ from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, ma
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.spec import TrainResult, TrainSpec
+from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
 from hvd_estimators.torch.tensors import tensor_batches
@@ -96,11 +97,15 @@ class _Trainer:
         self.users: dict[str, Any] = pickle.loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.restored = self._restored()
+        # On each rank: profilers write files of each.
+        self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
             progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
+            stack.enter_context(self.logs)
+            stack.enter_context(self.spec.store.options_for_others())
             return self._train(stack, progress, scratch)
 
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
@@ -206,9 +211,9 @@ class _Trainer:
             # A run that has more epochs already is only loaded.
             "max_epochs": max(spec.epochs, len(self.restored["history"])),
             "callbacks": callbacks,
-            "logger": make_loggers(self.users["logger"], spec, self.rank, spec.flavor),
+            "logger": make_loggers(self.users["logger"], self.logs.path, self.rank, spec.flavor),
             "log_every_n_steps": spec.log_every_n_steps,
-            "profiler": make_profiler(self.users["profiler"], spec, spec.flavor),
+            "profiler": make_profiler(self.users["profiler"], self.logs.path, spec.flavor),
             "accumulate_grad_batches": passes,
             "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
             "enable_progress_bar": False,
@@ -238,6 +243,7 @@ class _Trainer:
         return state or {"history": [], "taken": 0}
 
     def _save(self, checkpoint: Mapping[str, Any]) -> None:
+        self.logs.sync()
         path = self.spec.run.checkpoint_path
         if path is not None:
             self.checkpoint_io.save_checkpoint(dict(checkpoint), path)

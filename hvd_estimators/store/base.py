@@ -142,6 +142,14 @@ class Store(ABC):
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Open a file for writing that appears whole when the block ends, or not at all."""
 
+    @contextlib.contextmanager
+    def options_for_others(self) -> Iterator[None]:
+        """Let code that opens the store's URLs without it use its options, until the block ends.
+
+        Lightning's ModelCheckpoint does so. Does nothing by default.
+        """
+        yield
+
     def check(self) -> None:
         """Make sure that the prefix can be written to. Runs on the driver.
 

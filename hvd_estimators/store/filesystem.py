@@ -36,10 +36,16 @@ class FilesystemStore(Store):
         Raises
         ------
         ParamError
-            If fsspec does not know its scheme, or it is on another filesystem than the prefix.
+            If fsspec does not know its scheme or would take it for a pattern, or if it is on
+            another filesystem than the prefix.
         DependencyError
             If a package is not installed that fsspec needs for it.
         """
+        if any(character in path for character in "*?["):
+            raise ParamError(
+                f"The store cannot use {path!r}: fsspec takes '*', '?' and '[' for patterns, so "
+                "that it would delete other files. Set a path without them."
+            )
         try:
             fs, path_in_fs = self._opened(path)
         except ImportError as error:
@@ -89,6 +95,14 @@ class FilesystemStore(Store):
             return io.BytesIO(self.read(path))
         return super().open(path)
 
+    def delete(self, path: str) -> None:
+        """Delete a file or directory; nothing happens where there is none."""
+        if self.fs.isfile(path):
+            # Not by rm, which takes some characters for patterns.
+            self.fs.rm_file(path)
+        else:
+            super().delete(path)
+
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a local file, and put that where it belongs when the block ends well.
@@ -102,6 +116,20 @@ class FilesystemStore(Store):
             fs = self.fs
             fs.makedirs(posixpath.dirname(path), exist_ok=True)
             fs.put_file(file.name, path)
+
+    @contextlib.contextmanager
+    def options_for_others(self) -> Iterator[None]:
+        """Make them fsspec's own for this kind of filesystem; see `Store.options_for_others`."""
+        protocol = self.prefix_path.partition("://")[0]
+        before = fsspec.config.conf.get(protocol)
+        fsspec.config.conf[protocol] = {**(before or {}), **self.storage_options}
+        try:
+            yield
+        finally:
+            if before is None:
+                del fsspec.config.conf[protocol]
+            else:
+                fsspec.config.conf[protocol] = before
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         fs, path_in_fs = fsspec.core.url_to_fs(path, **self.storage_options)

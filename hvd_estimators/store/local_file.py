@@ -83,7 +83,7 @@ def copy_from(store: Store, path: str, target: IO[bytes], digest: str | None = N
     """
     writer, size = HashingWriter(target), 0
     try:
-        with store.fs.open(path, "rb") as source:
+        with store.open(path) as source:
             while chunk := source.read(CHUNK_BYTES):
                 size += writer.write(chunk)
     except OSError as error:

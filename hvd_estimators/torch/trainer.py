@@ -14,6 +14,7 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.checks import check_weightable
@@ -126,8 +127,8 @@ class _Trainer:
         data = open_data_module(
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
-        logs = spec.run.logs_path if self.rank == 0 else None
-        with data, EventWriter(logs) as writer, self.progress:
+        logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
+        with data, logs, EventWriter(logs.path) as writer, self.progress:
             batches = WeightedBatches(
                 tensor_batches(data.train_chunks()),
                 data.global_train_sizes(),
@@ -141,6 +142,7 @@ class _Trainer:
                 self.history.append(record)
                 writer.scalars(epoch, epoch_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
+                logs.sync()
                 if self.rank == 0:
                     self._save_checkpoint()
             self._callbacks("on_train_end")

@@ -174,7 +174,7 @@ def restore(
 def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
     """Open a checkpoint; what the block raises because it is not whole becomes a `StoreError`."""
     try:
-        with store.fs.open(path, "rb") as file:
+        with store.open(path) as file:
             yield file
     except StoreError:
         raise

@@ -115,6 +115,15 @@ def test_files_are_written_listed_read_and_deleted(store):
         store.read(checkpoints[0])
 
 
+def test_names_that_look_like_patterns_are_names(store):
+    for name in ("a?c", "abc", "[a]"):
+        store.write_text(f"{store.prefix_path}/{name}", name)
+    store.delete(f"{store.prefix_path}/a?c")
+    assert store.names(store.prefix_path) == ["[a]", "abc"]
+    with pytest.raises(ParamError, match="for patterns"):
+        FilesystemStore(f"{store.prefix_path}/data[1]")
+
+
 def write_half(store, path, error):
     with store.open_atomic(path) as file:
         file.write(b"half")
@@ -160,6 +169,15 @@ def test_options_reach_the_filesystem(tmp_path):
 
     assert store.fs.auto_mkdir
     assert not store.without_options().fs.auto_mkdir
+
+
+def test_others_open_the_urls_of_a_store_with_its_options_for_a_while(tmp_path):
+    url = f"file://{tmp_path}"
+    store = FilesystemStore(url, storage_options={"auto_mkdir": True})
+
+    with store.options_for_others():
+        assert fsspec.core.url_to_fs(url)[0].auto_mkdir
+    assert not fsspec.core.url_to_fs(url)[0].auto_mkdir
 
 
 def test_what_cannot_be_opened_is_told_when_a_store_is_made(monkeypatch):

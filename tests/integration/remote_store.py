@@ -1,0 +1,43 @@
+"""A store that all processes of this machine see, and that is no local directory to anybody."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from hvd_estimators.store import FilesystemStore
+
+
+class RemoteFileSystem(LocalFileSystem):
+    """Local files under URLs of another scheme; asks for an option, as a remote one for a key."""
+
+    protocol = "remote"
+
+    def __init__(self, key: str = "", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        assert key == "right", "the store's options are missing"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return str(LocalFileSystem._strip_protocol(str(path).removeprefix("remote://")))
+
+    def unstrip_protocol(self, name: str) -> str:
+        return f"remote://{self._strip_protocol(name)}"
+
+
+class RemoteStore(FilesystemStore):
+    """Makes its filesystem known to fsspec in each process that opens it."""
+
+    def _opened(self, path: str) -> Any:
+        fsspec.register_implementation("remote", RemoteFileSystem, clobber=True)
+        return super()._opened(path)
+
+
+def make_store(folder: Any) -> RemoteStore:
+    # Ranks cannot import the tests.
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    return RemoteStore(f"remote://{folder}", storage_options={"key": "right"})

@@ -1,0 +1,119 @@
+"""Training with a store that is no local directory: data, checkpoints and logs go through it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import remote_store
+import torch
+from reference import OPTIMIZERS, assert_same_weights, global_batches, train_alone, write_rows
+
+pytestmark = pytest.mark.integration
+
+RUN = {"batch_size": 16, "epochs": 2, "run_id": "far"}
+
+
+@pytest.fixture
+def columns(tmp_path: Path) -> dict[str, np.ndarray]:
+    write_rows(tmp_path / "intermediate_val_data", 21, seed=1)
+    return write_rows(tmp_path / "intermediate_train_data", 64)
+
+
+def files_of(folder: Path) -> dict[str, int]:
+    """Return the files of the run, without the numbers in their names, and their sizes."""
+    run = folder / "runs" / "far"
+    return {
+        str(path.relative_to(run).parent / path.name.split(".")[0]): path.stat().st_size
+        for path in run.rglob("*")
+        if path.is_file()
+    }
+
+
+def check(found: torch.nn.Module, columns: dict[str, np.ndarray]) -> None:
+    expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["sgd"], 2)
+    assert_same_weights(found, expected)
+
+
+def test_torch(backend: Any, tmp_path: Path, columns: Any) -> None:
+    from reference import make_net
+
+    from hvd_estimators.torch import TorchEstimator
+
+    net = make_net()
+    model = TorchEstimator(
+        backend=backend,
+        store=remote_store.make_store(tmp_path),
+        model=net,
+        optimizer=OPTIMIZERS["sgd"](net.parameters()),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["features"],
+        label_cols=["label"],
+        validation=0.5,
+        shuffle=False,
+        scale_learning_rate=False,
+        verbose=0,
+        **RUN,
+    ).fit_on_parquet()
+    check(model.getModel(), columns)
+    files = files_of(tmp_path)
+    assert files["checkpoints/checkpoint"] > 0
+    assert files["logs/events"] > 0
+
+
+def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
+    """In two parts, with everything of Lightning's that writes files."""
+    from lightning_reference import Regression, fit
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from pytorch_lightning.loggers import CSVLogger, TensorBoardLogger
+
+    store = remote_store.make_store(tmp_path)
+    for epochs in (1, 2):
+        loggers = [
+            CSVLogger("/nowhere", name="", version=""),
+            TensorBoardLogger("/nowhere", name="", version=""),
+        ]
+        model = fit(
+            backend,
+            store,
+            model=Regression("sgd"),
+            validation=0.5,
+            logger=loggers,
+            log_every_n_steps=1,
+            profiler="simple",
+            callbacks=[ModelCheckpoint(monitor="val_loss", filename="best", mode="min")],
+            **{**RUN, "epochs": epochs},
+        )
+    check(model.getModel().net, columns)
+    files = files_of(tmp_path)
+    # Whichever the better epoch was.
+    assert {"checkpoints/checkpoint", "checkpoints/best", "logs/events"} <= files.keys()
+    # Each rank's profile.
+    assert {"logs/profile/fit-simple", "logs/profile/fit-simple-1"} <= files.keys()
+    header, *lines = (tmp_path / "runs/far/logs/metrics.csv").read_text().splitlines()
+    assert "train_mse" in header
+    assert len(lines) >= 2
+
+
+def test_keras(tmp_path: Path, columns: Any) -> None:
+    import keras
+    from keras_reference import make_estimator
+
+    callbacks = [
+        keras.callbacks.TensorBoard("elsewhere"),
+        keras.callbacks.CSVLogger("log.csv"),
+    ]
+    store = remote_store.make_store(tmp_path)
+    estimator = make_estimator(store, 2, validation=0.5, callbacks=callbacks, **RUN)
+    history = estimator.fit_on_parquet().getHistory()
+    files = files_of(tmp_path)
+    assert files["checkpoints/checkpoint"] > 0
+    assert files["logs/train/events"] > 0
+    assert files["logs/validation/events"] > 0
+    header, *rows = (tmp_path / "runs/far/logs/log.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["0", "1"]
+    loss = header.split(",").index("loss")
+    found = [float(row.split(",")[loss]) for row in rows]
+    assert found == pytest.approx([record["train"]["loss"] for record in history])

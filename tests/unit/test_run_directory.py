@@ -1,0 +1,163 @@
+"""A local directory that is kept the same as one of a store."""
+
+import os
+import threading
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store.run_directory import RunDirectory
+
+
+@pytest.fixture
+def store(tmp_path):
+    root = f"memory://{tmp_path}"
+    yield FilesystemStore(root)
+    fs = fsspec.filesystem("memory")
+    if fs.exists(root):
+        fs.rm(root, recursive=True)
+
+
+def logs(store):
+    return store.run_paths("r1").logs_path
+
+
+def contents(store):
+    path = logs(store)
+    return {file.removeprefix(f"{path}/"): store.read(file) for file in store.find(path)}
+
+
+def uploaded(directory):
+    directory._upload.result(10)
+
+
+def test_for_a_local_store_it_is_the_directory_itself(tmp_path):
+    store = LocalStore(str(tmp_path))
+    with RunDirectory(store, logs(store)) as directory:
+        assert directory.path == logs(store)
+        Path(directory.path).mkdir(parents=True)
+        Path(directory.path, "events").write_text("one")
+        directory.sync()
+    assert contents(store) == {"events": b"one"}
+
+
+def test_without_a_path_there_is_none(store):
+    with RunDirectory(store, None) as directory:
+        assert directory.path is None
+        directory.sync()
+
+
+def test_files_are_in_the_store_at_each_sync_and_at_the_end(store):
+    with RunDirectory(store, logs(store)) as directory:
+        folder = Path(directory.path)
+        assert folder.is_dir()
+        (folder / "train").mkdir()
+        (folder / "train" / "events#1?").write_bytes(b"one")
+        (folder / "passin?").write_bytes(b"soon gone")
+        (folder / "passing").write_bytes(b"stays")
+        directory.sync()
+        uploaded(directory)
+        assert contents(store) == {
+            "train/events#1?": b"one",
+            "passin?": b"soon gone",
+            "passing": b"stays",
+        }
+
+        (folder / "passin?").unlink()
+        with open(folder / "train" / "events#1?", "ab") as file:
+            file.write(b", two")
+        directory.sync()
+        uploaded(directory)
+        assert contents(store) == {"train/events#1?": b"one, two", "passing": b"stays"}
+        (folder / "last").write_bytes(b"")
+    assert contents(store) == {
+        "train/events#1?": b"one, two",
+        "passing": b"stays",
+        "last": b"",
+    }
+    assert not folder.exists()
+
+
+def test_what_did_not_change_is_not_sent_again(store, monkeypatch):
+    sent = []
+    real = FilesystemStore.open_atomic
+    monkeypatch.setattr(
+        FilesystemStore, "open_atomic", lambda s, path: sent.append(path) or real(s, path)
+    )
+    with RunDirectory(store, logs(store)) as directory:
+        for name in "ab":
+            Path(directory.path, name).write_text(name)
+        directory.sync()
+        uploaded(directory)
+        assert len(sent) == 2
+        # As long as before, at another time.
+        Path(directory.path, "b").write_text("B")
+        os.utime(Path(directory.path, "b"), ns=(1, 1))
+    assert sent[2:] == [f"{logs(store)}/b"]
+    assert contents(store) == {"a": b"a", "b": b"B"}
+
+
+def test_a_run_that_is_gone_on_with_has_the_files_of_its_first_part(store):
+    with RunDirectory(store, logs(store)) as directory:
+        Path(directory.path, "metrics.csv").write_text("1\n")
+    with (
+        RunDirectory(store, logs(store)) as directory,
+        RunDirectory(store, logs(store), fetch=False) as other,
+    ):
+        with open(Path(directory.path, "metrics.csv"), "a") as file:
+            file.write("2\n")
+        # Another rank: its files join those that are there.
+        assert os.listdir(other.path) == []
+        Path(other.path, "profile-1").write_text("")
+    assert contents(store) == {"metrics.csv": b"1\n2\n", "profile-1": b""}
+
+
+def test_an_error_of_training_does_not_lose_the_logs(store):
+    def fail(directory):
+        Path(directory.path, "events").write_text("one")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), RunDirectory(store, logs(store)) as directory:
+        fail(directory)
+    assert contents(store) == {"events": b"one"}
+    assert not Path(directory.path).exists()
+
+
+def test_a_store_that_is_gone_for_a_while_costs_a_warning(store, monkeypatch, caplog):
+    with RunDirectory(store, logs(store)) as directory:
+        Path(directory.path, "events").write_text("one")
+        with monkeypatch.context() as patch:
+            patch.setattr(FilesystemStore, "open_atomic", lambda s, path: 1 / 0)
+            directory.sync()
+            uploaded(directory)
+        assert contents(store) == {}
+        directory.sync()
+        uploaded(directory)
+        assert contents(store) == {"events": b"one"}
+    (record,) = caplog.records
+    assert "could not be written to memory://" in record.message
+    assert "ZeroDivisionError" in record.message
+
+
+def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(store, monkeypatch):
+    go_on, running = threading.Event(), []
+    real = FilesystemStore.open_atomic
+
+    def slow(self, path):
+        running.append(path)
+        assert go_on.wait(10)
+        return real(self, path)
+
+    monkeypatch.setattr(FilesystemStore, "open_atomic", slow)
+    with RunDirectory(store, logs(store)) as directory:
+        Path(directory.path, "events").write_text("one")
+        directory.sync()
+        first = directory._upload
+        Path(directory.path, "later").write_text("two")
+        directory.sync()
+        assert directory._upload is first
+        assert not first.done()
+        go_on.set()
+    assert contents(store) == {"events": b"one", "later": b"two"}
