@@ -63,8 +63,9 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
     def _dry_run(self, columns: Columns) -> Trial:
         """Run a few rows through copies of model and loss.
 
-        Called once before anything is written, on zeros or on the first rows of the DataFrame,
-        where its schema tells all shapes, and on the first rows of the dataset otherwise.
+        Where a DataFrame's schema tells all shapes this is called before anything is written: on
+        zeros, and on the first rows where zeros will not do. Else it is called on the first rows of
+        the dataset that is written, or given.
 
         Parameters
         ----------

@@ -38,8 +38,32 @@ def linear_net() -> keras.Model:
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
 
 
-def make_estimator(store: Any, **params: Any) -> KerasEstimator:
-    return KerasEstimator(
+class Derived(KerasEstimator):
+    """Overrides what packages on ``horovod.spark.keras`` do, with its signatures."""
+
+    def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any:
+        assert len(run_results) == self.getNumProc()
+        model = super()._create_model(run_results, run_id, metadata)
+        assert model.getRunId() == run_id
+        return model
+
+    def _get_model_kwargs(
+        self, model: Any, history: Any, run_id: str, metadata: Any, floatx: str
+    ) -> dict[str, Any]:
+        return {
+            "history": history,
+            "model": model,
+            "feature_columns": self.getFeatureCols(),
+            "label_columns": self.getLabelCols(),
+            "custom_objects": self.getCustomObjects(),
+            "run_id": run_id,
+            "_metadata": metadata,
+            "_floatx": floatx,
+        }
+
+
+def make_estimator(store: Any, cls: Any = KerasEstimator, **params: Any) -> KerasEstimator:
+    estimator: KerasEstimator = cls(
         **{
             "num_proc": 2,
             "store": store,
@@ -55,6 +79,7 @@ def make_estimator(store: Any, **params: Any) -> KerasEstimator:
             **params,
         }
     )
+    return estimator
 
 
 def test_a_pipeline_fits_predicts_and_survives_saving(
@@ -82,6 +107,8 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     assert set(history) == {"loss", "off_by", "val_loss", "val_off_by"}
     assert len(history["loss"]) == 30
     assert history["val_loss"][-1] < 1e-3 < history["val_loss"][0]
+    measured = model.history_frame().pivot(index="epoch", columns=["stage", "name"], values="value")
+    assert measured["validation", "off_by"].tolist() == history["val_off_by"]
 
     predicted = fitted.transform(frame)
     assert dict(predicted.dtypes)["y__output"] == "double"
@@ -129,6 +156,7 @@ def test_sparse_vectors_weights_and_a_row_transformation(
     net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
     fitted = make_estimator(
         store,
+        Derived,
         num_proc=1,
         model=net,
         feature_cols=["sparse"],
