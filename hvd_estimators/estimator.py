@@ -90,7 +90,8 @@ class HorovodEstimator(EstimatorHooks):
         with contextlib.ExitStack() as stack:
             with jobs_on(dataset):
                 trial = self._try_frame(dataset)
-                prepared = self._prepare(dataset, backend.num_processes())
+                num_shards = self._shards_of_named_run(backend.num_processes())
+                prepared = self._prepare(dataset, num_shards)
                 dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
             return self._train(manifest, backend, trial)
@@ -165,12 +166,12 @@ class HorovodEstimator(EstimatorHooks):
         return backend
 
     def _prepare(
-        self, dataset: DataFrame, num_ranks: int
+        self, dataset: DataFrame, num_shards: int
     ) -> contextlib.AbstractContextManager[str]:
         """Write a DataFrame; it is there, by the index that is yielded, until the block ends."""
         get = self.getOrDefault
         return prepare_data(
-            num_ranks,
+            num_shards,
             get("store"),
             dataset,
             label_columns=get("label_cols"),

@@ -33,6 +33,27 @@ class TrainPlanning(
 ):
     """Makes of a dataset and of an estimator's params what ranks are told."""
 
+    def _shards_of_named_run(self, num_ranks: int) -> int:
+        """Return for how many shards rows are to be written: for those of the run that is named.
+
+        The files, and so the order of the rows, are then those of the run's first part. Runs of a
+        grid have names that the written rows tell; theirs are written for the ranks that there are.
+
+        Raises
+        ------
+        ParamError
+            If these ranks cannot go on with the run.
+        """
+        store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
+        if run_id is None or self._grid_index is not None:
+            return num_ranks
+        order = recorded_order(store, store.run_paths(run_id))
+        if order is None:
+            return num_ranks
+        num_shards = order.canonical_shards
+        check_shards(self.getOrDefault("data_module"), num_shards, num_ranks, run_id)
+        return num_shards
+
     def _common_spec(
         self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, seed: int
     ) -> TrainSpec:

@@ -16,7 +16,7 @@ from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
 from hvd_estimators.lightning.trainer import LightningTrainSpec, train
-from hvd_estimators.lightning.users_data import is_lightning_data
+from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.results import RunResults
 from hvd_estimators.runs import named
@@ -130,14 +130,14 @@ class LightningEstimator(LightningParams):
             dtypes=get("column_dtypes") if self._is_lightning else {},
             log_every_n_steps=get("log_every_n_steps"),
             terminate_on_nan=get("terminate_on_nan"),
-            data_module_kwargs={
-                "num_reader_epochs": get("loader_num_epochs"),
-                "transformation_edit_fields": get("transformation_edit_fields"),
-                "transformation_removed_fields": get("transformation_removed_fields"),
-                "debug_data_loader": get("debug_data_loader"),
-                "train_async_data_loader_queue_size": get("train_async_data_loader_queue_size"),
-                "val_async_data_loader_queue_size": get("val_async_data_loader_queue_size"),
-            },
+            users_data=UsersDataOptions(
+                num_reader_epochs=get("loader_num_epochs"),
+                transformation_edit_fields=get("transformation_edit_fields"),
+                transformation_removed_fields=get("transformation_removed_fields"),
+                debug_data_loader=get("debug_data_loader"),
+                train_async_data_loader_queue_size=get("train_async_data_loader_queue_size"),
+                val_async_data_loader_queue_size=get("val_async_data_loader_queue_size"),
+            ),
         )
 
     def _rank_function(self) -> Trainer:

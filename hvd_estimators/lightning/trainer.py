@@ -21,7 +21,11 @@ from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
-from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
+from hvd_estimators.lightning.users_data import (
+    UsersDataOptions,
+    is_lightning_data,
+    open_lightning_data,
+)
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
@@ -60,8 +64,8 @@ class LightningTrainSpec(TrainSpec):
         Steps between two entries of the loggers.
     terminate_on_nan : bool
         End training when a loss or parameter is not finite.
-    data_module_kwargs : mapping
-        Further keyword arguments of a LightningDataModule of the user's.
+    users_data : UsersDataOptions
+        What a LightningDataModule of the user's gets, beside what the data modules get.
     """
 
     flavor: Flavor
@@ -70,7 +74,7 @@ class LightningTrainSpec(TrainSpec):
     dtypes: Mapping[str, str]
     log_every_n_steps: int
     terminate_on_nan: bool
-    data_module_kwargs: Mapping[str, Any]
+    users_data: UsersDataOptions
 
 
 def train(spec: LightningTrainSpec) -> TrainResult:
@@ -115,8 +119,7 @@ class _Trainer:
         data: dict[str, Any] = {}
         loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
         if is_lightning_data(spec.data.data_module):
-            further = spec.data_module_kwargs
-            data["datamodule"] = open_lightning_data(spec, further, self.rank, self.size)
+            data["datamodule"] = open_lightning_data(spec, spec.users_data, self.rank, self.size)
         else:
             # Where each epoch gets the batches of the first one, a resumed run does, too.
             epoch = 0 if self._overfits else done

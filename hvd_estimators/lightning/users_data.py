@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.lightning.flavor import is_lightning
@@ -11,7 +12,33 @@ from hvd_estimators.spec import TrainSpec
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule
 
-__all__ = ["is_lightning_data", "open_lightning_data"]
+__all__ = ["UsersDataOptions", "is_lightning_data", "open_lightning_data"]
+
+
+@dataclass(frozen=True)
+class UsersDataOptions:
+    """What only a LightningDataModule gets, each field as a keyword argument; crosses to the ranks.
+
+    Attributes
+    ----------
+    num_reader_epochs : int or None
+        Passes of its reader; None for passes without end.
+    transformation_edit_fields : sequence or None
+        Fields that the transformation makes or changes, as (name, dtype, shape).
+    transformation_removed_fields : sequence of str or None
+        Fields that are dropped after it.
+    debug_data_loader : bool
+        For the module's own use.
+    train_async_data_loader_queue_size, val_async_data_loader_queue_size : int, float or None
+        For the module's own use.
+    """
+
+    num_reader_epochs: int | None
+    transformation_edit_fields: Sequence[Any] | None
+    transformation_removed_fields: Sequence[str] | None
+    debug_data_loader: bool
+    train_async_data_loader_queue_size: Any
+    val_async_data_loader_queue_size: Any
 
 
 def is_lightning_data(data_module: Any) -> bool:
@@ -20,7 +47,7 @@ def is_lightning_data(data_module: Any) -> bool:
 
 
 def open_lightning_data(
-    spec: TrainSpec, further: Mapping[str, Any], rank: int, size: int
+    spec: TrainSpec, further: UsersDataOptions, rank: int, size: int
 ) -> LightningDataModule:
     """Make the user's data module, with the keyword arguments that ``horovod.spark`` gave it.
 
@@ -31,8 +58,8 @@ def open_lightning_data(
     ----------
     spec : TrainSpec
         What the ranks are told; ``spec.data.data_module`` is the class.
-    further : mapping
-        Further keyword arguments.
+    further : UsersDataOptions
+        What it gets beside that.
     rank, size : int
         This rank, and the number of ranks.
     """
@@ -59,6 +86,6 @@ def open_lightning_data(
         reader_pool_type=options.reader_pool_type,
         reader_worker_count=options.train_reader_worker_count,
         seed=data.random_seed,
-        **further,
+        **vars(further),
     )
     return module

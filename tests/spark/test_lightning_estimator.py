@@ -156,6 +156,14 @@ class Classifier(TorchEstimator):
     def get_model_class(self) -> type[TorchModel]:
         return ClassifierModel
 
+    def _create_model(self, run_results: Any, run_id: str, metadata: Any) -> Any:
+        assert len(run_results) == 1
+        assert list(metadata) == ["v", "y"]
+        assert metadata["v"]["max_size"] == 2
+        model = super()._create_model(run_results, run_id, metadata)
+        assert model.getRunId() == run_id
+        return model
+
     def _get_model_kwargs(
         self, model: Any, history: Any, optimizer: Any, run_id: str, metadata: Any
     ) -> dict[str, Any]:

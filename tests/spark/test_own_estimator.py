@@ -45,6 +45,8 @@ def solve(spec: LeastSquaresSpec) -> TrainResult:
             design = np.stack([x, np.ones_like(x)], axis=1)
             gram, moments, rows = gram + design.T @ design, moments + design.T @ y, rows + len(x)
     line = np.linalg.solve(gram + spec.ridge * np.eye(2), moments)
+    if spec.run.checkpoint_path is not None:
+        spec.store.write_text(spec.run.checkpoint_path, str(line))
     history = (EpochMetrics(0, {"rows": rows}),)
     return TrainResult(line.round(6).tobytes().hex(), line.tobytes(), history)
 
@@ -219,24 +221,47 @@ def test_what_is_certain_before_rows_are_written_ends_the_fit(spark: Any, store:
 
 def test_a_run_is_gone_on_with_only_by_a_fit_of_the_same(store: Any) -> None:
     write_files(store)
-    estimator = make_estimator(store, run_id="mine")
-    estimator.fit_on_parquet()
-    # What a trainer that keeps checkpoints would leave.
-    run = store.run_paths("mine")
-    spec_of = {}
-    store.write_text(run.checkpoint_path, "weights")
-    assert store.exists(run.checkpoint_path)
+    make_estimator(store, run_id="mine").fit_on_parquet()
 
-    class Keeping(LeastSquares):
-        def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
-            spec_of["checkpoint"] = common.run.checkpoint_path
-            return super()._make_spec(common, trial)
+    make_estimator(store, run_id="mine", epochs=3).fit_on_parquet()
+    with pytest.raises(ParamError, match=r"run_id: .* model: ridge 0\.0 \(now 1\.0\)"):
+        make_estimator(store, run_id="mine", ridge=1.0).fit_on_parquet()
 
-    values = {param.name: value for param, value in estimator._paramMap.items()}
-    Keeping(**values).fit_on_parquet()
-    assert spec_of == {"checkpoint": run.checkpoint_path}
-    with pytest.raises(ParamError, match=r"run_id: .* ridge 0\.0 \(now 1\.0\)"):
-        Keeping(**values).setRidge(1.0).fit_on_parquet()
+
+class Planned(LeastSquares):
+    """Notes what is planned."""
+
+    def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
+        PLANS.append(common.data)
+        return super()._make_spec(common, trial)
+
+
+PLANS: list[Any] = []
+
+
+def ranges_of(data: Any) -> list[Any]:
+    shards = data.train_plan.shards
+    return [[(part.row_group, part.start, part.stop) for part in shard] for shard in shards]
+
+
+def test_a_run_keeps_its_shards_where_fewer_ranks_go_on(spark: Any, store: Any) -> None:
+    frame = make_frame(spark)
+    PLANS.clear()
+    params = {"store": store, "feature_cols": ["an x"], "label_cols": ["y"], "verbose": 0}
+    estimator = Planned(**params, model=solve, batch_size=7, random_seed=1, run_id="mine")
+
+    for ranks in (3, 2):
+        estimator.setBackend(Here(ranks)).fit(frame)
+
+    first, second = PLANS
+    assert (first.num_shards, first.num_ranks) == (3, 3)
+    assert (second.num_shards, second.num_ranks) == (3, 2)
+    # The files are written anew, and hold the same.
+    assert ranges_of(second) == ranges_of(first)
+    with pytest.raises(ParamError, match=r"^num_proc: the run 'mine' began with 3 ranks"):
+        estimator.setBackend(Here(4)).fit(frame)
+    estimator.setRunId("other").setBackend(Here(4)).fit(frame)
+    assert PLANS[-1].num_shards == 4
 
 
 def test_ranks_that_disagree_are_told_of(store: Any) -> None:

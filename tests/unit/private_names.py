@@ -1,0 +1,184 @@
+"""Private names of other packages that this one uses where nothing public will do."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Private(NamedTuple):
+    """Names of a class or module.
+
+    Attributes
+    ----------
+    owner : str
+        The module, or class with its module. Of several, the first that there is.
+    names : str
+        Separated by spaces.
+    why : str
+        What they are used for.
+    """
+
+    owner: str
+    names: str
+    why: str
+
+
+_LOGGING = "trainer.connectors.logger_connector"
+_LOGGERS = "pytorch_lightning.loggers"
+
+TABLE = (
+    # Python
+    Private("argparse", "_SubParsersAction", "the type of what add_subparsers() returns"),
+    Private("atexit", "_run_exitfuncs", "a rank ends without taking the interpreter apart"),
+    # PySpark
+    Private(
+        "pyspark.sql.classic.dataframe.DataFrame pyspark.sql.DataFrame",
+        "_jdf",
+        "whether a plan gives the same rows twice; whether the session is Spark Connect's",
+    ),
+    Private(
+        "pyspark.sql.SparkSession",
+        "_jvm _jsparkSession",
+        "Hadoop's filesystems, as Spark means a path; all settings of a session",
+    ),
+    Private(
+        "pyspark.SparkContext",
+        "_jsc _jvm _gateway",
+        "task slots, jobs by their tag, failed tasks; weak references and arrays in the JVM",
+    ),
+    Private(
+        "pyspark.Broadcast",
+        "_jbroadcast _path _value",
+        "a model's broadcast variable lives as long as plans need it, and once in a worker",
+    ),
+    Private(
+        "pyspark.ml.param.Params",
+        "_dummy _paramMap _defaultParamMap _set _setDefault _resetUid",
+        "params that are declared once: PySpark's own stages are made with these",
+    ),
+    # Keras
+    Private("keras.Model", "_flatten_layers", "all layers, those in attributes of layers, too"),
+    Private("keras.Model", "_compile_config", "what compile() was given"),
+    Private(
+        "keras.Function",
+        "_nodes _operations",
+        "the graph of a functional model, which Keras keys by addresses in memory",
+    ),
+    Private(
+        "keras.src.backend.tensorflow.trainer.TensorFlowTrainer",
+        "_eval_epoch_iterator",
+        "an iterator that evaluate() leaves on a model, and that cannot be sent",
+    ),
+    Private(
+        "keras.Optimizer",
+        "_learning_rate",
+        "a schedule: the public property gives its value in the current step",
+    ),
+    Private(
+        "keras.Optimizer",
+        "_variables _tracker _trainable_variables _trainable_variables_indices _var_key",
+        "the state of an optimizer, moved to the variables of a copy of its model",
+    ),
+    Private("keras.Layer", "_build_shapes_dict", "shapes a layer was built with, not compared"),
+    Private(
+        "keras.layers.BatchNormalization",
+        "_moments _reduction_axes",
+        "statistics over all ranks (synchronized=True)",
+    ),
+    Private("keras.Variable", "_path", "names by which MultiOptimizer chooses"),
+    Private(
+        "keras.src.random.seed_generator", "global_seed_generator", "the state of keras.random"
+    ),
+    # torch
+    Private(
+        "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "the module that was compiled"
+    ),
+    Private("torch.nn.Module", "_compiled_call_impl", "whether a module was compiled in place"),
+    Private(
+        "torch.nn.modules.batchnorm",
+        "_BatchNorm _NormBase",
+        "batch normalization of any dimension, and classes of users that derive from it",
+    ),
+    # torchmetrics
+    Private(
+        "torchmetrics.Metric",
+        "_computed _update_count _copy_state_dict",
+        "a rank without rows leaves no trace; a rank's own value, without waiting for the others",
+    ),
+    # Lightning
+    Private(
+        f"pytorch_lightning.{_LOGGING}.result",
+        "_ResultCollection _ResultMetric",
+        "logged values that are exact, and reduced where all ranks pass",
+    ),
+    Private(
+        f"pytorch_lightning.{_LOGGING}.result._ResultCollection",
+        "_get_cache _forked_name",
+        "values that are read before they are reduced, and the names callbacks see",
+    ),
+    Private(
+        f"pytorch_lightning.{_LOGGING}.result._ResultMetric",
+        "_forward_cache _computed",
+        "the value of the last step, and the value of an epoch",
+    ),
+    Private(
+        f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
+        "_callback_metrics",
+        "callbacks that monitor what training logs when a validation is over",
+    ),
+    Private(
+        "pytorch_lightning.Trainer",
+        "_results _logger_connector _checkpoint_connector",
+        "the same, and a checkpoint at another moment than Lightning's own",
+    ),
+    Private(
+        "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
+        "_results",
+        "the results of training",
+    ),
+    Private(
+        "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",
+        "_results",
+        "the results of a validation",
+    ),
+    Private(
+        "pytorch_lightning.loops.fit_loop._FitLoop",
+        "_skip_backward",
+        "whether the next batch is followed by a backward pass",
+    ),
+    Private(
+        "pytorch_lightning.strategies.ParallelStrategy",
+        "_layer_sync",
+        "sync_batchnorm=True is refused with a remedy",
+    ),
+    Private(f"{_LOGGERS}.TensorBoardLogger", "_root_dir", "logs go to the run's directory"),
+    Private(f"{_LOGGERS}.CSVLogger", "_root_dir _save_dir", "logs go to the run's directory"),
+    Private(
+        f"{_LOGGERS}.MLFlowLogger", "_tracking_uri _mlflow_client", "logs go to the run's directory"
+    ),
+    # Petastorm
+    Private(
+        "petastorm.reader.Reader",
+        "_filter_row_groups _create_ventilator _workers_pool",
+        "row ranges of the plan in place of Petastorm's own sharding",
+    ),
+    Private(
+        "petastorm.workers_pool.ventilator.Ventilator",
+        "_ventilate_fn",
+        "row ranges of the plan in place of Petastorm's own sharding",
+    ),
+    Private(
+        "petastorm.arrow_reader_worker.ArrowReaderWorker", "_local_cache", "row ranges are cached"
+    ),
+    Private(
+        "petastorm.workers_pool.thread_pool.ThreadPool",
+        "_workers _ventilator_queues _ventilator _results_queues _stop_event _stop_aware_put",
+        "threads that sleep while they have nothing to do",
+    ),
+    Private("petastorm.workers_pool.thread_pool.WorkerThread", "_ventilator_queue", "the same"),
+    Private(
+        "petastorm.workers_pool.process_pool.ProcessPool",
+        "_workers _results_receiver_poller _ventilated_items _ventilator_send",
+        "an error where a worker process has died",
+    ),
+)

@@ -1,0 +1,75 @@
+"""The hooks of an estimator: one signature each, and a contract, whatever the framework."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
+from hvd_estimators.hooks import EstimatorHooks
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.results import RunResults
+from hvd_estimators.spec import EpochMetrics, TrainResult
+from hvd_estimators.torch import TorchEstimator
+
+ESTIMATORS = (TorchEstimator, KerasEstimator, LightningEstimator)
+HOOKS = {name: hook for name, hook in vars(EstimatorHooks).items() if inspect.isfunction(hook)}
+# The constructors of mixins are not hooks.
+HOOKS.pop("__init__", None)
+
+
+def parameters(function: Any) -> list[tuple[str, Any]]:
+    return [(p.name, p.kind) for p in inspect.signature(function).parameters.values()]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_a_hook_has_one_signature_and_a_contract(name: str) -> None:
+    assert inspect.getdoc(HOOKS[name])
+    for estimator in ESTIMATORS:
+        assert parameters(getattr(estimator, name)) == parameters(HOOKS[name]), estimator
+
+
+def test_frameworks_leave_the_recipe_as_it_is() -> None:
+    recipe = {
+        name
+        for name in vars(HorovodEstimator)
+        if inspect.isfunction(getattr(HorovodEstimator, name))
+    }
+    # Keras's checks what needs no rows first.
+    recipe -= {"_try_frame"}
+    assert {"_fit", "_train", "_run", "_wrap", "fit_on_parquet"} <= recipe
+    for estimator in ESTIMATORS:
+        for name in recipe:
+            assert getattr(estimator, name) is getattr(HorovodEstimator, name), (estimator, name)
+
+
+def test_the_model_hook_is_that_of_horovod_spark() -> None:
+    names = [name for name, _ in parameters(HOOKS["_create_model"])]
+    assert names == ["self", "run_results", "run_id", "metadata"]
+
+
+def result(digest: str = "a", state: bytes | None = b"weights") -> TrainResult:
+    return TrainResult(digest, state, (EpochMetrics(0, {"loss": 1.0}),))
+
+
+def test_results_are_a_sequence_with_the_state_of_rank_0() -> None:
+    results = RunResults([result(), result(state=None)], spec="the spec")
+
+    assert (len(results), results[1].state, [r.weights_digest for r in results]) == (
+        2,
+        None,
+        ["a", "a"],
+    )
+    assert (results.state, results.spec) == (b"weights", "the spec")
+    assert results.history == (EpochMetrics(0, {"loss": 1.0}),)
+
+
+def test_ranks_that_end_with_different_weights_have_no_state() -> None:
+    with pytest.raises(HvdEstimatorsError, match="ended with different weights"):
+        _ = RunResults([result(), result("b")], None).state
+    with pytest.raises(ResultsError, match="Rank 0 returned no trained state"):
+        _ = RunResults([result(state=None), result()], None).state
