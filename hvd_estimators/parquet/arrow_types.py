@@ -36,7 +36,7 @@ def column_spec(
     """Describe a column by its Arrow type.
 
     Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays
-    of unsigned 8-bit integers. A dictionary-encoded column is as one of its values.
+    of unsigned 8-bit integers. A dictionary-encoded column is treated like its values.
 
     Parameters
     ----------
@@ -47,9 +47,9 @@ def column_spec(
     file : str
         The file that has it; for messages.
     allow_text : bool
-        Take strings, and bytes as such (but for those of a fixed size).
+        Take strings as text, and bytes, too, except those of a fixed size.
     bytes_as_text : bool
-        Do so with bytes; False makes arrays of them nevertheless.
+        Whether this includes bytes; if not, they become arrays.
 
     Returns
     -------
@@ -59,7 +59,7 @@ def column_spec(
     Raises
     ------
     ColumnError
-        If such a type cannot be trained on.
+        If the type cannot be trained on.
     DataError
         If the type says that there are only nulls.
     """
@@ -104,12 +104,13 @@ def column_spec(
 
 
 def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
-    """Return what `column_spec` is told about text in one column.
+    """Return the options of `column_spec` for text in one column.
 
     Parameters
     ----------
     allow_text : bool or mapping
-        Whether text is taken in all columns, or those in which it is, to whether bytes are text.
+        Whether text is taken in all columns; or the columns with text, each with whether bytes
+        count as text.
     name : str
         The column.
     """
@@ -119,7 +120,7 @@ def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, 
 
 
 def is_level(element: pa.DataType) -> bool:
-    """Return whether the elements of a list are a level of Spark's old format, and no structs.
+    """Return whether the elements of a list are a level of Spark's old format, not structs.
 
     With ``spark.sql.parquet.writeLegacyFormat`` a list in a list has no level of its own for its
     elements, and PyArrow takes the inner list for a struct that holds nothing else.

@@ -104,7 +104,7 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
 def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
     """Return the lengths of a list (or bytes) column's rows, and their elements one after another.
 
-    The column has no nulls: what lies below a null of fixed-size lists is any values.
+    The column must have no nulls: below a null, lists of a fixed size hold arbitrary values.
     """
     column = _decoded(column, name)
     if is_bytes(column.type):
@@ -131,7 +131,7 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
 
 
 def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Do what `_lists` does, for bytes, which Arrow does not let view as lists."""
+    """Do what `_lists` does for bytes, which Arrow cannot view as lists."""
     if pa.types.is_fixed_size_binary(column.type):
         size, data = column.type.byte_width, 1
         offsets = (column.offset + np.arange(len(column) + 1)) * size
@@ -152,14 +152,14 @@ def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
 def _scalars(column: pa.Array, name: str) -> Array:
     column = _decoded(column, name)
     if pa.types.is_decimal(column.type):
-        # By way of text, which gives the nearest float, as Spark's cast does; Arrow's is often off
-        # in the last bit.
+        # Text gives the nearest float, as Spark's cast does. Arrow's own cast is often off in the
+        # last bit.
         column = column.cast(pa.string()).cast(pa.float64())
     return column.to_numpy(zero_copy_only=False)
 
 
 def _text(column: pa.Array, name: str) -> Array:
-    """Return text as objects; rows that have a value of a dictionary in common share it."""
+    """Return text as objects; rows with the same value of a dictionary share one object."""
     if not pa.types.is_dictionary(column.type):
         return column.to_numpy(zero_copy_only=False)
     values = column.dictionary.to_numpy(zero_copy_only=False)

@@ -20,7 +20,7 @@ from hvd_estimators.store.base import Store
 __all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
 
 _PAGE_BUFFER = 2**16
-"""Bytes that are read at a time where only the first rows are wanted."""
+"""How many bytes are read at a time when only the first rows are wanted."""
 
 
 def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
@@ -36,7 +36,7 @@ def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
     ColumnError
         If the files lack a column.
     DataError
-        If a column holds nulls. Nulls that the footers do not tell are found when rows are read.
+        If a column holds nulls. Nulls that the footers do not record are found when rows are read.
     """
     return _split(path, read_footers(store, path), columns)
 
@@ -61,7 +61,8 @@ def read_manifest(
         The columns that are needed. A column that no file holds is looked for in the paths, as a
         Hive partition.
     allow_text : bool or mapping
-        Take columns of strings and bytes, too: all, or those named, to whether bytes are text.
+        Also take columns of strings and bytes: all, or those named, each with whether bytes are
+        text.
 
     Returns
     -------
@@ -81,7 +82,7 @@ def read_manifest(
         raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
     specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
     train_split = _split(train_path, train, specs, with_rows[0])
-    # Validation rows are read as training rows are, so their types are held against these.
+    # Validation rows are read like training rows, so their types are checked against those.
     val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
 
@@ -107,9 +108,9 @@ def complete_shapes(
 
 
 def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
-    """Return the first rows of the training part, at most as many as its first row group has.
+    """Return the first rows of the training part, at most those of its first row group.
 
-    No more is read than the pages that hold them.
+    Only the pages that hold them are read.
     """
     table = _head(store, manifest.train, manifest.columns, rows)
     return table_to_columns(table, manifest.columns, manifest.train.row_groups[0].file)
@@ -124,7 +125,7 @@ def _split(
     groups = []
     for footer in footers:
         if not footer.metadata.num_rows:
-            continue  # writers give the columns of an empty frame types of their own
+            continue  # writers choose other types for the columns of an empty frame
         for spec in specs:
             _check(footer, spec, first)
         for index in range(footer.metadata.num_row_groups):
@@ -137,13 +138,13 @@ def _split(
 
 
 def _positions(footer: Footer, specs: Sequence[ColumnSpec]) -> list[int]:
-    """Return where the Parquet columns are that hold some columns."""
+    """Return the positions of the Parquet columns that hold some columns."""
     names = [name for spec in specs for name in spec.stored_names]
     return [position for name in names for position in footer.leaves[name]]
 
 
 def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
-    """Hold a file against a column, and its type against that of the first file."""
+    """Check a file's column, and its type against that of the first file."""
     if spec.kind == "partition":
         if footer.holds(spec.name):
             raise ColumnError(
@@ -171,7 +172,7 @@ def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
 
 
 def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
-    """Accept another Arrow type, such as large lists for lists, if readers make the same of it."""
+    """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
     found = column_spec(
         spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
     )
@@ -196,13 +197,13 @@ def _spec(
             f"The Parquet files have no column {name!r}; their columns are "
             f"{', '.join([*first.schema.names, *first.partitions])} (read from {first.file!r})."
         )
-    # Where one has no value, the check of that file says so.
+    # If a file has no value, its own check says so.
     values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
     return partition_spec(name, values)
 
 
 def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
-    """Read the first rows of the first row group, and not the rest of it."""
+    """Read only the first rows of the first row group."""
     first = split.row_groups[0]
     names = [name for spec in specs for name in spec.stored_names]
     try:

@@ -1,4 +1,4 @@
-"""Parquet files' footers, and what they hold."""
+"""The footers of Parquet files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Footer:
-    """A file's footer, read when it was asked for and never kept.
+    """A file's footer. It is read each time it is asked for, and never kept.
 
     Attributes
     ----------
@@ -33,7 +33,7 @@ class Footer:
     leaves : dict of str to range
         Column to the positions of the Parquet columns that hold it.
     partitions : dict of str to str
-        Values that stand in the path, below the dataset's.
+        Values from the part of the path below the dataset's.
     """
 
     file: str
@@ -43,11 +43,11 @@ class Footer:
     partitions: dict[str, str]
 
     def holds(self, name: str) -> bool:
-        """Return whether the file itself holds a column, and be sure that it is one only."""
+        """Return whether the file itself holds a column; raise if it holds several."""
         count = len(self.schema.get_all_field_indices(name))
         if count > 1:
             raise ColumnError(
-                f"The file {self.file!r} holds {count} columns of the name {name!r}; expected one. "
+                f"The file {self.file!r} holds {count} columns named {name!r}; expected one. "
                 "Rename the others."
             )
         return bool(count)
@@ -57,7 +57,7 @@ class Footer:
         return self.schema.field(name).type
 
     def nulls(self, name: str) -> int:
-        """Return how many nulls a column holds, as far as the writer tells."""
+        """Return how many nulls a column holds, as far as the writer recorded them."""
         return sum(
             statistics.null_count
             for group in range(self.metadata.num_row_groups)
@@ -92,8 +92,8 @@ def _read(store: Store, file: DataFile) -> Footer:
 
 def _leaves(schema: pa.Schema) -> dict[str, range]:
     """Return the positions of the Parquet columns that hold each column."""
-    # By position, not by path: a field b of a struct a has the same path as a column a.b, and what
-    # lies below a list's path differs from writer to writer.
+    # By position, not by path: a field b of a struct a has the same path as a column a.b, and the
+    # paths below a list differ from writer to writer.
     leaves, start = {}, 0
     for field in schema:
         leaves[field.name] = range(start, start + num_leaves(field.type))
@@ -105,7 +105,7 @@ def unreadable(file: str, error: Exception) -> StoreError:
     """Return the error that says that a file cannot be read, and what to do."""
     return StoreError(
         f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} ({error}). "
-        "Write it again if it is damaged; move it away, or begin its name with '_', if it is no "
+        "Write it again if it is damaged; move it away, or begin its name with '_', if it is not "
         "data. If Spark wrote lists in lists with spark.sql.parquet.writeLegacyFormat=true, write "
         "them without it."
     )

@@ -1,4 +1,4 @@
-"""The memory that a row group takes while it is read page by page, by what its footer tells."""
+"""The memory that a row group takes while it is read page by page, estimated from its footer."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 __all__ = ["FETCHED_BYTES", "open_bytes"]
 
 FETCHED_BYTES = 2**18
-"""Bytes of a column that are fetched at a time."""
+"""How many bytes of a column are fetched at a time."""
 
 _PAGE_BYTES = 2**20
 _PAGE_VALUES = 1024
 
 
 def open_bytes(chunk: Any) -> int:
-    """Return the memory, about, that a column of a row group takes while it is read page by page.
+    """Return about how much memory a column of a row group takes while it is read page by page.
 
-    That is a page as it was stored and as it was decoded, a dictionary, and what is fetched ahead.
-    Footers do not tell how large pages are: writers aim at 1 MiB, but look at the size after each
-    thousand values or so.
+    It holds a stored page, a decoded page, a dictionary, and what is fetched ahead. Footers do not
+    tell how large pages are: writers aim at 1 MiB, but check the size only after each thousand
+    values or so.
 
     Parameters
     ----------
     chunk : pyarrow.parquet.ColumnChunkMetaData
-        What the footer tells of the column.
+        What the footer tells about the column.
     """
     value = chunk.total_uncompressed_size / max(chunk.num_values, 1)
     page = max(_PAGE_BYTES, int(value * _PAGE_VALUES))

@@ -25,7 +25,7 @@ class DataFile:
     path : str
         Its full path in the store.
     partitions : dict of str to str
-        Values that stand in the path, below the dataset's.
+        Values from the part of the path below the dataset's.
     """
 
     path: str
@@ -56,7 +56,7 @@ def data_files(store: Store, path: str) -> list[DataFile]:
 
 
 def _is_data(below: str) -> bool:
-    # As Spark has it: an underscore does not hide a partition column.
+    # As in Spark, an underscore does not hide a partition column.
     parts = below.split("/")
     return not below.endswith(".crc") and not any(
         part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts

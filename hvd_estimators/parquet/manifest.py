@@ -19,7 +19,7 @@ Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text"]
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column as it lies in Parquet.
+    """One column as it is stored in Parquet.
 
     Attributes
     ----------
@@ -27,15 +27,15 @@ class ColumnSpec:
         The column's name in the DataFrame.
     kind : {"scalar", "array", "vector", "sparse", "partition", "text"}
         ``vector`` and ``array`` are stored as lists of one length, ``sparse`` as a list of indices
-        and a list of values (see `stored_names`). A ``partition`` is a number that stands in the
-        path, as in ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
-        transformation makes numbers of.
+        and a list of values (see `stored_names`). A ``partition`` is a number in the path, as in
+        ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
+        transformation turns into numbers.
     dtype : str
         NumPy name of the element type that readers deliver; ``object`` for text.
     shape : tuple of int
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     stored : tuple of str
-        What `stored_names` returns, where it is not made of the name. Default: empty.
+        What `stored_names` returns, if that is not derived from the name. Default: empty.
     """
 
     name: str
@@ -75,7 +75,7 @@ class RowGroup:
     rows : int
         Number of rows that it holds, at least 1.
     open_bytes : int
-        Memory, about, that it takes while it is read page by page; 0 where nobody needs to know.
+        About how much memory it takes while it is read page by page; 0 where this does not matter.
     """
 
     file: str
@@ -110,8 +110,8 @@ class DatasetManifest:
     shuffled : bool
         Whether the stored order is a random one.
     content : str or None
-        A sum over the rows, whatever their order, and which side of a split they are on; None where
-        it is not known.
+        A sum over the rows and their sides of a split, whatever their order; None where it is not
+        known.
     """
 
     columns: tuple[ColumnSpec, ...]

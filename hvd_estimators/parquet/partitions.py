@@ -1,4 +1,4 @@
-"""Hive partitions: columns whose values stand in the files' paths, as in ``day=3/a.parquet``."""
+"""Hive partitions: columns whose values are in the paths of files, as in ``day=3/a.parquet``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def partition_values(path: str) -> dict[str, str]:
-    """Return the values that stand in a path's folders, by name; the deepest folder wins.
+    """Return the values in the names of a path's folders, by column; the deepest folder wins.
 
     Names and values are decoded: Hive and Spark write ``%3A`` for a colon.
     """
@@ -40,7 +40,7 @@ def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
     name : str
         The column's name.
     values : mapping of str to str
-        File to the value that stands in its path.
+        File to the value in its path.
 
     Returns
     -------
@@ -82,7 +82,7 @@ def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> N
 
 
 def partition_column(spec: ColumnSpec, file: str, rows: int) -> npt.NDArray[np.generic]:
-    """Return the value that stands in a file's path, once for each of its rows.
+    """Return the value in a file's path, once for each of its rows.
 
     Raises
     ------

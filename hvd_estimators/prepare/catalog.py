@@ -1,6 +1,6 @@
-"""The prepared datasets that lie in a store, whichever application wrote them.
+"""The prepared datasets in a store, whichever application wrote them.
 
-Runs on the driver. A dataset is there once its manifest is: writers write that last.
+Runs on the driver. A dataset exists once its manifest does, which is written last.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class PreparedDataset:
     index : str
         What `prepare_data` yielded.
     rows, validation_rows : int
-        Rows to train on and to validate on. Both are 0 in what a writer left that was killed.
+        Rows to train on and to validate on. Both are 0 in what a killed writer left behind.
     columns : tuple of str
         Names of the DataFrame's columns that it holds.
     num_bytes : int
         Size of its files.
     created : datetime.datetime or None
-        When it was finished, in UTC; None where the store does not tell.
+        When it was finished, in UTC; None where the store does not record it.
     """
 
     index: str
@@ -61,8 +61,8 @@ class PreparedDataset:
 def list_prepared_data(store: Store) -> list[PreparedDataset]:
     """Return the finished datasets in a store, the oldest first. Runs on the driver.
 
-    Those of other applications are among them, also of such as ended without deleting theirs.
-    Data that is being written, or that a killed writer left, is not.
+    They include those of other applications, even of applications that ended without deleting them.
+    Data that is still being written, or that a killed writer left behind, is not included.
 
     Parameters
     ----------
@@ -138,7 +138,7 @@ def staging_path(store: Store, index: str) -> str:
 
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
-    """Return all that a dataset may have: the manifest's folder first, who owns it last."""
+    """Return all paths of a dataset: the manifest's folder first, the owner's file last."""
     return (
         store.get_train_data_path(index),
         store.get_val_data_path(index),
@@ -148,9 +148,9 @@ def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
 
 
 def _numbered(store: Store, path: str) -> Iterator[str]:
-    """Yield the indices that stand in names below a path's folder as in those of datasets."""
+    """Yield the indices of the datasets whose names begin as a path does."""
     parent, name = posixpath.split(path)
-    # An index is 12 hexadecimal digits: nothing else that lies here is taken for one.
+    # An index is 12 hexadecimal digits, so that no other file is taken for a dataset.
     endings = "|".join(map(re.escape, (_STAGING, SUFFIX)))
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     for entry in store.names(parent):

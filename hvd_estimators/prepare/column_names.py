@@ -1,4 +1,4 @@
-"""Names of columns, whatever characters they hold: quoted, told apart, and made up.
+"""Names of columns with any characters: quoting them, comparing them, and making new ones.
 
 Runs on the driver.
 """
@@ -15,12 +15,12 @@ __all__ = ["clashing", "quoted", "require_columns", "unused_name"]
 
 
 def quoted(name: str) -> str:
-    """Return a column's name as Spark's functions take it: as it is, dots and backticks too."""
+    """Return a column's name quoted for Spark's functions, which keeps its dots and backticks."""
     return "`" + name.replace("`", "``") + "`"
 
 
 def unused_name(wanted: str, taken: Iterable[str]) -> str:
-    """Return a name that is no other's, in either case: the wanted one, or with underscores."""
+    """Return a name that is not taken, ignoring case: the wanted one or one like it."""
     folded = {name.casefold() for name in taken}
     while wanted.casefold() in folded:
         wanted += "_"
@@ -28,16 +28,16 @@ def unused_name(wanted: str, taken: Iterable[str]) -> str:
 
 
 def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
-    """Return those of some names that Spark cannot tell from one."""
+    """Return the names among others that Spark takes to be the same as one."""
     if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
         return [other for other in others if other == name]
     return [other for other in others if _alike(other, name)]
 
 
 def _alike(name: str, other: str) -> bool:
-    """Return whether Spark's resolver takes names for one: Java's equalsIgnoreCase, by characters.
+    """Return whether Spark's resolver takes two names to be the same, as equalsIgnoreCase does.
 
-    Not Python's casefold, to which "ß" is "ss", and the Turkish i without a dot no "i".
+    Python's casefold differs: it turns "ß" into "ss", and keeps the Turkish dotless i.
     """
     return len(name) == len(other) and all(
         a == b or _upper(a) == _upper(b) or _lower(_upper(a)) == _lower(_upper(b))
@@ -51,17 +51,17 @@ def _upper(character: str) -> str:
 
 
 def _lower(character: str) -> str:
-    # Of the one capital (the Turkish İ) that becomes two characters, Java takes the first.
+    # One capital, the Turkish İ, becomes two characters. Java takes the first.
     return character.lower()[0]
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
-    """Make sure that a parameter names columns that exist, and each of them one only.
+    """Make sure that a parameter names columns that exist and are unambiguous.
 
     Raises
     ------
     ColumnError
-        If there are none, if one is missing, or if one is not the only column of its name.
+        If no names are given, if a column is missing, or if a name fits several columns.
     """
     if not names:
         raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")

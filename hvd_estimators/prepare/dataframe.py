@@ -1,4 +1,4 @@
-"""DataFrame to Parquet: which columns and rows are written, and whether they are written already.
+"""DataFrame to Parquet: which columns and rows are written, unless they have been written before.
 
 Runs on the driver.
 """
@@ -31,7 +31,7 @@ __all__ = ["load_manifest", "prepare_data"]
 logger = logging.getLogger(__name__)
 
 _USUAL_WIDTH = 64
-"""Elements of an array or a text, where nothing is known."""
+"""How many elements an array or a text is assumed to have."""
 
 
 @contextlib.contextmanager
@@ -53,15 +53,15 @@ def prepare_data(
 ) -> Iterator[str]:
     """Write a DataFrame as Parquet files that ranks read.
 
-    What this application has written already is used again, if the rows are known to be the same:
+    What this application has already written is used again if the rows are known to be the same:
     the DataFrame has the same plan (by Spark's own comparison) over plain files that have not
-    changed, ``spark.range`` or local data, and the options below are the same. Of several threads
-    that ask for the same, one writes. Anything else, such as RDDs, JDBC, Python functions, clocks
-    and random numbers over shuffled rows, is written each time.
+    changed, ``spark.range`` or local data, and the options below are the same. If several threads
+    ask for the same data, one of them writes it. Anything else, such as RDDs, JDBC, Python
+    functions, clocks and random numbers over shuffled rows, is written each time.
 
-    The dataset is there until the block ends. After that, the few that were used last are kept
-    for the next time and deleted when the interpreter exits (see `list_prepared_data` and
-    `clear_prepared_data`); one that cannot be used again is deleted at once.
+    The dataset exists until the block ends. A dataset that cannot be used again is then deleted. Of
+    the others, the few that were used last are kept for the next time, and are deleted when the
+    interpreter exits (see `list_prepared_data` and `clear_prepared_data`).
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ def prepare_data(
     df : DataFrame
         The rows; evaluated at most once.
     label_columns, feature_columns, sample_weight_col
-        The columns that are written. ``feature_columns=None`` takes all but the others.
+        The columns that are written. ``feature_columns=None`` takes all other columns.
     validation : float or str, optional
         The fraction of rows to validate on (chosen at random, by the seed), or the name of a
         column that is true, or above zero, for them.
@@ -84,13 +84,13 @@ def prepare_data(
         Above zero, logs paths and row counts.
     random_seed : int, optional
         Seed of the split and of the order. Default: 0. The same rows in the same partitions are
-        split and put in order in the same way.
+        split and ordered in the same way.
     check_finite : bool
-        Refuse NaN and infinity, also such as arise where a vector's number is too large for a
-        32-bit float.
+        Refuse NaN and infinity, including those that arise because a vector's number is too large
+        for a 32-bit float.
     allow_text : bool or dict
-        Write columns of strings and bytes, too, which a ``transformation_fn`` or a model makes
-        numbers of: all, or those that are named, to whether bytes are taken.
+        Also write columns of strings and bytes, for a ``transformation_fn`` or a model that turns
+        them into numbers. A dict names the columns, each with whether bytes are taken, too.
     shuffle_on_write : bool
         Write the rows in random order, so that training on them in the order of their files,
         through a small buffer, is training in random order, however they were sorted. False
@@ -114,7 +114,7 @@ def prepare_data(
     StoreError
         If the store cannot be written to.
     """
-    # As a notebook's arithmetic gives them; the JVM takes no scalars of NumPy's.
+    # Arithmetic in a notebook may give NumPy scalars, which the JVM does not take.
     num_processes, partitions_per_process = plain(num_processes), plain(partitions_per_process)
     validation, random_seed = plain(validation), plain(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
@@ -214,7 +214,7 @@ def _validation(df: DataFrame, validation: float | str | None, seed: int) -> Val
     if isinstance(data_type, T.BooleanType):
         return Validation(column)
     if isinstance(data_type, (T.FloatType, T.DoubleType)):
-        # For Spark, NaN is above all numbers.
+        # To Spark, NaN is greater than any number.
         return Validation(F.when(~F.isnan(column), column > 0))
     if isinstance(data_type, T.NumericType):
         return Validation(column > 0)
@@ -229,8 +229,7 @@ def _num_files(
 ) -> int:
     """Return how many files shuffled rows are written to: a row group each, if rows are few.
 
-    What is not known must not be guessed from where the rows lie, or how many cores there are: the
-    same rows are to give the same files.
+    The number of partitions or of cores must not matter: the same rows are to give the same files.
     """
     rows = estimated_rows(df)
     if rows is None:

@@ -1,8 +1,8 @@
-"""Who keeps a prepared dataset: a process, so that others can see whether it is gone.
+"""The process that owns a prepared dataset, so that others can see whether it has ended.
 
-Runs on the driver. Beside each dataset lies a file that names the process that wrote it. Whoever
-finds, on the same machine, that this process is dead, may delete the dataset. Of a process on
-another machine nothing is known: clocks and heartbeats only make it likely that it is dead.
+Runs on the driver. A file beside each dataset names the process that wrote it. Any process on the
+same machine that finds this process dead may delete the dataset. Nothing is known about processes
+on other machines: clocks and heartbeats only make it likely that they are dead.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Owner:
     Attributes
     ----------
     machine : str
-        The machine since it was started, and what its process numbers count in; empty where that
-        cannot be told. Hosts' names can be shared, and so can the identities of images.
+        The boot of the machine and the namespace of its PIDs; empty where they are unknown. Host
+        names can be shared, and so can the IDs in images of machines.
     pid : int
-        Its number.
+        Its PID.
     started : str
-        When it started, in the machine's own count: numbers are used again.
+        When it started, in ticks of the machine's clock, since PIDs are used again.
     """
 
     machine: str
@@ -45,12 +45,12 @@ class Owner:
 
 
 def owner_path(store: Store, index: str) -> str:
-    """Return where a dataset's owner is named."""
+    """Return the path of the file that names a dataset's owner."""
     return store.get_train_data_path(index) + SUFFIX
 
 
 def this_process() -> Owner:
-    """Return what this process is called."""
+    """Return this process as an owner."""
     return Owner(_machine(), os.getpid(), _started(os.getpid()))
 
 
@@ -60,7 +60,7 @@ def mark(store: Store, index: str) -> None:
 
 
 def owner_of(store: Store, index: str) -> Owner | None:
-    """Return who wrote a dataset; None if that is not told, or not readably."""
+    """Return who wrote a dataset; None if the owner's file is missing or damaged."""
     try:
         document = json.loads(store.read(owner_path(store, index)))
         return Owner(str(document["machine"]), int(document["pid"]), str(document["started"]))
@@ -90,7 +90,7 @@ def _machine() -> str:
 def _started(pid: int) -> str:
     """Return when a process started; empty if that cannot be read, "ended" for a zombie."""
     try:
-        # After the name, which can hold anything: the state first, and the start as the 20th.
+        # The name can hold anything. After it, the state comes first and the start is 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError as error:
         if Path("/proc/self/stat").exists() and not psutil.pid_exists(pid):

@@ -1,4 +1,4 @@
-"""What is known of a prepared dataset, in the form in which ``horovod.spark`` tells it.
+"""What is known about a prepared dataset, in the form that ``horovod.spark`` returns it.
 
 Runs on the driver.
 """
@@ -35,7 +35,7 @@ _FORMATS = {"vector": "array", "sparse": "custom_sparse_format"}
 def get_dataset_properties(
     dataset_idx: str, store: Store | None = None
 ) -> tuple[int, int, dict[str, dict[str, Any]], float]:
-    """Return what is known of a dataset that `prepare_data` wrote. Runs on the driver.
+    """Return what is known about a dataset that `prepare_data` wrote. Runs on the driver.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def get_dataset_properties(
         raise StoreError(
             f"dataset_idx: this application has not prepared a dataset {dataset_idx!r}, or has "
             "deleted it. Call get_dataset_properties inside the 'with prepare_data(...)' block, or "
-            "give the store of another application's."
+            "pass the store that another application wrote to."
         )
     manifest = load_manifest(store, dataset_idx)
     files = {group.file for group in manifest.train.row_groups}
@@ -89,7 +89,7 @@ def column_metadata(columns: Iterable[ColumnSpec]) -> dict[str, dict[str, Any]]:
     dict
         Name to a dict of ``spark_data_type`` (a class), ``is_sparse_vector_only``, ``shape`` (of a
         row; empty for a number), ``intermediate_format``, ``max_size`` (numbers in a row) and
-        ``dtype`` (of NumPy; which ``horovod.spark`` does not have).
+        ``dtype`` (NumPy's, which ``horovod.spark`` does not have).
     """
     return {
         column.name: {

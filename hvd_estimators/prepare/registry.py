@@ -26,7 +26,7 @@ KEPT_DATASETS = 3
 """Datasets that are kept while nothing uses them: those that were used last."""
 
 _LOOK_AGAIN_SECONDS = 1.0
-"""How often those who wait look whether somebody writes still."""
+"""How often waiting threads check whether the writer is still alive."""
 
 
 @dataclass(eq=False)
@@ -36,7 +36,7 @@ class Entry:
     store: Store
     index: str
     source: SourcePlan | None
-    """None where no other DataFrame can be known to hold the same rows."""
+    """None if nothing tells whether another DataFrame holds the same rows."""
     options: Hashable
     writer: weakref.ref[Loan]
     written: bool = False
@@ -44,10 +44,10 @@ class Entry:
 
 
 class Loan:
-    """One use of a dataset. It ends when it says so, or when nothing refers to it any more.
+    """One use of a dataset, until it is marked as over or nothing refers to it any more.
 
-    An exception such as KeyboardInterrupt can come between any two steps of those who use a
-    dataset, also while they clean up. A count, or a lock, would then stay as it is for ever.
+    An exception such as KeyboardInterrupt can come between any two steps of the code that uses a
+    dataset, even while it cleans up. A counter or a lock would then never be released.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Loan:
 
 
 class Registry:
-    """The datasets of this application; all that it keeps is guarded by one lock."""
+    """The datasets of this application, guarded by one lock."""
 
     def __init__(self) -> None:
         # Not the condition itself, whose __enter__ is Python code that can be interrupted.
@@ -85,7 +85,8 @@ class Registry:
                     self._changed.wait(_LOOK_AGAIN_SECONDS)
                     continue
                 elif not is_whole(entry.store, entry.index):
-                    # Somebody cleared or damaged it. Those who use it find out by themselves.
+                    # It was cleared or damaged. Whoever uses it now will get an error when reading
+                    # it.
                     entry.source = None
                     self._trim()
                     continue
@@ -95,7 +96,7 @@ class Registry:
                 return entry
 
     def written(self, entry: Entry) -> None:
-        """Let others use what was written, if its sources did not change meanwhile."""
+        """Let others use what was written, unless its sources have changed in the meantime."""
         shared = entry.source is not None and entry.source.is_current()
         with self._lock:
             if not shared:
@@ -104,7 +105,7 @@ class Registry:
             self._changed.notify_all()
 
     def give_back(self, loan: Loan) -> None:
-        """Stop using a dataset; delete what is no longer to be kept, and what is half written."""
+        """Stop using a dataset; delete what is unfinished or need not be kept."""
         with self._lock:
             if loan.entry is not None:
                 loan.entry.last_used = next(self._clock)
@@ -120,7 +121,7 @@ class Registry:
     def clear(self, datasets: Sequence[tuple[Store, str]], force: bool) -> list[str]:
         """Delete datasets that are not in use, and return their indices.
 
-        Those of other processes are deleted only if these are certainly dead, or by force.
+        Those of other processes are deleted only if these are certainly dead, or with ``force``.
         """
         with self._lock:
             self._drop_abandoned()
@@ -139,7 +140,7 @@ class Registry:
         return deleted
 
     def store_of(self, index: str) -> Store | None:
-        """Return where a dataset of this application lies."""
+        """Return the store of one of this application's datasets."""
         with self._lock:
             return next((entry.store for entry in self._entries if entry.index == index), None)
 
@@ -168,7 +169,7 @@ class Registry:
         return next((e for e in alike if e.source and e.source.same_as(source)), None)
 
     def _drop_abandoned(self, waiting: threading.Thread | None = None) -> None:
-        """Forget and delete what nobody is writing any more; a thread that waits does not write."""
+        """Forget and delete what nobody is writing any more; a waiting thread is not writing."""
         for entry in [entry for entry in self._entries if not entry.written]:
             loan = entry.writer()
             if loan is None or loan.over or loan.thread is waiting or not loan.thread.is_alive():
@@ -183,7 +184,8 @@ class Registry:
                 self._remove(entry)
 
     def _remove(self, entry: Entry) -> None:
-        # In this order: whatever comes between, nobody else uses it, and it is deleted later.
+        # In this order, an interruption leaves nothing that others would use, and it is deleted
+        # later.
         entry.source = None
         _delete(entry.store, entry.index)
         self._entries.remove(entry)
@@ -204,11 +206,11 @@ def _delete(store: Store, index: str) -> None:
 
 
 def delete_orphans(store: Store) -> None:
-    """Delete what processes left that were killed on this machine, or ended by a signal."""
+    """Delete what processes of this machine left behind that were killed or ended by a signal."""
     try:
         for index in stored_indices(store):
             if is_dead(owner_of(store, index)):
                 logger.info("Deleting the prepared dataset %s, whose process is dead.", index)
                 _delete(store, index)
     except Exception as error:
-        logger.warning("Looking for what dead processes left in %r failed: %s", store, error)
+        logger.warning("Looking for data that dead processes left in %r failed: %s", store, error)

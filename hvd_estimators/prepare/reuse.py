@@ -1,4 +1,4 @@
-"""Which prepared datasets this application has, and who uses them: each is written once.
+"""The prepared datasets of this application: each is written once and shared by its users.
 
 Runs on the driver.
 """
@@ -31,7 +31,7 @@ _process = os.getpid()
 
 @atexit.register
 def _end() -> None:
-    # A forked process ends without taking its parent's data with it.
+    # A forked process must not delete its parent's data when it ends.
     if os.getpid() == _process:
         _registry.end()
 
@@ -40,18 +40,18 @@ def _end() -> None:
 def lend(
     store: Store, source: SourcePlan | None, options: Hashable, write: Callable[[str], None]
 ) -> Iterator[str]:
-    """Yield the index of a dataset that is there until the block ends, written only if need be.
+    """Yield the index of a dataset that exists until the block ends. It is written only if needed.
 
-    Of several threads that ask for the same, one writes and the others wait for it. If it fails,
-    its own thread gets the error, and the next one writes.
+    If several threads ask for the same dataset, one of them writes it while the others wait. If
+    that fails, the writing thread gets the error, and the next thread writes.
 
     Parameters
     ----------
     store : Store
-        Where the dataset lies.
+        Where the dataset is kept.
     source : SourcePlan or None
-        What tells whether two DataFrames hold the same rows; None: the dataset is for this block
-        alone, and deleted at its end.
+        Tells whether two DataFrames hold the same rows. With None, the dataset is for this block
+        alone and is deleted at its end.
     options : hashable
         Everything else that decides what is written, and where.
     write : callable
@@ -84,7 +84,7 @@ def hold(index: str) -> Iterator[None]:
 
 
 def store_of(index: str) -> Store | None:
-    """Return where a dataset of this application lies; None if it has none of that name."""
+    """Return the store of one of this application's datasets; None if unknown."""
     return _registry.store_of(index)
 
 
@@ -93,9 +93,9 @@ def clear_prepared_data(
 ) -> list[PreparedDataset]:
     """Delete prepared datasets that are not in use. Runs on the driver.
 
-    Applications that run are left theirs: deleted is what this one wrote and does not use, and
-    what processes of this machine left that are dead. Of other machines it cannot be told whether
-    theirs are dead.
+    This deletes what this application wrote and no longer uses, and what dead processes of this
+    machine left behind. The data of other applications that are running is kept, and so is all data
+    from other machines, since nothing tells whether its writers are dead.
 
     Parameters
     ----------
@@ -104,12 +104,12 @@ def clear_prepared_data(
     dataset_idx : str, optional
         The only one to delete, whoever wrote it, if this process does not use it. Default: all.
     force : bool
-        Delete those of other applications, too. Make sure that none of them runs.
+        Also delete the data of other applications. Make sure that none of them is running.
 
     Returns
     -------
     list of PreparedDataset
-        What was deleted; what a killed writer left has 0 rows.
+        What was deleted; what a killed writer left behind has 0 rows.
     """
     datasets = [d for d in stored_datasets(store) if dataset_idx in (None, d.index)]
     chosen = [(store, dataset.index) for dataset in datasets]

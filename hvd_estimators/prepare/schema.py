@@ -98,11 +98,11 @@ def stored_column(
     compress_sparse : bool
         Write vectors as indices and values of what is not zero.
     allow_text : bool
-        Take strings and bytes, too.
+        Also take strings and bytes.
     bytes_as_text : bool
-        Do so with bytes.
+        Whether this includes bytes.
     taken : collection of str
-        Names that other columns are written under.
+        Names under which other columns are written.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def stored_column(
 def known_columns(
     df: DataFrame, names: list[str], allow_text: bool | Mapping[str, bool] = False
 ) -> list[ColumnSpec] | None:
-    """Return what the schema tells of columns, without running anything.
+    """Return what the schema tells about columns, without running anything.
 
     Parameters
     ----------
@@ -141,13 +141,13 @@ def known_columns(
     names : list of str
         The columns.
     allow_text : bool or mapping
-        Take text, too; see `text_options`.
+        Also take text; see `text_options`.
 
     Returns
     -------
     list of ColumnSpec, or None
-        The columns with their shapes; None if the schema does not tell all of them (the width of
-        an array never, that of a vector where an ML transformer left it in the metadata).
+        The columns with their shapes; None if the schema does not tell all of them. It never tells
+        the width of an array, and that of a vector only where an ML transformer noted it.
     """
     specs = []
     for name in names:
@@ -202,7 +202,7 @@ def _sparse(name: str, column: Column, taken: Collection[str]) -> StoredColumn:
             lambda index, value: F.struct(index.alias("index"), value.alias("value")),
         )
     )
-    # A sparse vector may hold zeros, too.
+    # A sparse vector may also hold zeros.
     pairs = F.filter(pairs, lambda pair: pair["value"] != 0)
     expressions = (
         pairs[field].alias(stored)

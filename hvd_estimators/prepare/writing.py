@@ -1,4 +1,4 @@
-"""Write a dataset in one Spark job: converted, checked, split and measured on the way.
+"""Write a dataset in one Spark job, which also converts, checks, splits and measures the rows.
 
 Runs on the driver.
 """
@@ -27,12 +27,12 @@ ROW_GROUP_BYTES = 16 * 2**20
 """Target size of a row group: the unit that readers fetch and shuffle."""
 
 _HASHED = 128
-"""Elements of an array, at two places, that tell rows from others."""
+"""How many elements of an array are hashed, at each of two places, to identify a row."""
 
 _EMPTY = "The DataFrame is empty: there are no rows to train on."
 
 _KEY_SEEDS = 2**32
-"""Parts the seeds of keys from those of a split, to which Spark adds the number of a partition."""
+"""Keeps the seeds of keys apart from a split's, to which Spark adds the partition's number."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Validation:
     condition : Column
         True for these rows.
     by_position : bool
-        Whether the condition depends on where a row lies.
+        Whether the condition depends on a row's position.
     """
 
     condition: Column
@@ -60,7 +60,7 @@ class Shuffle:
     seed : int
         Decides the order, together with the rows of each partition.
     files : int
-        Files that are written (for each side of a split), a few less if rows are few.
+        Files that are written (for each side of a split); there are fewer if rows are few.
     """
 
     seed: int
@@ -96,9 +96,9 @@ def write_dataset(
     shuffle : Shuffle, optional
         Puts the rows in random order, those of each side of the split.
     in_order : bool
-        Whether rows come in the same order each time. Where they do not, and something depends on
-        the order, they are put in a certain one first, so that the same rows give the same files,
-        and a task that runs a second time the same rows.
+        Whether rows come in the same order each time. If they do not, and something depends on the
+        order, they are sorted first, so that the same rows give the same files, and a task that
+        runs a second time gives the same rows.
     check_finite : bool
         Refuse NaN and infinity.
 
@@ -146,7 +146,7 @@ def _frame(
     in_order: bool,
     check_finite: bool,
 ) -> tuple[DataFrame, Observation]:
-    """Return what is to be written, and what will tell what was measured on the way."""
+    """Return what is to be written, and the observation of what is measured on the way."""
     split, key = _own_name("__split", columns), _own_name("__key", columns)
     given = [expression for column in columns for expression in column.expressions]
     lengths = {
@@ -170,15 +170,15 @@ def _frame(
     observation = Observation()
     frame = frame.observe(observation, *measures).drop(*lengths)
     if shuffle is not None:
-        # A file holds the rows whose keys' hashes fall to it, in the order of the keys. The writer
-        # wants the sides of a split one after the other.
+        # The hash of a row's key decides its file, and the key its place there. The writer wants
+        # the sides of a split one after the other.
         order = [key] if validation is None else [split, key]
         frame = frame.repartition(shuffle.files, key).sortWithinPartitions(*order).drop(key)
     return frame, observation
 
 
 def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
-    """Return the name of a column of our own, which no column that is written has."""
+    """Return a name for a column of our own that no written column has."""
     return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
 
 
@@ -201,7 +201,7 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
 
 
 def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
-    """Return the aggregate that tells rows from others, in whatever order they come."""
+    """Return the aggregate that identifies the rows, whatever their order."""
     parts = [F.col(quoted(_own_name("__split", columns)))] if is_split else []
     for column in columns:
         depth = len(column.spec.shape)
@@ -210,12 +210,13 @@ def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
             if not depth:
                 parts.append(value)
                 continue
-            # Of long arrays the beginning and the middle: hashing takes as long as writing.
+            # Long arrays: only the beginning and the middle, since hashing takes as long as
+            # writing.
             middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
             length = F.lit(_HASHED if depth == 1 else 1)
             parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
             parts.append(F.size(value))
-    # Half of the hash: the sum of 2**32 rows does not overflow.
+    # Half of the hash, so that the sum of 2**32 rows does not overflow.
     return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
 
 
@@ -224,15 +225,15 @@ def _told(observation: Observation) -> dict[str, Any]:
     try:
         return observation.get
     except Py4JJavaError as error:
-        # Spark 4 asserts that something was measured. Nothing was where its optimizer put an empty
-        # frame in the place of one that can have no rows.
+        # Spark 4 asserts that something was measured. Nothing was if its optimizer saw that there
+        # can be no rows, and planned an empty frame instead.
         if error.java_exception.getClass().getName() != "java.lang.AssertionError":
             raise
         raise DataError(_EMPTY) from error
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
-    """Hold a column against what was observed while writing, and set an array's length."""
+    """Check a column against what was observed while writing, and set an array's length."""
     if observed.get(f"not_finite_{i}"):
         raise DataError(
             f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "
