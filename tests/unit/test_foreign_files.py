@@ -64,7 +64,7 @@ def test_a_name_that_a_file_has_twice_is_an_error(folder):
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], ["c", "c"])
     parquet.write_table(table, folder / "a.parquet")
 
-    with pytest.raises(ColumnError, match="2 columns of the name 'c'"):
+    with pytest.raises(ColumnError, match="2 columns named 'c'"):
         describe(folder, "c")
 
 
