@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.training.shards import ShardStates
 
 __all__ = [
     "GradientAverager",
@@ -184,7 +185,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 class StatisticsAverager:
-    """Sets what layers count while they train to its mean over the ranks.
+    """Sets what layers count while they train to its mean over the shards.
 
     That is the moving statistics of batch normalization and every other variable of floats that is
     not trained and changes nevertheless.
@@ -203,20 +204,33 @@ class StatisticsAverager:
         ]
         self._digests = [_digest(variable) for variable in self._variables]
 
-    def average(self) -> None:
-        """Average; called on all ranks at the same time."""
-        if not self._variables or hvd.size() == 1:
+    def average(self, shards: ShardStates) -> None:
+        """Average over the shards that the ranks play; called by all of them at the same time."""
+        if not self._variables or shards.num_shards == 1:
             return
-        changed = [
-            float(_digest(variable) != before)
-            for variable, before in zip(self._variables, self._digests, strict=True)
-        ]
+        changed = [0.0] * len(self._variables)
+
+        def look(_: int) -> None:
+            for index, before in enumerate(self._digests):
+                changed[index] += float(_digest(self._variables[index]) != before)
+
+        shards.for_each(look)
         # What changed on one rank is averaged on all of them; frozen layers stay as they are.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
         moved = [v for v, count in zip(self._variables, changes, strict=True) if count]
-        sums = sum_arrays([variable.numpy() for variable in moved], "statistics")
-        for variable, total in zip(moved, sums, strict=True):
-            variable.assign(total / hvd.size())
+        found: list[list[Array]] = []
+        shards.for_each(lambda _: found.append([variable.numpy() for variable in moved]))
+        own = [
+            np.add.reduce([np.asarray(value, np.float64) for value in of_shards])
+            for of_shards in zip(*found, strict=True)
+        ]
+        sums = sum_arrays(own, "statistics")
+
+        def set_mean(_: int) -> None:
+            for variable, total in zip(moved, sums, strict=True):
+                variable.assign(total / shards.num_shards)
+
+        shards.for_each(set_mean)
 
 
 def _digest(variable: Any) -> bytes:

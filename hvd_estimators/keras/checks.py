@@ -25,6 +25,7 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.metric_states import check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
+from hvd_estimators.keras.synchronized import synchronized_layers
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
@@ -383,8 +384,14 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
     ------
     DataError
         If a batch has no rows and the model normalizes batches.
+    ParamError
+        If a rank plays several shards, which a layer cannot be made to do.
     """
     plan = data.train_plan
+    if synchronized_layers(model):
+        data.require_one_shard_per_rank(
+            "model", "over which BatchNormalization(synchronized=True) takes no statistics"
+        )
     sizes = [
         size
         for shard in range(plan.num_shards)

@@ -156,10 +156,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             verbose=verbose,
         )
         self.warmup_epochs = warmup_epochs
+        # Set by the estimator's trainer: a run keeps the ranks that it began with.
+        self.ranks: int | None = None
 
     def factor(self, epoch: float) -> float:
         """Return the fraction of the rate at a (fractional) epoch."""
-        size = hvd.size()
+        size = self.ranks or hvd.size()
         return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
 
     def _sets_rate(self, epoch: float) -> bool:

@@ -15,10 +15,13 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
+from hvd_estimators.keras.randomness import RandomStreams
+from hvd_estimators.keras.shards import Turns
 from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.store import Store
 from hvd_estimators.store.local_file import CHUNK_BYTES
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "ProgressReports",
     "RankCallbacks",
     "StatisticsCallback",
+    "StreamsCallback",
     "check_callbacks",
     "for_rank",
 ]
@@ -72,11 +76,39 @@ def for_rank(
     return chosen
 
 
-class StatisticsCallback(keras.callbacks.Callback):
-    """Averages the statistics of batch normalization before they are validated with or saved."""
+class StreamsCallback(keras.callbacks.Callback):
+    """Begins the random streams of each shard that the rank plays, in each epoch.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    streams : RandomStreams
+        The rank's.
+    shards : ShardStates
+        The shards.
+    """
+
+    def __init__(self, streams: RandomStreams, shards: ShardStates) -> None:
         super().__init__()
+        self._streams = streams
+        self._shards = shards
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Begin the streams of the epoch."""
+        self._shards.for_each(lambda shard: self._streams.begin(shard, epoch))
+
+
+class StatisticsCallback(keras.callbacks.Callback):
+    """Averages the statistics of batch normalization before they are validated with or saved.
+
+    Parameters
+    ----------
+    shards : ShardStates
+        The shards that the rank plays.
+    """
+
+    def __init__(self, shards: ShardStates) -> None:
+        super().__init__()
+        self._shards = shards
         self._averager: StatisticsAverager | None = None
         self._due = False
 
@@ -96,7 +128,7 @@ class StatisticsCallback(keras.callbacks.Callback):
     def _average(self) -> None:
         if self._due and self._averager is not None:
             self._due = False
-            self._averager.average()
+            self._averager.average(self._shards)
 
 
 class ProgressReports(keras.callbacks.Callback):
@@ -270,7 +302,9 @@ class RankCallbacks(keras.callbacks.CallbackList):
     model : keras.Model
         The model.
     epochs, steps : int
-        Epochs of the run, batches of an epoch.
+        Epochs of the run, steps of an epoch.
+    turns : Turns
+        Tells which batches make a step.
     """
 
     def __init__(
@@ -280,11 +314,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
         model: keras.Model,
         epochs: int,
         steps: int,
+        turns: Turns,
     ) -> None:
         super().__init__(
             [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
         )
         self._end = end
+        self._turns = turns
         self._batch_ends = True
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
@@ -294,14 +330,20 @@ class RankCallbacks(keras.callbacks.CallbackList):
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks."""
-        super().on_train_batch_begin(batch, logs)
-        self._put_stop_off()
+        """Call the callbacks, where a step begins."""
+        step = self._turns.begin(batch)
+        if step is not None:
+            super().on_train_batch_begin(step, logs)
+            self._put_stop_off()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks, if any of them takes this."""
-        if self._batch_ends:
-            super().on_train_batch_end(batch, logs)
+        """Call the callbacks, where a step ends, if any of them takes this."""
+        step = self._turns.end(batch)
+        if self._batch_ends and step is not None:
+            if self._turns.passes > 1:
+                # Those that Keras has may be of a batch without rows.
+                logs = self.model.get_metrics_result()
+            super().on_train_batch_end(step, logs)
             self._put_stop_off()
 
     def _put_stop_off(self) -> None:

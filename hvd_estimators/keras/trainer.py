@@ -21,6 +21,7 @@ from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_c
 from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
+from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
 from hvd_estimators.keras.randomness import RandomStreams
@@ -31,8 +32,10 @@ from hvd_estimators.keras.session import (
     ProgressReports,
     RankCallbacks,
     StatisticsCallback,
+    StreamsCallback,
     for_rank,
 )
+from hvd_estimators.keras.shards import Turns
 from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
@@ -126,9 +129,9 @@ class _Trainer:
             distribute(
                 optimizer,
                 averager,
-                spec.backward_passes_per_step,
-                spec.data.train_steps_per_epoch,
-                self.size if spec.scale_learning_rate else 1,
+                spec.backward_passes_per_step * spec.data.passes_per_batch,
+                spec.data.train_steps_per_epoch * spec.data.passes_per_batch,
+                spec.data.num_shards if spec.scale_learning_rate else 1,
             )
         self._weight_batches()
 
@@ -156,17 +159,32 @@ class _Trainer:
             spec.tensors.tensors,
             spec.tensors.for_validation().tensors,
         )
-        steps = spec.data.train_steps_per_epoch
+        steps, passes = spec.data.train_steps_per_epoch, spec.data.passes_per_batch
         if steps % self.model.steps_per_execution:
             # Several batches at a time would end an epoch within the next.
             self.model.steps_per_execution = 1
+        streams = RandomStreams(self.model, spec.data.random_seed, self.rank, done)
+        turns = Turns(
+            self.model,
+            spec.data.num_shards,
+            self.rank,
+            self.size,
+            streams,
+            self.model.steps_per_execution,
+        )
+        if passes > 1:
+            # The shard changes between two batches.
+            self.model.steps_per_execution = 1
         has_validation = spec.data.val_plan is not None
-        validation = datasets.validation(spec.data.validation_steps_per_epoch)
+        validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)
         chosen: list[Any] = [
-            RandomStreams(self.model, spec.data.random_seed, self.rank, done),
-            StatisticsCallback(),
+            StreamsCallback(streams, turns.shards),
+            StatisticsCallback(turns.shards),
             MetricAverageCallback(),
         ]
+        for callback in spec.callbacks:
+            if isinstance(callback, LearningRateWarmupCallback):
+                callback.ranks = spec.data.num_shards
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []
@@ -175,11 +193,11 @@ class _Trainer:
             datasets.train(),
             epochs=spec.epochs,
             initial_epoch=done,
-            steps_per_epoch=steps,
+            steps_per_epoch=steps * passes,
             validation_data=validation if has_validation else None,
             # The data module shuffles.
             shuffle=False,
-            callbacks=RankCallbacks(chosen, end, self.model, spec.epochs, steps),
+            callbacks=RankCallbacks(chosen, end, self.model, spec.epochs, steps, turns),
             verbose=0,
         )
 

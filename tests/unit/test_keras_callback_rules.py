@@ -11,8 +11,10 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import LearningRateScheduleCallback
+from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks
+from hvd_estimators.keras.shards import Turns
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
 
@@ -26,6 +28,31 @@ def linear(optimizer: keras.optimizers.Optimizer) -> keras.Model:
 
 class End(keras.callbacks.Callback):
     stop = False
+
+
+def turns(model: Any, num_shards: int, steps_per_call: int = 1) -> Turns:
+    return Turns(model, num_shards, 0, 1, RandomStreams(model, 9, 0), steps_per_call)
+
+
+@pytest.mark.parametrize("steps_per_call", [1, 2])
+def test_where_a_rank_plays_several_shards_callbacks_see_steps(steps_per_call: int) -> None:
+    called: list[Any] = []
+    given = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: called.append(batch),
+        on_train_batch_end=lambda batch, logs: called.append((batch, round(logs["loss"], 3))),
+    )
+    model = linear(keras.optimizers.SGD(0.0))
+    model.layers[0].set_weights([np.ones((1, 1))])
+    # Rows are their own labels twice over: the (absolute) error of a row is its value.
+    rows = np.array([1.0, 2.0, 3.0, 0.0, 1.0, 0.0, 2.0, 0.0])[:, None]
+    callbacks = RankCallbacks([given], End(), model, 1, 4, turns(model, 2, steps_per_call))
+    model.fit(rows, 2 * rows, batch_size=1, shuffle=False, verbose=0, callbacks=callbacks)
+    means = [3 / 2, 6 / 4, 7 / 6, 9 / 8]
+    if steps_per_call == 1:
+        expected = [entry for step in range(4) for entry in (step, (step, round(means[step], 3)))]
+    else:
+        expected = [0, (1, 1.5), 2, (3, 1.125)]
+    assert called == expected
 
 
 def test_functions_of_an_instance_are_called_as_those_of_a_class_are() -> None:
@@ -53,7 +80,7 @@ def test_functions_of_an_instance_are_called_as_those_of_a_class_are() -> None:
         called.clear()
         model = linear(keras.optimizers.SGD(0.0))
         model.layers[0].set_weights([np.ones((1, 1))])
-        callbacks = RankCallbacks([callback], End(), model, 1, 2)
+        callbacks = RankCallbacks([callback], End(), model, 1, 2, turns(model, 1))
         model.fit(ROWS, ROWS, batch_size=4, verbose=0, callbacks=callbacks)
         assert called == expected
 

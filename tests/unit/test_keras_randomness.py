@@ -11,6 +11,8 @@ import pytest
 import tensorflow as tf
 
 from hvd_estimators.keras.randomness import RandomStreams, split_seed_states
+from hvd_estimators.keras.session import StreamsCallback
+from hvd_estimators.training.shards import ShardStates
 
 
 class Draws(keras.layers.Layer):
@@ -58,7 +60,9 @@ def drawn(source: str, rank: int, first_epoch: int = 0) -> list[tuple[float, ...
         initial_epoch=first_epoch,
         epochs=3,
         verbose=0,
-        callbacks=[RandomStreams(model, 9, rank, first_epoch)],
+        callbacks=[
+            StreamsCallback(RandomStreams(model, 9, rank, first_epoch), ShardStates(8, rank, 8))
+        ],
     )
     return list(layer.notes())
 
@@ -82,7 +86,7 @@ def test_generators_of_one_seed_draw_the_same_and_of_others_do_not() -> None:
     layers = [keras.layers.Dropout(0.5, seed=seed) for seed in (1, 1, 2, None)]
     model = keras.Sequential([keras.Input((1,)), *layers])
     streams = RandomStreams(model, 9, 0)
-    streams.on_epoch_begin(4)
+    streams.begin(0, 4)
     states = [tuple(layer.seed_generator.state.numpy()) for layer in layers]
     assert states[0] == states[1]
     assert len(set(states)) == 3
