@@ -16,9 +16,10 @@ from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.spec import EpochMetrics
-from hvd_estimators.torch.averaging import average_batch_norm
+from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import seed_rank
+from hvd_estimators.training.shards import ShardStates
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -37,6 +38,8 @@ class EpochRecorder(Checkpoint):
         Reports to the driver.
     train, validation : loader, optional
         Tell what batches count for.
+    shards : ShardStates
+        The shards that the rank plays.
     """
 
     def __init__(
@@ -44,7 +47,9 @@ class EpochRecorder(Checkpoint):
         progress: Progress,
         train: TrainLoader | None,
         validation: ValidationLoader | None,
+        shards: ShardStates,
     ) -> None:
+        self._shards = shards
         self.history: list[EpochMetrics] = []
         self._progress = progress
         self._loaders = train, validation
@@ -67,7 +72,9 @@ class EpochRecorder(Checkpoint):
         passes = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
         self._count(0, outputs, batch, passes)
         if self._progress.due:
-            self._progress.step(batch_idx + 1, self._losses[0].as_dict("loss"))
+            self._progress.step(
+                (batch_idx + 1) // self._shards.passes, self._losses[0].as_dict("loss")
+            )
 
     def on_validation_batch_end(
         self,
@@ -95,7 +102,7 @@ class EpochRecorder(Checkpoint):
                 f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
-        average_batch_norm(pl_module)
+        average_shards(pl_module, self._shards)
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -159,9 +166,11 @@ class RunCheckpoint(Callback):
     taken : callable
         Returns the training batches that the rank has taken so far.
     seed : int
-        Seed of the run: in each epoch a rank draws random numbers of its own.
+        Seed of the run: in each epoch a shard draws random numbers of its own.
     directory : str
         Where the files of the user's ``ModelCheckpoint`` go.
+    shards : ShardStates
+        The shards that the rank plays.
     """
 
     def __init__(
@@ -171,7 +180,9 @@ class RunCheckpoint(Callback):
         taken: Callable[[], int],
         seed: int,
         directory: str,
+        shards: ShardStates,
     ) -> None:
+        self._shards = shards
         self._seed = seed
         self._directory = directory
         self._save = save
@@ -193,7 +204,8 @@ class RunCheckpoint(Callback):
         if self._started:
             self.save(trainer)
         self._started = True
-        torch.manual_seed(seed_rank(self._seed, hvd.rank(), trainer.current_epoch))
+        epoch = trainer.current_epoch
+        self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
 
     def save(self, trainer: Trainer) -> None:
         """Save the state after the newest epoch. Called by all ranks."""

@@ -13,7 +13,8 @@ import torch
 
 from hvd_estimators.dryrun import leave_to_ranks
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of
+from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of, is_lightning
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.checks import torch_traceless
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.tensors import TensorSpec
@@ -108,6 +109,52 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
         else:
             adapted.setdefault(name, value)
     return adapted
+
+
+_COUNTED_BATCHES = (
+    "fast_dev_run",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
+
+def check_shards_of_module(
+    module: torch.nn.Module,
+    data: DataSpec,
+    trainer_args: Mapping[str, Any],
+    callbacks: Sequence[Any],
+) -> None:
+    """Refuse what cannot be made to play several shards on a rank. Runs on the driver.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, a LightningModule or not.
+    data : DataSpec
+        What is planned.
+    trainer_args : mapping
+        The user's arguments of the Trainer.
+    callbacks : sequence of object
+        The user's callbacks.
+
+    Raises
+    ------
+    ParamError
+        If there are fewer ranks than shards, and something steps or counts batches by itself.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        data.require_one_shard_per_rank("model", "and manual optimization steps by each")
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    for name in _COUNTED_BATCHES:
+        if trainer_args.get(name) is not None:
+            data.require_one_shard_per_rank(f"trainer_args: {name}", "and this counts them as many")
+    if any(is_lightning(c, "callbacks.GradientAccumulationScheduler") for c in callbacks):
+        data.require_one_shard_per_rank(
+            "callbacks", "and GradientAccumulationScheduler counts them as many"
+        )
 
 
 def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:

@@ -11,7 +11,12 @@ import cloudpickle
 import torch
 
 from hvd_estimators.history import as_records
-from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.checks import (
+    adapted_trainer_args,
+    check_shards_of_module,
+    check_step,
+    row_shapes,
+)
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
@@ -102,6 +107,10 @@ class LightningEstimator(LightningParams):
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         if not self._is_lightning:
             super()._check_spec(common, trial)
+        get = self.getOrDefault
+        arguments = get("trainer_args") or {}
+        callbacks = [*get("callbacks"), *as_list(arguments.get("callbacks"))]
+        check_shards_of_module(get("model"), common.data, arguments, callbacks)
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault

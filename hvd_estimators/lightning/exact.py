@@ -10,11 +10,14 @@ import torch
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.bases import ResultCollection
+from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.strategy import HorovodStrategy
+from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.training.shards import ShardStates
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule
+    from pytorch_lightning import LightningModule, Trainer
 
 __all__ = ["ExactStrategy"]
 
@@ -29,6 +32,8 @@ class ExactStrategy(HorovodStrategy):
     ----------
     train, validation : loader, optional
         Tell what their batches count for; without one, batches count for the same.
+    shards : ShardStates
+        The canonical shards, of which the rank plays one or several.
     **kwargs
         See `HorovodStrategy`.
     """
@@ -39,9 +44,12 @@ class ExactStrategy(HorovodStrategy):
         self,
         train: TrainLoader | None = None,
         validation: ValidationLoader | None = None,
+        *,
+        shards: ShardStates,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._shards = shards
         self._train = train
         self._validation = validation
 
@@ -49,6 +57,13 @@ class ExactStrategy(HorovodStrategy):
     def factor(self) -> float:
         """What weights this rank's gradient in the current step."""
         return 1.0 if self._train is None else self._train.share.factor
+
+    def setup(self, trainer: Trainer) -> None:
+        """Count steps, not the batches of several shards, where schedulers follow steps."""
+        super().setup(trainer)
+        for config in self.lr_scheduler_configs:
+            if config.interval == "step":
+                config.frequency *= self._shards.passes
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step."""
@@ -67,6 +82,14 @@ class ExactStrategy(HorovodStrategy):
         factor = self.factor
         loss = closure_loss if factor == 1.0 else closure_loss * factor
         return super().backward(loss, optimizer, *args, **kwargs)
+
+    @property
+    def _learning_rate_scale(self) -> int:
+        return self._shards.num_shards
+
+    def _average_batch_norm(self) -> None:
+        if self.lightning_module is not None and self._averager is not None:
+            outside_inference_mode(average_shards)(self.lightning_module, self._shards)
 
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:

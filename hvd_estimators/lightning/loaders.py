@@ -11,6 +11,7 @@ import torch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["Share", "TrainLoader", "ValidationLoader", "with_dtypes"]
@@ -93,9 +94,11 @@ class TrainLoader(_Loader):
     dtypes : mapping
         Column name to torch dtype, where it is not the stored one.
     steps : int
-        Batches of an epoch.
+        Batches of an epoch, of all shards that the rank plays.
     passes_per_step : callable
         Returns the backward passes of the step that comes next.
+    shards : ShardStates
+        The rank is made the shard whose batch it gets.
     same : bool
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     """
@@ -106,6 +109,7 @@ class TrainLoader(_Loader):
         dtypes: Mapping[str, str],
         steps: int,
         passes_per_step: Callable[[], int],
+        shards: ShardStates,
         same: bool = False,
     ) -> None:
         super().__init__(dtypes, steps)
@@ -114,6 +118,7 @@ class TrainLoader(_Loader):
         self.taken = 0
         self._batches = batches
         self._passes_per_step = passes_per_step
+        self._shards = shards
 
     def __iter__(self) -> Iterator[TensorBatch]:
         if self._kept:
@@ -129,6 +134,7 @@ class TrainLoader(_Loader):
             if self._kept is not None:
                 self._kept.append(window)
             for batch, factor in window:
+                self._shards.enter((self._steps - left) % self._shards.passes)
                 left -= 1
                 # Lightning divides each loss by the number of passes.
                 yield self._give(batch, factor * passes)

@@ -151,8 +151,8 @@ class HorovodStrategy(ParallelStrategy):
         for optimizer in self.optimizers:
             hook = functools.partial(self._before_step, module)
             self._step_hooks.append(optimizer.register_step_pre_hook(hook))
-            if self._scale_learning_rate and self.world_size > 1:
-                self._rates[id(optimizer)] = StepRate(optimizer, self.world_size)
+            if self._scale_learning_rate and self._learning_rate_scale > 1:
+                self._rates[id(optimizer)] = StepRate(optimizer, self._learning_rate_scale)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -303,6 +303,10 @@ class HorovodStrategy(ParallelStrategy):
                 self._metrics.append((metric, metric.distributed_available_fn, metric.dist_sync_fn))
                 metric.distributed_available_fn = _always
                 metric.dist_sync_fn = gather_metric_state
+
+    @property
+    def _learning_rate_scale(self) -> int:
+        return self.world_size
 
     def _average_batch_norm(self) -> None:
         if self.lightning_module is not None and self._averager is not None:

@@ -27,13 +27,17 @@ from hvd_estimators.lightning.users_data import (
     open_lightning_data,
 )
 from hvd_estimators.loading.readers import open_data_module
+from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
+from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session
+from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
@@ -103,6 +107,8 @@ class _Trainer:
         self.restored = self._restored()
         # On each rank: profilers write files of each.
         self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
+        parts = (TorchStreams(self.device), BufferState(self.module))
+        self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
@@ -135,6 +141,7 @@ class _Trainer:
             compression=spec.gradient_compression,
             scale_learning_rate=spec.scale_learning_rate,
             checkpoint_io=self.checkpoint_io,
+            shards=self.shards,
         )
         callbacks = [*self.users["callbacks"]]
         self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
@@ -142,6 +149,7 @@ class _Trainer:
             progress,
             train_loader,
             validation_loader,
+            self.shards,
         )
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
             self._save,
@@ -149,6 +157,7 @@ class _Trainer:
             lambda: skip + (train_loader.taken if train_loader is not None else 0),
             spec.data.random_seed,
             self._checkpoint_directory(scratch),
+            self.shards,
         )
         # Before all others, and after all others.
         connected: Any = trainer
@@ -176,14 +185,17 @@ class _Trainer:
         train = TrainLoader(
             batches,
             self.spec.dtypes,
-            spec.train_steps_per_epoch,
+            spec.train_steps_per_epoch * spec.passes_per_batch,
             self._passes_per_step,
+            self.shards,
             self._overfits,
         )
         if spec.val_plan is None:
             return train, None
-        validation = ValidationLoader(data, self.spec.dtypes, spec.validation_steps_per_epoch)
-        if not all(spec.val_plan.rows(rank) for rank in range(self.size)):
+        steps = spec.validation_steps_per_epoch * spec.passes_per_batch
+        validation = ValidationLoader(data, self.spec.dtypes, steps)
+        of_ranks = [played_shards(spec.num_shards, rank, self.size) for rank in range(self.size)]
+        if not all(any(map(spec.val_plan.rows, shards)) for shards in of_ranks):
             validation.lend_rows()
         return train, validation
 
@@ -206,7 +218,9 @@ class _Trainer:
         spec = self.spec
         if spec.terminate_on_nan:
             callbacks = [*callbacks, of_flavor(TerminateOnNaN, spec.flavor)()]
-        passes = spec.backward_passes_per_step if self.module.automatic_optimization else 1
+        passes = 1
+        if self.module.automatic_optimization:
+            passes = spec.backward_passes_per_step * spec.data.passes_per_batch
         given = {
             "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
             "devices": 1,

@@ -45,6 +45,7 @@ def average_shards(module: torch.nn.Module, states: ShardStates) -> None:
     if states.passes == 1:
         average_batch_norm(module)
         return
+    states.enter(0)
     statistics = batch_norm_statistics(module)
     if not statistics:
         return

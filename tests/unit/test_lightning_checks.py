@@ -14,6 +14,7 @@ from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, ro
 from hvd_estimators.lightning.flavor import default_flavor, is_lightning
 from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.lightning.loaders import TrainLoader
+from hvd_estimators.training.shards import ShardStates
 
 
 class Plain(LightningModule):
@@ -112,7 +113,8 @@ class Batches:
 
 
 def test_a_rank_without_rows_goes_along_with_some_that_count_for_nothing() -> None:
-    loader = TrainLoader(Batches(), {"x": "float64"}, 3, lambda: 2)  # type: ignore[arg-type]
+    batches: Any = Batches()
+    loader = TrainLoader(batches, {"x": "float64"}, 3, lambda: 2, ShardStates(1, 0, 1))
     taken = [(len(batch["x"]), loader.share.rows, loader.share.factor) for batch in loader]
     assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
     assert loader.taken == 3
