@@ -10,6 +10,7 @@ import torch
 from fewer_ranks import FourShards, note, noted_steps
 from reference import WIDTH, RecordingBackend, write_rows
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration
@@ -41,43 +42,64 @@ class Net(torch.nn.Module):
         return self.layers(x)
 
 
+def fit(
+    store: Any, ranks: int, folder: Path, cls: type[TorchEstimator] = TorchEstimator, **params: Any
+) -> Any:
+    folder.mkdir(exist_ok=True)
+    net = Net(str(folder))
+    given = {
+        "backend": RecordingBackend(ranks),
+        "store": store,
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["features", "id"],
+        "label_cols": ["label"],
+        "validation": 0.5,
+        "batch_size": 5,
+        "val_batch_size": 1,
+        "epochs": 2,
+        "random_seed": 3,
+        "verbose": 0,
+    }
+    return cls(**{**given, **params}).fit_on_parquet()
+
+
+def assert_same(model: Any, expected: Any, told: str) -> None:
+    weights, same = expected.getModel().state_dict(), model.getModel().state_dict()
+    for name, value in weights.items():
+        torch.testing.assert_close(
+            same[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, n=name: f"{told}: {n}: {m}"
+        )
+    for epoch, same_epoch in zip(expected.getHistory(), model.getHistory(), strict=True):
+        for stage in ("train", "validation"):
+            assert same_epoch[stage]["loss"] == pytest.approx(epoch[stage]["loss"], rel=1e-6), told
+
+
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 45)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     found = {}
     for ranks in (4, 3, 2, 1):
         folder = tmp_path / f"{ranks}"
-        folder.mkdir()
-        net = Net(str(folder))
-        estimator = FourShardsEstimator(
-            backend=RecordingBackend(ranks),
-            store=store,
-            model=net,
-            optimizer=torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9),
-            loss=torch.nn.functional.mse_loss,
-            feature_cols=["features", "id"],
-            label_cols=["label"],
-            validation=0.5,
-            batch_size=5,
-            val_batch_size=1,
-            backward_passes_per_step=2,
-            epochs=2,
-            random_seed=3,
-            verbose=0,
-        )
-        model = estimator.fit_on_parquet()
-        found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
-    steps, net, history = found[4]
+        params = {"cls": FourShardsEstimator, "backward_passes_per_step": 2}
+        found[ranks] = fit(store, ranks, folder, **params), noted_steps(folder, ranks)
+    model, steps = found[4]
     assert len(steps) == 6
     assert sorted(number for step in steps[:3] for number in step) == list(range(45))
     assert steps[:3] != steps[3:]
     for ranks in (3, 2, 1):
-        same_steps, same_net, same_history = found[ranks]
+        same, same_steps = found[ranks]
         assert same_steps == steps
-        for (name, value), same in zip(
-            net.state_dict().items(), same_net.state_dict().values(), strict=True
-        ):
-            torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-6, msg=f"{ranks}: {name}")
-        for epoch, same_epoch in zip(history, same_history, strict=True):
-            for stage in ("train", "validation"):
-                assert same_epoch[stage]["loss"] == pytest.approx(epoch[stage]["loss"], rel=1e-6)
+        assert_same(same, model, f"{ranks} ranks")
+
+
+def test_a_run_of_two_ranks_goes_on_with_one(store: Any, tmp_path: Path) -> None:
+    write_rows(Path(store.get_train_data_path()), 45)
+    write_rows(Path(store.get_val_data_path()), 7, seed=1)
+    whole = fit(store, 2, tmp_path / "whole")
+    fit(store, 2, tmp_path / "parts", epochs=1, run_id="mine")
+    resumed = fit(store, 1, tmp_path / "parts", run_id="mine")
+    assert_same(resumed, whole, "resumed")
+    with pytest.raises(ParamError, match="num_proc: the run 'mine' began with 2 ranks"):
+        fit(store, 3, tmp_path / "parts", epochs=3, run_id="mine")
