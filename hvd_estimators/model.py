@@ -21,6 +21,7 @@ from hvd_estimators.batch_bytes import spread
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.history import history_rows
 from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
+from hvd_estimators.opaque import with_opaque
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.transformation import TransformationParams
@@ -146,9 +147,7 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         inference = self._inference(dataset, features, shapes)
         document, load = self._make_predictor()
         items = sum(math.prod(shape) for shape in inference.fields.values())
-        metadata = self._get_metadata() or {}
-        known = {name: entry["max_size"] for name, entry in metadata.items() if "max_size" in entry}
-        spread_out = spread(dataset, inference.columns, known, items)
+        spread_out = spread(dataset, inference.columns, self._known_sizes(), items)
         if spread_out is not None:
             dataset = spread_out.frame
         given = self._given_columns(dataset, inference)
@@ -161,17 +160,13 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
             functools.partial(self._shared.send, dataset),
             has_empty_rows=spread_out is not None,
         )(*given)
-        # Not a projection, into which Spark would push a filter on the predictions, and so run the
-        # model in the filter and once more. An array of one is exploded to the row that it is of,
-        # past which only those filters go that are on other columns.
         made = f"__predicted_{uuid.uuid4().hex}"
-        results = F.array(predicted)
-        if spread_out is not None:
-            # Of an empty row there is nothing to explode, and it is gone.
-            results = F.when(spread_out.is_row, results)
-        with_made = dataset.select("*", F.explode(results).alias(made))
-        if spread_out is not None:
-            with_made = with_made.drop(spread_out.marker)
+        # Otherwise the model would run in a filter on a prediction, and once more.
+        with_made = (
+            with_opaque(dataset, predicted, made)
+            if spread_out is None
+            else spread_out.without_empty_rows(predicted, made)
+        )
         types = self.getOrDefault("output_types") or [None] * len(outputs)
         wanted = [*zip(outputs, types, strict=True), *((n, None) for n in class_columns.values())]
         fields = inference.fields
@@ -228,6 +223,11 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         """Return a column as the UDF takes it: numbers, arrays of them, or text."""
         is_text = self.getOrDefault("apply_transformation") or name in self._text_features()
         return feature_array(dataset, name, allow_text=is_text)
+
+    def _known_sizes(self) -> dict[str, int | None]:
+        """Return how many numbers a row has in a column, at most, where that is known."""
+        metadata = self._get_metadata() or {}
+        return {name: entry["max_size"] for name, entry in metadata.items() if "max_size" in entry}
 
     def _text_features(self) -> tuple[str, ...]:
         """Return the feature columns that the model takes as text; where models do."""

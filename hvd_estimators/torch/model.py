@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import cloudpickle
@@ -83,6 +84,16 @@ class TorchModel(HorovodModel):
             )
         inputs = [torch.zeros(2, *shape[1:]) for shape in given]
         return output_shapes(self.getOrDefault("model"), self._transform_spec(), inputs)
+
+    def _known_sizes(self) -> dict[str, int | None]:
+        known = super()._known_sizes()
+        given = self.getOrDefault("input_shapes")
+        if given is None or self.getOrDefault("apply_transformation"):
+            return known
+        rows = (shape[1:] for shape in given)
+        shaped = zip(self.getOrDefault("feature_columns") or (), rows, strict=False)
+        # A dimension of -1 may have any size.
+        return {**{name: math.prod(row) for name, row in shaped if -1 not in row}, **known}
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump_torch_param(self.getOrDefault("model"), name, value)

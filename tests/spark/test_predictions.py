@@ -71,6 +71,21 @@ def test_a_model_runs_once_for_each_row_whatever_is_filtered(
     # A condition on another column is tested before the model runs.
     assert run(predicted.where("y__output < 0 and id < 10")) == (10, 10)
     assert run(predicted.select("x", (F.col("y__output") - F.col("x")).alias("z"))) == (100, 100)
+    # Where no prediction is needed the model does not run.
+    path.unlink()
+    assert predicted.count() == 100
+    assert predicted.where("id < 10").select("x").count() == 10
+    assert not path.exists()
+
+
+def test_a_filter_on_another_column_reaches_the_scan(spark: Any, tmp_path: Path) -> None:
+    spark.range(4).selectExpr("id", "id * 2.0 as x").write.parquet(str(tmp_path / "rows"))
+    predicted = make_model(Noting()).transform(spark.read.parquet(str(tmp_path / "rows")))
+    chosen = predicted.where("id > 1 and y__output < 6")
+    assert "GreaterThan(id,1)" in str(chosen._jdf.queryExecution().executedPlan())
+    assert [tuple(row) for row in chosen.collect()] == [(2, 4.0, 4.0)]
+    joined = chosen.join(predicted.withColumnRenamed("y__output", "other"), "id")
+    assert [tuple(row) for row in joined.collect()] == [(2, 4.0, 4.0, 4.0, 4.0)]
 
 
 def test_nan_is_a_number_before_and_after_the_model_and_null_an_error(spark: Any) -> None:

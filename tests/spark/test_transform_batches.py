@@ -76,7 +76,11 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     predicted = make_model(Noting(notes), feature).transform(frame)
 
     assert not notes.exists()
-    found = predicted.where(F.col("y__output") >= 0).collect()
+    # No filter takes the rows that bound the batches away before the model has run.
+    chosen = predicted.where(
+        "y__output >= 0 and text like 'row%' and size(x) > 0 and v is not null"
+    )
+    found = chosen.collect()
     # 20,000 bytes hold so many rows of these sizes: the array or vector, a number and the output.
     most = 20_000 // (WIDTH * item_bytes + 16) + 1
     forward_passes = list(map(int, notes.read_text().split()))
@@ -89,8 +93,13 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     assert [{name: row[name] for name in frame.columns} for row in found] == given
     assert predicted.schema.fields[:-1] == frame.schema.fields
     assert predicted.columns == [*frame.columns, "y__output"]
-    assert predicted.count() == rows
     assert spark.conf.get(setting) == before
+    # Nor does one see them.
+    reciprocal = F.udf(lambda output, x: 1 / int(output * len(x) > 0), "double")
+    assert predicted.where(reciprocal("y__output", "x") == 1).count() == rows
+    notes.unlink()
+    assert predicted.count() == rows
+    assert not notes.exists()
 
 
 def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path: Path) -> None:
@@ -100,10 +109,12 @@ def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path
         str(model.transform(frame)._jdf.queryExecution().optimizedPlan())
         for model in (
             make_model(Noting(notes), "x", _metadata=sizes),
+            make_model(Noting(notes), "x", input_shapes=[[5, 10], [1]]),
+            make_model(Noting(notes), "x", input_shapes=[[-1, 5, -1], [1]]),
             make_model(Noting(notes), "x"),
         )
     ]
-    assert ["__empty_" in plan for plan in plans] == [False, True]
+    assert ["__empty_" in plan for plan in plans] == [False, False, True, True]
 
 
 def test_nulls_of_rows_are_found_among_empty_ones(spark: Any, tmp_path: Path) -> None:
