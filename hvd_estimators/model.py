@@ -82,7 +82,8 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         ``getHistory()`` has a shape of its own for each of them:
 
         - Keras: that of Keras's ``History.history``, a dict of name to a list of values by epoch;
-          names of validation begin with ``val_``, which is left out here.
+          names of validation begin with ``val_``, which is left out here. It does not tell epochs:
+          of what a callback adds in some of them only, the first value is taken for epoch 0's.
         - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
           ``validation``; the latter two hold ``loss`` and ``all_metrics``, a list with a dict per
           group of metrics, such as ``{"group_0_label": 0.1}``.
