@@ -72,7 +72,7 @@ def make_net(folder: str) -> keras.Model:
 
 
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
-    write_rows(Path(store.get_train_data_path()), 45)
+    write_rows(Path(store.get_train_data_path()), 49)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     found = {}
     for ranks in (4, 3, 2, 1):
@@ -101,7 +101,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
         found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
     steps, net, history = found[4]
     assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(45))
+    assert sorted(number for step in steps[:3] for number in step) == list(range(49))
     assert steps[:3] != steps[3:]
     for ranks in (3, 2, 1):
         same_steps, same_net, same_history = found[ranks]

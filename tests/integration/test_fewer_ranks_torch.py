@@ -77,7 +77,7 @@ def assert_same(model: Any, expected: Any, told: str) -> None:
 
 
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
-    write_rows(Path(store.get_train_data_path()), 45)
+    write_rows(Path(store.get_train_data_path()), 49)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     found = {}
     for ranks in (4, 3, 2, 1):
@@ -86,7 +86,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
         found[ranks] = fit(store, ranks, folder, **params), noted_steps(folder, ranks)
     model, steps = found[4]
     assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(45))
+    assert sorted(number for step in steps[:3] for number in step) == list(range(49))
     assert steps[:3] != steps[3:]
     for ranks in (3, 2, 1):
         same, same_steps = found[ranks]
@@ -95,7 +95,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
 
 
 def test_a_run_of_two_ranks_goes_on_with_one(store: Any, tmp_path: Path) -> None:
-    write_rows(Path(store.get_train_data_path()), 45)
+    write_rows(Path(store.get_train_data_path()), 49)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     whole = fit(store, 2, tmp_path / "whole")
     fit(store, 2, tmp_path / "parts", epochs=1, run_id="mine")
