@@ -23,9 +23,9 @@ class StatePart(Protocol):
 class ShardStates:
     """Lets a rank be each of its shards in turn, as if that had a process of its own.
 
-    A rank with one shard does nothing for it. Where it plays several, all have the state to begin
-    with in which the first one was entered, and what is drawn and counted while the rank plays one
-    of them is kept for its next turn.
+    A rank with one shard does nothing for it. Where it plays several, all begin with the state of
+    the process when `for_each` is first called, before the first batch; what is drawn and counted
+    while the rank plays one of them is kept for its next turn.
 
     Parameters
     ----------
@@ -58,10 +58,8 @@ class ShardStates:
         """Be the shard whose turn it is; what happens in an idle turn is forgotten."""
         if self.passes == 1 or turn == self._current:
             return
-        if not self._states:
-            own = self._capture()
-            self._states = [own for _ in self.shards]
-        elif self._current < len(self.shards):
+        self._begin()
+        if self._current < len(self.shards):
             self._states[self._current] = self._capture()
         self._current = turn
         if turn < len(self.shards):
@@ -70,10 +68,16 @@ class ShardStates:
 
     def for_each(self, call: Callable[[int], object]) -> None:
         """Call with each shard that the rank plays, as that shard, and be the first one again."""
+        self._begin()
         for turn, shard in enumerate(self.shards):
             self.enter(turn)
             call(shard)
         self.enter(0)
+
+    def _begin(self) -> None:
+        if self.passes > 1 and not self._states:
+            own = self._capture()
+            self._states = [own for _ in self.shards]
 
     def _capture(self) -> list[Any]:
         return [part.capture() for part in self._parts]
