@@ -34,16 +34,16 @@ def host_identity() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:
-        # Not Linux as it mostly is: what is known of the hardware has to do.
+        # Not on Linux, or without /proc: the hardware's addresses have to do.
         macs = [a.address for found in psutil.net_if_addrs().values() for a in found]
         boot, network = "", " ".join(sorted(set(macs)))
     return f"{boot} {network} {socket.gethostname()}"
 
 
 def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:
-    """Return this machine's addresses at which others might reach it, the likeliest first.
+    """Return the addresses at which others might reach this machine, the likeliest first.
 
-    Only its own: Gloo has to listen on what is chosen.
+    They are all its own, since Gloo has to listen on the one that is chosen.
 
     Parameters
     ----------
@@ -79,12 +79,12 @@ def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:
 
 def listening_environment(address: str) -> dict[str, str]:
     """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
-    # The first is for Horovod as `hvd-estimators build-horovod` makes it, the second for others.
+    # The first is for Horovod as `hvd-estimators build-horovod` builds it, the second for others.
     return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
 
 
 def _is_open(address: str) -> bool:
-    """Whether other machines may reach an address, whichever interface they do it by."""
+    """Return whether other machines may be able to reach an address, through any interface."""
     if "%" in address:  # link-local, with an interface
         return False
     parsed = ipaddress.ip_address(address)
@@ -98,7 +98,7 @@ def _rank(address: str) -> tuple[bool, bool]:
 
 
 def _resolved(name: str) -> set[str]:
-    """Return the addresses of a name as this machine knows it, an address being its own."""
+    """Return the addresses that this machine knows for a name; those of an address are itself."""
     try:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)} if name else set()
     except OSError:

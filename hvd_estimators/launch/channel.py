@@ -1,9 +1,10 @@
-"""Messages between the tasks of a job over TCP, each of which proves that it is of the job.
+"""Messages over TCP between the tasks of a job, each with proof that it belongs to the job.
 
 Both ends know a secret of the job. A connection begins with a random number from each end, and with
-a proof from each that it knows the secret, made of both numbers. The keys of the connection follow
-from the secret and these numbers, so that what was recorded on one connection is worth nothing on
-another one. After that a message is its length, its bytes, and an HMAC-SHA256 over its place in
+a proof from each end, made from both numbers, that it knows the secret. The keys of the connection
+follow
+from the secret and these numbers, so that a recording of one connection is useless on another one.
+After that a message is its length, its bytes, and an HMAC-SHA256 over its place in
 the connection, its length and its bytes: messages that were changed, cut, repeated or put in
 another order end the connection. Messages are not encrypted.
 """
@@ -30,14 +31,14 @@ __all__ = [
 ]
 
 RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
-"""Environment variable of a rank: what it proves to the others with that it is of the job."""
+"""Environment variable of a rank: the key with which it proves that it belongs to the job."""
 
 SECRET_BYTES = 32
 
 _DIGEST = "sha256"
 _NONCE_BYTES = 32
 _TAG_BYTES = 32
-# What Gloo keeps of a rank is some 130 bytes per other rank.
+# Gloo stores about 130 bytes for each pair of ranks.
 _MAX_BYTES = 16 * 2**20
 
 
@@ -53,20 +54,20 @@ def new_secret() -> bytes:
 def ranks_key(secret: bytes) -> dict[str, str]:
     """Return the variable that lets a rank prove itself to other ranks of the job.
 
-    Its value says nothing of the secret.
+    Its value reveals nothing about the secret.
     """
     return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Receive so many bytes until a moment of `time.monotonic`, however slowly they come.
+    """Receive a number of bytes, however slowly they come, until a time of `time.monotonic`.
 
     Raises
     ------
     TimeoutError
-        If they have not come by then.
+        If they have not all come by then.
     ConnectionError
-        If the connection ends before.
+        If the connection ends before that.
     """
     received = bytearray()
     while len(received) < count:
@@ -84,7 +85,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
 class Channel:
     """A connection on which both ends have proved that they know the secret.
 
-    Made by `connect` and `accept`. A message is a flat dict of what JSON knows, and bytes.
+    Made by `connect` and `accept`. A message is a flat dict of JSON's types, and bytes.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -94,7 +95,7 @@ class Channel:
 
     @classmethod
     def connect(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
-        """Prove oneself on a connection that one has opened.
+        """Authenticate on a connection that this end has opened.
 
         Raises
         ------
@@ -116,7 +117,7 @@ class Channel:
 
     @classmethod
     def accept(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
-        """Prove oneself on a connection that another one has opened; raises as `connect` does."""
+        """Authenticate on a connection that the other end has opened; raises as `connect` does."""
         deadline = time.monotonic() + seconds
         connection.settimeout(seconds)
         ours = secrets.token_bytes(_NONCE_BYTES)
@@ -142,16 +143,16 @@ class Channel:
         Parameters
         ----------
         idle : float
-            Seconds until it has to begin.
+            Seconds within which it has to begin.
         seconds : float
-            Seconds from there until it has to be complete.
+            Seconds after that within which it has to be complete.
 
         Raises
         ------
         AuthenticationError
             If it is not what the other end sent as its next message.
         OSError
-            If the connection ends, or a time is over.
+            If the connection ends, or a time limit has passed.
         """
         first = receive_exactly(self._connection, 1, time.monotonic() + idle)
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""What Spark says of a job that failed, as typed errors. Runs on the driver."""
+"""What Spark says about a failed job, as typed errors. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["typed_failure"]
 
 _MESSAGE_CHARS = 4000
-# What Spark shows of tasks follows a failure by some moments.
+# Spark's information on tasks comes a moment after a failure.
 _STATUS_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of failure: how Spark's message tells it, and what to say and raise."""
+    """A kind of failure: how to recognise it in Spark's message, and what to say and raise."""
 
     pattern: str
     error: Callable[[str], HvdEstimatorsError]
@@ -94,23 +94,23 @@ _LOST = [
 def typed_failure(
     error: BaseException, context: SparkContext, tag: str, *, all_failures: bool
 ) -> HvdEstimatorsError | None:
-    """Return the error to raise for what Spark raised.
+    """Return the error to raise instead of Spark's.
 
     Parameters
     ----------
     error : BaseException
         What was raised while the jobs ran.
     context : SparkContext
-        Tells on which machine a task failed.
+        Knows on which machine a task failed.
     tag : str
         A tag that these jobs alone have.
     all_failures : bool
-        Whether there is to be an error for any other failure, too.
+        Whether to return an error for any other failure, too.
 
     Returns
     -------
     HvdEstimatorsError or None
-        None where the error is not Spark's, or is to be raised as it is.
+        None if the error is not Spark's, or should be raised as it is.
     """
     # The JVM itself may be gone, which is a ConnectionError.
     if not isinstance(error, (Py4JError, PySparkException, ConnectionError)) or isinstance(
@@ -132,7 +132,7 @@ def typed_failure(
 
 
 def _message(error: BaseException) -> str:
-    """Return what Spark says, without the JVM's stack traces."""
+    """Return Spark's message without the JVM's stack traces."""
     lines = str(error).splitlines()
     kept = [
         line.removeprefix(": ")
@@ -144,7 +144,7 @@ def _message(error: BaseException) -> str:
 
 
 def _failed_on(context: SparkContext, tag: str) -> tuple[str | None, str | None]:
-    """Return the host and the executor of the task that failed first; None where Spark forgot."""
+    """Return the host and executor of the task that failed first; None if Spark has forgotten."""
     deadline = time.monotonic() + _STATUS_SECONDS
     try:
         while True:

@@ -1,8 +1,8 @@
-"""The HTTP server on the loopback interface that a rank's Horovod takes for the rendezvous.
+"""The HTTP server on the loopback interface that serves a rank's Horovod as its rendezvous.
 
-Horovod's C++ knows only plain HTTP. It talks to this server in its parent, which passes on what it
-asks over the job's link. A rank shows a token that it has in its environment, which other users of
-the machine cannot read.
+Horovod's C++ knows only plain HTTP. It talks to this server in its parent, which passes the
+requests on over the job's link. A rank shows a token from its environment, which other users of the
+machine cannot read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class GlooProxy:
         self._listener = Listener(LOOPBACK, self._serve)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell the rank of this server."""
+        """Return the variables that tell the rank about this server."""
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._listener.port),
@@ -75,7 +75,7 @@ class GlooProxy:
         method, path, headers = _head(connection, deadline)
         given = headers.get("authorization", "")
         body = b""
-        # Before anything is read or said that has to do with the job.
+        # Before anything about the job is read or sent.
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             status = _UNAUTHORIZED
         else:
@@ -109,7 +109,7 @@ class GlooProxy:
 
 
 def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str]]:
-    """Receive a request's method, path and headers, whose names are in lower case."""
+    """Receive a request's method, path and headers; names of headers are in lower case."""
     head = bytearray()
     while not head.endswith(b"\r\n\r\n"):
         if len(head) > _MOST_HEAD_BYTES:

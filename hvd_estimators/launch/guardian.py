@@ -1,9 +1,9 @@
 """A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
 
-A rank cannot watch for that itself: a thread of Python's waits for the interpreter lock, which a C
-extension may hold for minutes. So the process that a rank's parent starts splits in two before it
-does anything else: the guardian, which only waits, and its child, which is the rank. Whichever of
-the three ends first, and however it ends, the others below it end, too.
+A rank cannot watch for that itself: a thread in Python needs the interpreter lock, which a C
+extension may hold for minutes. Therefore the process that a rank's parent starts splits in two
+before it does anything else: the guardian, which only waits, and its child, which is the rank. When
+any of the three ends, in whatever way, those below it end, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NoReturn
 __all__ = ["split_off_guardian"]
 
 _PARENT_POLL_SECONDS = 0.5
-# Helpers of a rank that has ended, such as multiprocessing's resource tracker, tidy up after it.
+# The helpers of a rank, such as multiprocessing's resource tracker, clean up after it has ended.
 _GRACE_SECONDS = 0.3
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.01
@@ -33,19 +33,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def split_off_guardian(directory: str, lifeline: int) -> None:
-    """Go on as the rank, the child of a guardian. Returns only in the rank.
+    """Continue as the rank, the child of a guardian. Returns only in the rank.
 
-    To be called while the process has one thread. The guardian ends as the rank does, with the
-    same status or by the same signal, once all processes that the rank started have ended. On
-    Linux it adopts those whose parents have gone, in whatever session or process group they are.
+    Call this while the process has only one thread. The guardian ends like the rank, with the same
+    status or by the same signal, once all processes that the rank started have ended. On Linux it
+    adopts those whose parents have ended, whatever their session or process group.
 
     Parameters
     ----------
     directory : str
-        Deleted if the parent goes before the rank.
+        Deleted if the parent ends before the rank does.
     lifeline : int
-        Descriptor of the reading end of a pipe, whose other end the parent alone holds. The rank
-        is killed when it closes, or when the parent has ended although a fork of it keeps that
+        Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
+        killed when that end closes, or when the parent has ended although a fork of it keeps the
         end open.
     """
     guardian, parent = os.getpid(), os.getppid()
@@ -82,7 +82,7 @@ def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -
         ready = {descriptor for descriptor, _ in poller.poll(_PARENT_POLL_SECONDS * 1000)}
         if waking in ready:
             os.read(waking, 4096)
-        # Nobody writes to the lifeline.
+        # Nothing is ever written to the lifeline.
         if lifeline in ready or os.getppid() != parent:
             wanted = False
             os.kill(rank, signal.SIGKILL)
@@ -97,7 +97,7 @@ def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -
 
 
 def _reap(rank: int) -> int | None:
-    """Take note of all children that have ended; return the rank's status if it is among them."""
+    """Reap all children that have ended; return the rank's status if it is among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -110,7 +110,7 @@ def _reap(rank: int) -> int | None:
 
 
 def _end_descendants() -> None:
-    """End what the rank left behind: asked first, killed after a moment."""
+    """End what the rank left behind: ask first, and kill after a moment."""
     started = time.monotonic()
     asked: set[int] = set()
     while time.monotonic() - started < _KILL_SECONDS:
@@ -130,11 +130,11 @@ def _end_descendants() -> None:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Return the processes that another one started, and those that these started; on Linux."""
+    """Return all processes below another one in the process tree; on Linux only."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # PID (name) state parent ...; a name may hold anything.
+            # PID (name) state parent ...; a name can hold anything.
             parent = path.read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
     found: list[int] = []

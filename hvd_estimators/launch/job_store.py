@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other through rank 0's task: Gloo's keys, and how they fare."""
+"""What the ranks of a job tell each other through rank 0's task: Gloo's keys, and their state."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 __all__ = ["Answer", "Failure", "JobStore"]
 
 Answer = tuple[dict[str, Any], bytes]
-"""An answer's values, of which ``status`` is one of HTTP's numbers, and its bytes."""
+"""The values of an answer, among them ``status`` (as in HTTP), and its bytes."""
 
 _OK, _FORBIDDEN, _NOT_FOUND, _CONFLICT = 200, 403, 404, 409
 _LOOK_SECONDS = 0.5
-# A time between two looks that is so many times as long was a pause of this process, and says
-# nothing of the ranks.
+# If so many times as much time passes between two looks, this process was paused, and the time says
+# nothing about the ranks.
 _PAUSED_LOOKS = 4
 _KEY_WAIT_SECONDS = 0.5
 
@@ -27,13 +27,13 @@ class Failure:
     Attributes
     ----------
     rank : int
-        The rank that failed, or that nothing is heard of.
+        The rank that failed, or that has gone silent.
     host : str
         The machine that it ran on.
     why : str
         What happened, as a clause.
     lost : bool
-        Whether it was not told by the rank's task, but concluded by others from its silence.
+        Whether the rank's task did not report this, and others concluded it from its silence.
     """
 
     rank: int
@@ -48,14 +48,15 @@ class Failure:
 class JobStore:
     """Gloo's keys and the state of the ranks. Used from several threads.
 
-    A key is written once, and no key once all ranks have said that they have joined, until they say
-    that they have left. What changes anything carries a number, by which it is known when it comes
-    again: an answer can get lost, and a message be late.
+    A key can be written only once. None can be written after all ranks have said that they have
+    joined, until they say that they have left. A message that changes something carries a number,
+    by which it is recognised if it comes again, since answers can get lost and messages can be
+    late.
 
     Parameters
     ----------
     silence : float
-        Seconds after which a rank of which nothing is heard counts as lost.
+        Seconds after which a silent rank counts as lost.
 
     Attributes
     ----------
@@ -87,7 +88,7 @@ class JobStore:
         }
 
     def expect(self, hosts: Sequence[str]) -> None:
-        """Tell of the ranks that will come: the host of each, in their order."""
+        """Announce the ranks that will come, by the host of each, in their order."""
         with self._changed:
             self._hosts = list(hosts)
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
@@ -114,7 +115,7 @@ class JobStore:
         return self._failure
 
     def look(self, seconds: float) -> None:
-        """Note that so many seconds have passed since the last call, or the start.
+        """Note how many seconds have passed since the last call, or since the start.
 
         A rank that was silent for too long counts as lost.
         """
@@ -127,9 +128,9 @@ class JobStore:
             self._changed.notify_all()
 
     def wait_for_all(self) -> list[int]:
-        """Wait until every rank needs this store no more, or is lost; return those that are.
+        """Wait until every rank is lost or has finished with this store; return the lost ones.
 
-        Only ends while `look` is called.
+        It ends only if `look` is called meanwhile.
         """
 
         def pending() -> set[int]:
@@ -154,7 +155,7 @@ class JobStore:
         return {"status": _OK}, b""
 
     def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        # Gloo waits for other ranks' numbers, and asks for all else once.
+        # Gloo waits for the keys of other ranks, which are numbers; it asks for others only once.
         if key.isdecimal() and (scope, key) not in self._keys:
             self._changed.wait_for(lambda: (scope, key) in self._keys, _KEY_WAIT_SECONDS)
         value = self._keys.get((scope, key))

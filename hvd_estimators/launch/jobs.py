@@ -1,4 +1,4 @@
-"""Spark jobs of ours: known by a tag, in the caller's job group, with a limit to their waiting.
+"""Our Spark jobs: known by a tag, in the caller's job group, and with a limit on their waiting.
 
 Runs on the driver.
 """
@@ -31,19 +31,19 @@ _PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOn
 def spark_job(
     context: SparkContext, description: str | None = None, *, ranks: bool = False
 ) -> Iterator[str]:
-    """Run the block's Spark jobs so that they end when it does, and their failures are typed.
+    """Run the block's Spark jobs so that they end with it, and their failures are typed errors.
 
-    The jobs keep the job group, the scheduler's pool and the other properties that the thread has.
+    The jobs keep the thread's job group, scheduler pool and other properties.
 
     Parameters
     ----------
     context : SparkContext
         What runs them.
     description : str, optional
-        Shown by Spark where the thread has set none.
+        Shown by Spark unless the thread has set one.
     ranks : bool
-        Whether tasks do nothing but to run ranks: they are interrupted when they are cancelled, and
-        what Spark raises for any other reason is a typed error, too.
+        Whether the tasks only run ranks: they are then interrupted when they are cancelled, and any
+        other failure that Spark raises becomes a typed error, too.
 
     Yields
     ------
@@ -55,9 +55,9 @@ def spark_job(
     JobCancelledError
         If they are cancelled.
     DependencyError
-        If the executors' Python does not start, is another version or lacks a package.
+        If the executors' Python does not start, has another version or lacks a package.
     ResultsError
-        If the driver does not take their results.
+        If the driver does not accept their results.
     WorkerFailedError
         If an executor or its Python process ends.
     """
@@ -67,7 +67,7 @@ def spark_job(
         context.addJobTag(_TAG)
         context.addJobTag(tag)
         if ranks:
-            # Not where tasks write: HDFS may take an interrupt for the failure of a node.
+            # Not for tasks that write: HDFS may take an interrupt for the failure of a node.
             context.setLocalProperty("spark.job.interruptOnCancel", "true")
         if description and not before["spark.job.description"]:
             context.setLocalProperty("spark.job.description", description)
@@ -88,7 +88,7 @@ def spark_job(
 
 
 def jobs_on(frame: DataFrame) -> contextlib.AbstractContextManager[object]:
-    """Run jobs on a user's DataFrame as `spark_job` does; with Spark Connect as they are."""
+    """Run jobs on a user's DataFrame as `spark_job` does; with Spark Connect, just run them."""
     context = getattr(frame.sparkSession, "sparkContext", None)
     return contextlib.nullcontext() if context is None else spark_job(context)
 
@@ -97,8 +97,8 @@ def jobs_on(frame: DataFrame) -> contextlib.AbstractContextManager[object]:
 def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> Iterator[None]:
     """Run the block's barrier job as `spark_job` does, and end it if its tasks do not start.
 
-    Time in which other jobs of ours hold the task slots does not count: fits that run side by side
-    come one after the other.
+    Time during which our other jobs hold the task slots does not count, since fits that run side by
+    side take turns.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> I
 
 
 def _held_by_others(context: SparkContext, tag: str, num_proc: int) -> bool:
-    """Return whether other jobs of ours leave too few task slots."""
+    """Return whether our other jobs leave too few task slots."""
     active = set(context.statusTracker().getActiveJobsIds())
     others = (active & _job_ids(context, _TAG)) - _job_ids(context, tag)
     held = _active_tasks(context, others)
@@ -151,7 +151,7 @@ def _held_by_others(context: SparkContext, tag: str, num_proc: int) -> bool:
 
 
 def _job_ids(context: SparkContext, tag: str) -> set[int]:
-    # PySpark's own status tracker knows groups only.
+    # PySpark's own status tracker knows only groups.
     return set(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
 
 
@@ -163,7 +163,7 @@ def _active_tasks(context: SparkContext, jobs: set[int], ended: bool = False) ->
         for job_id in jobs
         for stage_id in getattr(tracker.getJobInfo(job_id), "stageIds", ())
     }
-    # PySpark's own status tracker learns of tasks that have started with the next event only.
+    # PySpark's own status tracker hears of started tasks only with the next event.
     stages = context._jsc.sc().statusStore().activeStages()
     active = 0
     for stage in (stages.apply(i) for i in range(stages.size())):

@@ -1,4 +1,4 @@
-"""A TCP listener for few friends among strangers: who proves nothing soon is not kept."""
+"""A TCP listener that drops connections which do not soon prove who they are."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ logger = logging.getLogger(__name__)
 class Listener:
     """Calls a function for each connection, in a thread of its own, until it is closed.
 
-    The port is taken at once, and nobody can connect before `listen`.
+    The port is taken at once, but nobody can connect before `listen`.
 
     Parameters
     ----------
     address : str
         The one address of this machine to listen on.
     serve : callable
-        Called with the connection, which is closed afterwards, and with a function to call when
-        the other end has proved who it is. Those that have not are as many as 256; the oldest makes
-        room. Errors of the connection end it.
+        Called with the connection, which is closed afterwards, and with a function to call when the
+        other end has proved who it is. At most 256 connections may be without proof: the oldest
+        makes room for a new one. An error of a connection ends it.
     is_ipv6 : bool, optional
-        Which addresses are meant by an empty one. Default: what the address is.
+        Which kind of addresses an empty address means. Default: the address's own kind.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Listener:
         self._closed = False
 
     def listen(self) -> Self:
-        """Let others connect, if they may not yet."""
+        """Let others connect, unless they already can."""
         if self._thread is not None:
             return self
         self._socket.listen(_BACKLOG)
@@ -84,9 +84,9 @@ class Listener:
         self.close()
 
     def drain(self, seconds: float) -> None:
-        """Wait until all connections, those that nobody has taken yet too, have ended."""
+        """Wait until all connections have ended, even those that are not accepted yet."""
         deadline = time.monotonic() + seconds
-        # Connections are taken in their order: after this one all that came before are known.
+        # Connections are accepted in order: once this one is known, so are all before it.
         with contextlib.suppress(OSError):
             mine = socket.create_connection(self._socket.getsockname()[:2], seconds)
             known = mine.getsockname()[:2]
@@ -100,11 +100,11 @@ class Listener:
             time.sleep(_PAUSE_SECONDS / 5)
 
     def close(self) -> None:
-        """Let nobody connect any more, and end the connections."""
+        """Refuse new connections, and end those that there are."""
         with self._lock:
             self._closed = True
             ending = [*self._strangers, *self._friends]
-        # Wakes up the thread that accepts; closing does not.
+        # This wakes up the accepting thread; closing does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

@@ -1,4 +1,4 @@
-"""What a rank prints: passed on line by line, its end kept, in bounded memory."""
+"""A rank's output: it is passed on line by line, and its end is kept, in bounded memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _JOIN_SECONDS = 10.0
 
 
 def shortened(text: str, limit: int = _TAIL_CHARS) -> str:
-    """Return a text of about a length at most: its two ends, and how much is left out."""
+    """Shorten a text to about a length: keep its two ends, and say how much is left out."""
     line = _Line(limit)
     line.add(text)
     return line.text()
 
 
 class _Line:
-    """A line as it grows: its start and its end are kept."""
+    """A growing line, of which the start and the end are kept."""
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
@@ -54,7 +54,7 @@ class _Line:
 
 
 class _Tail:
-    """The last lines of a text, as many as there is room for."""
+    """As many of the last lines of a text as there is room for."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
@@ -94,7 +94,7 @@ class OutputReader:
         self._thread.start()
 
     def finish(self) -> bool:
-        """Take what has been printed until now; to be called once the process has ended.
+        """Take all output so far; call this once the process has ended.
 
         A process that it left behind may hold the pipe open, and is not waited for.
 
@@ -125,7 +125,7 @@ class OutputReader:
             self._take(line.text())
 
     def _texts(self) -> Iterator[str]:
-        """Yield what is printed, with all ends of lines as newlines, until there is no more."""
+        """Yield the output with all line ends as newlines, until it ends."""
         encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
         decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
         poller = select.poll()
@@ -150,6 +150,6 @@ class OutputReader:
             try:
                 self._on_line(line)
             except Exception:
-                # A rank whose output nobody reads would stop when it prints.
+                # A rank would block on printing if nobody read its output.
                 self._on_line = None
                 logger.warning("The output of a rank cannot be passed on", exc_info=True)

@@ -11,7 +11,7 @@ from hvd_estimators.launch.mends import TOKEN_VARIABLE
 __all__ = ["JOB_SCOPE", "tell_parent"]
 
 JOB_SCOPE = "hvd_estimators"
-"""Scope of what is not Horovod's own."""
+"""Scope of the keys that are not Horovod's."""
 
 _PATIENCE_SECONDS = 60.0
 _ATTEMPT_SECONDS = 10.0
@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 0.2
 
 
 def tell_parent(word: str) -> None:
-    """Tell the parent ``joined`` or ``left``; does nothing where another backend is the parent.
+    """Tell the parent ``joined`` or ``left``; do nothing if the parent is another backend.
 
     Repeated until it is answered, for a minute at most.
     """

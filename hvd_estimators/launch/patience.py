@@ -7,16 +7,16 @@ from dataclasses import dataclass
 __all__ = ["GLOO_TIMEOUT", "Patience"]
 
 GLOO_TIMEOUT = "120"
-"""Seconds that ranks wait for each other within Gloo, unless the user says otherwise.
+"""Seconds for which ranks wait for each other within Gloo, unless the user sets others.
 
-Horovod's 30 s are less than what TCP takes to go on after a link was down for 25 s: it tries after
-pauses that double, so twice as long. A task that is lost is told of well before these.
+Horovod's 30 s are too few: after a link was down for 25 s, TCP may take twice as long to go on,
+since its pauses between attempts double. A lost task is reported well before this.
 """
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds that a rank's task waits for another one.
+    """Seconds for which a rank's task waits for another one.
 
     Attributes
     ----------
@@ -29,7 +29,7 @@ class Patience:
     pause : float
         Between two attempts.
     beat : float
-        Between two messages that say that a task is alive.
+        Between two messages by which a task says that it is alive.
     """
 
     attempt: float = 5.0
