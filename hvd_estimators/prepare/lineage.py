@@ -1,7 +1,9 @@
-"""What Spark's plan of a DataFrame tells: whether another one gives the same rows, in which order.
+"""Whether a DataFrame has the same rows as another one, and whether they have a fixed order.
 
-Runs on the driver. Plans are objects of the JVM; Spark Connect, which has none here, is told of as
-unknown.
+Runs on the driver. ``DataFrame.sameSemantics`` compares two plans. It does not tell whether a plan
+gives the same rows twice (a clock or a Python function may be in it), nor whether the files or the
+cached data that it reads are as before: the rest of this module and `sources` look into the JVM for
+that. Everything is unknown with Spark Connect, whose plans are not in this process.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
 
 from hvd_estimators.prepare.sources import (
+    FileVersion,
     cached_data,
     class_name,
     file_versions,
@@ -23,6 +26,7 @@ from hvd_estimators.prepare.sources import (
 
 __all__ = ["SourcePlan", "estimated_rows", "keeps_order", "source_plan"]
 
+# Plan nodes that Spark evaluates to the same rows each time, in the same order or in any.
 _ORDERED_LEAVES = {"LocalRelation", "LogicalRelation", "Range"}
 _ORDERED_NODES = {
     "Expand",
@@ -51,36 +55,13 @@ _UNORDERED_NODES = {
     "Sort",
     "Window",
 }
-# Others read a clock, a random number, the session, another plan, or run Python.
+# Other leaf expressions read a clock, a random number, the session or another plan, or run Python.
 _PURE_LEAF_EXPRESSIONS = {"AttributeReference", "Literal", "NamedLambdaVariable"}
 _SEEDED = {"Rand", "Randn"}
-# Whether an expression over random numbers is random itself cannot be asked: these are not.
-_PLAIN_EXPRESSIONS = {
-    "Add",
-    "Alias",
-    "And",
-    "CaseWhen",
-    "Cast",
-    "Ceil",
-    "CreateArray",
-    "CreateNamedStruct",
-    "Divide",
-    "EqualTo",
-    "Floor",
-    "GreaterThan",
-    "GreaterThanOrEqual",
-    "If",
-    "LessThan",
-    "LessThanOrEqual",
-    "Multiply",
-    "Not",
-    "Or",
-    "Pmod",
-    "Remainder",
-    "Round",
-    "Subtract",
-    "UnaryMinus",
-}
+_inherits_randomness: dict[str, bool] = {}
+"""Classes of expressions that have been looked at: looking takes a millisecond."""
+_UNKNOWN_BYTES = 2**63 - 1
+"""What Spark takes a source for whose size it does not know."""
 _OPAQUE_FIELDS = {"dataType", "inputEncoders", "outputEncoder"}
 
 
@@ -95,66 +76,61 @@ class _Classes:
 
 @dataclass(frozen=True, eq=False)
 class SourcePlan:
-    """A DataFrame whose rows are known to be the same as long as its sources are.
+    """A DataFrame whose rows stay the same as long as its sources do.
 
     Attributes
     ----------
-    plan : py4j.java_gateway.JavaObject
-        Spark's analyzed plan, kept alive in the JVM.
+    frame : pyspark.sql.DataFrame
+        The DataFrame itself.
     schema : str
-        Names and types of the columns, which a plan's own comparison leaves out.
+        Names and types of the columns; Spark's comparison ignores the names.
     settings : str
-        The session's settings and parallelism, on which rows may depend.
+        The session's settings and parallelism, which rows may depend on.
     files : tuple
         The version of every file that is read, see `file_versions`.
     cached : tuple of py4j.java_gateway.JavaObject
-        The cached data that is read in the place of parts of the plan, see `cached_data`: it
-        holds files as they were when it was cached.
-    frame : pyspark.sql.DataFrame
-        The DataFrame itself.
+        The cached data that Spark reads instead of parts of the plan, see `cached_data`. It holds
+        the rows of the time when it was cached.
     """
 
-    plan: Any
+    frame: DataFrame
     schema: str
     settings: str
-    files: tuple[tuple[str, ...], ...]
+    files: tuple[FileVersion, ...]
     cached: tuple[Any, ...]
-    frame: Any
 
     def same_as(self, other: SourcePlan) -> bool:
-        """Return whether two DataFrames hold the same rows, by Spark's own comparison of plans."""
+        """Return whether two DataFrames hold the same rows."""
         if (self.schema, self.settings, self.files) != (other.schema, other.settings, other.files):
             return False
         try:
-            session = self.frame.sparkSession
-            return same_objects(session, self.cached, other.cached) and bool(
-                self.plan.sameResult(other.plan)
-            )
+            return same_objects(
+                self.frame.sparkSession, self.cached, other.cached
+            ) and self.frame.sameSemantics(other.frame)
         except Py4JError:
             # One of them lived in a JVM that has ended.
             return False
 
     def is_current(self) -> bool:
-        """Return whether files and cached data still are what they were."""
-        session = self.frame.sparkSession
+        """Return whether the files and the cached data are still what they were."""
         try:
-            return file_versions(self.plan, session) == self.files and same_objects(
-                session, self.cached, cached_data(self.frame)
+            return file_versions(self.frame) == self.files and same_objects(
+                self.frame.sparkSession, self.cached, cached_data(self.frame)
             )
         except (Py4JError, TypeError, OSError):
             return False
 
 
 def source_plan(df: DataFrame) -> SourcePlan | None:
-    """Return what tells whether a DataFrame's rows are those of another, or of a later moment.
+    """Return what tells whether a DataFrame has the same rows as another one, or as it had before.
 
     Returns
     -------
     SourcePlan or None
-        None if that cannot be told: for RDDs, JDBC, tables that are not plain files, Python
-        functions, clocks, random numbers (those of ``rand`` and ``randn`` count as known where
-        their seed and the order of rows are), files that have changed since the DataFrame was
-        made or whose changes cannot be told (see `file_versions`), and Spark Connect.
+        None if this is unknown: for RDDs, JDBC, tables that are not plain files, Python functions,
+        clocks, random numbers (except those of ``rand`` and ``randn`` with a seed, over rows in a
+        known order), files that have changed since the DataFrame was made or whose changes go
+        unnoticed (see `file_versions`), and Spark Connect.
     """
     plan = _analyzed(df)
     if plan is None:
@@ -168,24 +144,24 @@ def source_plan(df: DataFrame) -> SourcePlan | None:
             or not found.nodes <= _ORDERED_LEAVES | _ORDERED_NODES | _UNORDERED_NODES
             or not found.leaf_expressions <= _PURE_LEAF_EXPRESSIONS
             or any("Python" in name for name in found.expressions)
-            or not _is_repeatable(plan, random)
+            or not _is_repeatable(plan, random, df.sparkSession)
         ):
             return None
-        session: Any = df.sparkSession
         cached = cached_data(df)
-        files = file_versions(plan, session)
+        files = file_versions(df)
         if files is None:
             return None
-        settings = session._jsparkSession.sessionState().conf().getAllConfs().toString()
+        session: Any = df.sparkSession
         cores = session.sparkContext.defaultParallelism
-        return SourcePlan(plan, df.schema.json(), f"{cores} {settings}", files, cached, df)
+        settings = session._jsparkSession.conf().getAll().toString()
+        return SourcePlan(df, df.schema.json(), f"{cores} {settings}", files, cached)
     except (Py4JError, TypeError, OSError):
-        # A Spark whose internals are others: it is not known, so nothing is taken for the same.
+        # This version of Spark has other internals.
         return None
 
 
 def keeps_order(df: DataFrame) -> bool:
-    """Return whether rows come in the same order each time, which they do not after a shuffle."""
+    """Return whether rows always come in the same order; after a shuffle they do not."""
     plan = _analyzed(df)
     if plan is None:
         return False
@@ -206,16 +182,15 @@ def keeps_order(df: DataFrame) -> bool:
 def estimated_rows(df: DataFrame) -> float | None:
     """Return about how many rows a DataFrame has at most, if its plan tells; runs nothing.
 
-    What is cached is left out of account: the answer is the same before and after.
+    Cached data does not change the answer.
     """
     plan = _analyzed(df)
     if plan is None:
         return None
     try:
         size = float(str(plan.stats().sizeInBytes()))
-        unknown = float(df.sparkSession._jsparkSession.sessionState().conf().defaultSizeInBytes())
         # Spark counts 8 bytes for a row beside its columns.
-        return None if size >= unknown else size / (8 + plan.schema().defaultSize())
+        return None if size >= _UNKNOWN_BYTES else size / (8 + plan.schema().defaultSize())
     except (Py4JError, TypeError):
         return None
 
@@ -247,25 +222,35 @@ def _classes(plan: Any) -> _Classes:
     return found
 
 
-def _is_repeatable(plan: Any, random: set[str]) -> bool:
+def _is_repeatable(plan: Any, random: set[str], session: Any) -> bool:
     """Return whether all expressions give the same values each time."""
     if plan.deterministic():
         return True
-    return all(_is_repeatable(child, random) for child in items(plan.children())) and all(
-        _has_fixed_values(expression, random) for expression in items(plan.expressions())
+    return all(_is_repeatable(child, random, session) for child in items(plan.children())) and all(
+        _has_fixed_values(each, random, session) for each in items(plan.expressions())
     )
 
 
-def _has_fixed_values(expression: Any, random: set[str]) -> bool:
+def _has_fixed_values(expression: Any, random: set[str], session: Any) -> bool:
     if expression.deterministic():
         return True
     name = class_name(expression)
     if name in random:
         return all(class_name(child) == "Literal" for child in items(expression.children()))
-    # Spark ML marks its own functions, such as VectorAssembler's, as not deterministic only so
-    # that the optimizer does not move them (they raise on bad rows).
-    known = name in _PLAIN_EXPRESSIONS or (
-        name == "ScalaUDF"
-        and expression.function().getClass().getName().startswith("org.apache.spark.ml.")
-    )
-    return known and all(_has_fixed_values(child, random) for child in items(expression.children()))
+    if name == "ScalaUDF":
+        # Spark ML marks its own functions, such as VectorAssembler's, as nondeterministic only to
+        # keep the optimizer from moving them (they raise on bad rows).
+        known = expression.function().getClass().getName().startswith("org.apache.spark.ml.")
+    else:
+        if name not in _inherits_randomness:
+            _inherits_randomness[name] = _has_default_determinism(expression, session)
+        known = _inherits_randomness[name]
+    children = items(expression.children())
+    return known and all(_has_fixed_values(child, random, session) for child in children)
+
+
+def _has_default_determinism(expression: Any, session: Any) -> bool:
+    """Return whether an expression is as random as those below it: its class says nothing else."""
+    no_parameters = session.sparkContext._gateway.new_array(session._jvm.java.lang.Class, 0)
+    method = expression.getClass().getMethod("deterministic", no_parameters)
+    return bool(method.getDeclaringClass().getSimpleName() == "Expression")

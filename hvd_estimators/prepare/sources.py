@@ -1,7 +1,8 @@
-"""What a DataFrame's rows come from beside its plan: files as they are now, and cached data.
+"""What a DataFrame's rows come from: versions of files, and cached data.
 
-Runs on the driver. A file is told from what it was before by marks that nobody can set: size and
-time of change can be made the same again.
+Runs on the driver. ``DataFrame.inputFiles`` gives names only, and leaves out files below cached
+data. Two versions of a file are told apart by marks that no program can set, since its size and its
+modification time can be set back.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from typing import Any
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import DataFrame
 
-__all__ = ["cached_data", "class_name", "file_versions", "items", "same_objects"]
+__all__ = ["FileVersion", "cached_data", "class_name", "file_versions", "items", "same_objects"]
 
 _FILE = re.compile(r"path=(.*?); isDirectory=\w+; length=(\d+);.*?modification_time=(\d+);")
 _MOST_REMOTE_FILES = 1000
-"""Each of them is a call to its filesystem."""
+"""Each of them takes a call to its filesystem."""
 
-# A change within the clock's tick after another gives the same time of change.
+# Two changes within one tick of the clock get the same time.
 _TICK_NS, _COARSE_TICK_NS = 50_000_000, 2_100_000_000
 
 FileVersion = tuple[str, ...]
 
 
 def cached_data(df: DataFrame) -> tuple[Any, ...]:
-    """Return the JVM's objects that hold the cached data which a DataFrame would read now."""
-    # A plan keeps what it found when it first ran; a new one looks again, as the write will.
+    """Return the JVM's objects that hold the cached data that a DataFrame would read now."""
+    # A DataFrame remembers the cached data of its first run; a new one looks anew, like the write.
     frame: Any = df.select("*")
     leaves = items(frame._jdf.queryExecution().withCachedData().collectLeaves())
     return tuple(leaf.cacheBuilder() for leaf in leaves if class_name(leaf) == "InMemoryRelation")
 
 
 def same_objects(session: Any, ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Return whether the JVM's objects are the same ones, in order; equal ones do not count."""
+    """Return whether two sequences hold the very same objects of the JVM, not just equal ones."""
     if len(ones) != len(others):
         return False
     for one, other in zip(ones, others, strict=True):
@@ -47,19 +48,21 @@ def same_objects(session: Any, ones: Sequence[Any], others: Sequence[Any]) -> bo
     return True
 
 
-def file_versions(plan: Any, session: Any) -> tuple[FileVersion, ...] | None:
-    """Return what tells all files of a plan from what they were, or will be.
+def file_versions(df: DataFrame) -> tuple[FileVersion, ...] | None:
+    """Return what tells the current versions of all files of a DataFrame from other versions.
 
     Returns
     -------
     tuple of tuple of str, or None
-        Path, size, time, and marks of the version: device, inode and time of the inode's change
-        of a local file, which no program can set; the entity tag of an object, or the checksum
-        that the filesystem keeps. None where there is no such mark, where the plan reads
-        something else than files, or where files have changed since the DataFrame was made.
+        Path, size and time as Spark listed them when the DataFrame was made, and marks of the
+        version: device, inode, and the time of the inode's last change for a local file, which no
+        program can set; the entity tag of an object, or the checksum that the filesystem keeps.
+        None where there is no such mark, where the DataFrame reads something else than files, or
+        where a file's size is not what Spark listed: Spark would read a part of the file only.
     """
+    frame: Any = df
     files: list[FileVersion] = []
-    for leaf in items(plan.collectLeaves()):
+    for leaf in items(frame._jdf.queryExecution().analyzed().collectLeaves()):
         if class_name(leaf) != "LogicalRelation":
             continue
         relation = leaf.relation()
@@ -67,10 +70,8 @@ def file_versions(plan: Any, session: Any) -> tuple[FileVersion, ...] | None:
             "InMemoryFileIndex"
         ):
             return None
-        index = relation.location()
-        listed, now = _listed(index), _listed(_listed_again(index, relation.options(), session))
-        # Spark reads what it listed when the DataFrame was made.
-        if listed is None or listed != now:
+        listed = _listed(relation.location())
+        if listed is None:
             return None
         files += listed
     local = [file for file in files if file[0].startswith("file:/")]
@@ -80,16 +81,16 @@ def file_versions(plan: Any, session: Any) -> tuple[FileVersion, ...] | None:
     if marks is None:
         return None
     versions = []
-    for file in files:
-        mark = marks.get(file[0]) or _remote_mark(file[0], session)
-        if mark is None:
+    for path, size, changed in files:
+        size_now, *mark = marks.get(path) or _remote_marks(path, df.sparkSession) or ("",)
+        if size_now != size:
             return None
-        versions.append((*file, *mark))
+        versions.append((path, size, changed, *mark))
     return tuple(versions)
 
 
 def _local_marks(urls: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
-    """Return the marks of files on this machine, or mounted; None if they do not tell."""
+    """Return size and marks of files on this machine, or mounted; None if they do not tell."""
     stats = {url: _stat(url) for url in urls}
     wait = max((_unsettled_ns(stat) for stat in stats.values()), default=0)
     if wait > _TICK_NS:
@@ -100,13 +101,13 @@ def _local_marks(urls: Sequence[str]) -> dict[str, tuple[str, ...]] | None:
         if any(_unsettled_ns(stat) > 0 for stat in stats.values()):
             return None
     return {
-        url: tuple(map(str, (s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)))
+        url: tuple(map(str, (s.st_size, s.st_dev, s.st_ino, s.st_mtime_ns, s.st_ctime_ns)))
         for url, s in stats.items()
     }
 
 
 def _stat(url: str) -> os.stat_result:
-    # A network filesystem asks its server when a file is opened.
+    # Opening a file makes a network filesystem ask its server.
     descriptor = os.open("/" + url.removeprefix("file:").lstrip("/"), os.O_RDONLY)
     try:
         return os.fstat(descriptor)
@@ -115,41 +116,36 @@ def _stat(url: str) -> os.stat_result:
 
 
 def _unsettled_ns(stat: os.stat_result) -> int:
-    """Return how long another change could still get the same time as this one."""
+    """Return for how long another change could still get the same time as this one."""
     coarse = stat.st_ctime_ns % 1_000_000_000 == 0
     tick = _COARSE_TICK_NS if coarse else _TICK_NS
     return tick - (time.time_ns() - stat.st_ctime_ns)
 
 
-def _remote_mark(url: str, session: Any) -> tuple[str, ...] | None:
+def _remote_marks(url: str, session: Any) -> tuple[str, ...] | None:
+    """Return size and mark of a file of another filesystem; None if it has no mark."""
     path = session._jvm.org.apache.hadoop.fs.Path(url)
     filesystem = path.getFileSystem(session._jsparkSession.sessionState().newHadoopConf())
+    status = filesystem.getFileStatus(path)
     try:
-        tag = filesystem.getFileStatus(path).getEtag()
-    except Py4JError:  # only those of object stores have one
+        tag = status.getEtag()
+    except Py4JError:  # only object stores have one
         tag = None
     if tag is not None:
-        return ("etag", str(tag))
+        return (str(status.getLen()), "etag", str(tag))
     checksum = filesystem.getFileChecksum(path)
-    return None if checksum is None else ("checksum", str(checksum.toString()))
+    return (
+        None if checksum is None else (str(status.getLen()), "checksum", str(checksum.toString()))
+    )
 
 
 def _listed(index: Any) -> list[FileVersion] | None:
+    """Return path, size and time of change of the files of one of Spark's file indexes."""
     statuses = index.allFiles()
     found = [_FILE.search(line) for line in statuses.mkString("\n").splitlines()]
     if not all(found) or len(found) != statuses.size():
         return None
     return sorted(match.groups() for match in found if match)
-
-
-def _listed_again(index: Any, options: Any, session: Any) -> Any:
-    """Return a new index of the same paths, made past Spark's caches."""
-    package = session._jvm.org.apache.spark.sql.execution.datasources
-    no_cache = getattr(getattr(package, "NoopCache$"), "MODULE$")
-    none = session._jvm.scala.Option.empty()
-    return package.InMemoryFileIndex(
-        session._jsparkSession, index.rootPaths(), options, none, no_cache, none, none
-    )
 
 
 def class_name(value: Any) -> str:

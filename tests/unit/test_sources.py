@@ -71,6 +71,9 @@ class Status:
     def __init__(self, tag):
         self.tag = tag
 
+    def getLen(self):
+        return 12
+
     def getEtag(self):
         if self.tag == "no such method":
             raise Py4JError("Method getEtag([]) does not exist")
@@ -78,19 +81,19 @@ class Status:
 
 
 @pytest.mark.parametrize(
-    ("tag", "checksum", "mark"),
+    ("tag", "checksum", "marks"),
     [
-        ("9f6e", None, ("etag", "9f6e")),
+        ("9f6e", None, ("12", "etag", "9f6e")),
         (
             "no such method",
             "MD5-of-0MD5-of-512CRC32C:1f",
-            ("checksum", "MD5-of-0MD5-of-512CRC32C:1f"),
+            ("12", "checksum", "MD5-of-0MD5-of-512CRC32C:1f"),
         ),
         (None, None, None),
         ("no such method", None, None),
     ],
 )
-def test_a_remote_file_is_told_by_its_tag_or_checksum_or_not_at_all(tag, checksum, mark):
+def test_a_remote_file_is_told_by_its_tag_or_checksum_or_not_at_all(tag, checksum, marks):
     kept = None if checksum is None else SimpleNamespace(toString=lambda: checksum)
     filesystem = SimpleNamespace(
         getFileStatus=lambda path: Status(tag), getFileChecksum=lambda path: kept
@@ -100,4 +103,4 @@ def test_a_remote_file_is_told_by_its_tag_or_checksum_or_not_at_all(tag, checksu
     jvm = SimpleNamespace(org=SimpleNamespace(apache=SimpleNamespace(hadoop=hadoop)))
     state = SimpleNamespace(newHadoopConf=lambda: None)
     session = SimpleNamespace(_jvm=jvm, _jsparkSession=SimpleNamespace(sessionState=lambda: state))
-    assert sources._remote_mark("s3a://bucket/rows.parquet", session) == mark
+    assert sources._remote_marks("s3a://bucket/rows.parquet", session) == marks
