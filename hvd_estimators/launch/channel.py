@@ -2,11 +2,10 @@
 
 Both ends know a secret of the job. A connection begins with a random number from each end, and with
 a proof from each end, made from both numbers, that it knows the secret. The keys of the connection
-follow
-from the secret and these numbers, so that a recording of one connection is useless on another one.
-After that a message is its length, its bytes, and an HMAC-SHA256 over its place in
-the connection, its length and its bytes: messages that were changed, cut, repeated or put in
-another order end the connection. Messages are not encrypted.
+follow from the secret and these numbers, so that a recording of one connection is useless on
+another one. After that a message is its length, its bytes, and an HMAC-SHA256 over its place in the
+connection, its length and its bytes: messages that were changed, cut, repeated or put in another
+order end the connection. Messages are not encrypted.
 """
 
 from __future__ import annotations
