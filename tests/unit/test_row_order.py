@@ -120,3 +120,40 @@ def test_what_cannot_play_several_shards_is_refused_by_the_driver(
     start(store, 3, **params)
     with pytest.raises(ParamError, match=f"{message}.*num_proc=3"):
         start(store, 2, **params)
+
+
+def test_what_keras_and_lightning_cannot_do_is_refused_too() -> None:
+    import keras
+    from pytorch_lightning import LightningModule
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
+    from test_played_shards import job
+
+    from hvd_estimators.keras.checks import check_batches
+    from hvd_estimators.lightning.checks import check_shards_of_module
+
+    as_many, fewer = job([10, 10], 4, 2), job([10, 10], 3, 2)
+    synchronized = keras.Sequential(
+        [keras.Input((1,)), keras.layers.BatchNormalization(synchronized=True)]
+    )
+    automatic, manual = LightningModule(), LightningModule()
+    manual.automatic_optimization = False
+    normalized = torch.nn.Sequential(hvd.SyncBatchNorm(2))
+    scheduler = GradientAccumulationScheduler({0: 2})
+    cases: list[tuple[str, Any]] = [
+        ("synchronized=True", lambda data: check_batches(synchronized, data)),
+        ("manual optim", lambda data: check_shards_of_module(manual, data, {}, [])),
+        ("SyncBatchNorm", lambda data: check_shards_of_module(normalized, data, {}, [])),
+        (
+            "trainer_args: limit_train_batches",
+            lambda data: check_shards_of_module(automatic, data, {"limit_train_batches": 2}, []),
+        ),
+        (
+            "callbacks: .*GradientAccumulationScheduler",
+            lambda data: check_shards_of_module(automatic, data, {}, [scheduler]),
+        ),
+    ]
+    for message, check in cases:
+        check(as_many)
+        with pytest.raises(ParamError, match=f"{message}.*num_proc=4"):
+            check(fewer)
+    check_shards_of_module(automatic, fewer, {"max_steps": 3}, [])
