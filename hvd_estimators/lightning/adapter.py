@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.bases import LightningModule
-from hvd_estimators.torch.calls import call_with_known, call_with_leading
-from hvd_estimators.torch.checks import check_weightable
+from hvd_estimators.spec import TrainSpec
+from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
 from hvd_estimators.torch.serialization import load_optimizer
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec
+from hvd_estimators.torch.tensors import Batch
 
 __all__ = ["ModuleAdapter"]
 
@@ -29,46 +29,32 @@ class ModuleAdapter(LightningModule):
         What is trained.
     optimizer : bytes
         See `dump_optimizer`.
-    tensors : TensorSpec
-        How columns become tensors.
-    losses : sequence of callable, or None
-        One loss per label; None where ``loss_constructors`` make them.
-    loss_constructors : sequence of callable, or None
-        Make the losses on the rank.
-    loss_weights : sequence of float
-        One weight per label.
-    metrics : sequence of sequence of callable
-        Groups of metrics; a group of one is applied to every output.
-    train_minibatch_fn : callable or None
-        Takes the place of forward pass, backward pass and step.
+    objective : Objective
+        Losses, metrics, and how columns become the tensors that they take.
     passes_per_step : int
         Backward passes of a step, for ``train_minibatch_fn``.
+
+    Attributes
+    ----------
+    train_spec : TrainSpec or None
+        What the rank was told, for loss constructors; the trainer sets it.
     """
 
     def __init__(
         self,
         module: torch.nn.Module,
         optimizer: bytes,
-        tensors: TensorSpec,
-        losses: Sequence[Callable[..., torch.Tensor]] | None,
-        loss_constructors: Sequence[Callable[..., Any]] | None,
-        loss_weights: Sequence[float],
-        metrics: Sequence[Sequence[Callable[..., Any]]],
-        train_minibatch_fn: Callable[..., Any] | None,
+        objective: Objective,
         passes_per_step: int,
     ) -> None:
         super().__init__()
         self.module = module
-        self.automatic_optimization = train_minibatch_fn is None
+        self.automatic_optimization = objective.train_minibatch_fn is None
         self.passes_per_step = passes_per_step
+        self.train_spec: TrainSpec | None = None
         self._optimizer = optimizer
-        self._tensors = tensors
-        self._losses = losses
-        self._loss_constructors = loss_constructors
-        self._loss_weights = loss_weights
-        self._metric_groups = metrics
-        self._train_minibatch_fn = train_minibatch_fn
-        self._loss: Loss | None = None
+        self._objective = objective
+        self._on_rank: RankObjective | None = None
 
     def forward(self, *inputs: Any, **named: torch.Tensor) -> Any:
         """Return the module's outputs."""
@@ -80,88 +66,50 @@ class ModuleAdapter(LightningModule):
 
     def on_fit_start(self) -> None:
         """Make the losses on this rank's device."""
-        losses = self._losses
-        if losses is None:
-            offered = {
-                "model": self.module,
-                "optimizer": self.optimizers(),
-                "device": self.device,
-                "rank": hvd.rank(),
-                "size": hvd.size(),
-            }
-            constructors = self._loss_constructors or ()
-            losses = [call_with_known(make, offered) for make in constructors]
-            if self._tensors.sample_weight_col is not None:
-                check_weightable(losses, "loss_constructors")
-        on_device = [
-            loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
-        ]
-        self._loss = Loss(on_device, self._loss_weights)
+        self._on_rank = self._objective.on_rank(
+            self.device,
+            model=self.module,
+            optimizer=self.optimizers(),
+            rank=hvd.rank(),
+            size=hvd.size(),
+            spec=self.train_spec,
+        )
 
     def training_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
-        batch = self._tensors.batch(columns, self.device)
-        if self._train_minibatch_fn is None:
-            return self._measured("train", batch, self._tensors.call(self, batch.inputs))
-        return self._run_minibatch(batch, batch_idx)
+        objective, batch = self._ready(columns)
+        if objective.has_own_step:
+            strategy: Any = self.trainer.strategy
+            evaluation = objective.run_minibatch(
+                self.module,
+                self.optimizers(),
+                batch,
+                factor=strategy.factor,
+                passes_per_step=self.passes_per_step,
+                index=batch_idx,
+            )
+        else:
+            evaluation = objective.evaluate(self, batch)
+        return self._logged("train", evaluation)
 
     def validation_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a validation batch."""
-        batch = self._tensors.batch(columns, self.device)
-        return self._measured("val", batch, self._tensors.call(self, batch.inputs))
+        objective, batch = self._ready(columns)
+        return self._logged("val", objective.evaluate(self, batch))
 
-    def _measured(self, stage: str, batch: Batch, raw: Any) -> torch.Tensor:
-        outputs, labels = self._tensors.align(raw, batch.labels)
-        assert self._loss is not None
-        loss = self._loss(outputs, labels, batch.weights)
-        self._log_all(stage, loss, batch, outputs, labels)
-        return loss
+    def _ready(self, columns: Mapping[str, torch.Tensor]) -> tuple[RankObjective, Batch]:
+        assert self._on_rank is not None
+        return self._on_rank, self._objective.tensors.batch(columns, self.device)
 
-    def _run_minibatch(self, batch: Batch, batch_idx: int) -> torch.Tensor:
-        strategy: Any = self.trainer.strategy
-        computed: list[torch.Tensor] = []
-
-        def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-            assert self._loss is not None
-            computed.append(self._loss(outputs, labels, weights))
-            return computed[-1] * strategy.factor
-
-        assert self._train_minibatch_fn is not None
-        raw, returned = call_with_leading(
-            self._train_minibatch_fn,
-            self.module,
-            self.optimizers(),
-            self._tensors.align,
-            scaled_loss,
-            self._tensors.arguments(batch.inputs),
-            batch.labels,
-            batch.weights,
-            self.passes_per_step,
-            batch_idx,
-        )
-        # What the function returns may be divided or scaled already.
-        loss: torch.Tensor = (computed[-1] if computed else returned).detach()
-        outputs, labels = self._tensors.align(raw, batch.labels)
-        self._log_all("train", loss, batch, outputs, labels)
-        return loss
-
-    def _log_all(
-        self,
-        stage: str,
-        loss: torch.Tensor,
-        batch: Batch,
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-    ) -> None:
-        self.log(f"{stage}_loss", loss, on_step=False, on_epoch=True, batch_size=batch.rows)
-        names = self._tensors.label_cols
-        for index, group in enumerate(self._metric_groups):
-            members = list(group) * len(names) if len(group) == 1 else group
-            for metric, name, output, label in zip(members, names, outputs, labels, strict=True):
-                self.log(
-                    f"{stage}_group_{index}_{name}",
-                    metric(output.detach(), label),
-                    on_step=False,
-                    on_epoch=True,
-                    batch_size=batch.rows,
-                )
+    def _logged(self, stage: str, evaluation: Evaluation) -> torch.Tensor:
+        assert self._on_rank is not None
+        measured = {"loss": evaluation.loss, **self._on_rank.metrics(evaluation)}
+        for name, value in measured.items():
+            self.log(
+                f"{stage}_{name}",
+                value,
+                on_step=False,
+                on_epoch=True,
+                batch_size=evaluation.rows,
+            )
+        return evaluation.loss

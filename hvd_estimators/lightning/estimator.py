@@ -20,7 +20,7 @@ from hvd_estimators.lightning.checks import (
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
-from hvd_estimators.lightning.trainer import LightningTrainSpec, train
+from hvd_estimators.lightning.trainer import LightningTrainSpec, TrainerObjects, train
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.results import RunResults
@@ -125,12 +125,12 @@ class LightningEstimator(LightningParams):
                 "accumulate_grad_batches", common.backward_passes_per_step
             ),
         )
-        objects = {
-            "callbacks": [*get("callbacks"), *as_list(trainer_args.pop("callbacks", None))],
-            "logger": trainer_args.pop("logger", get("logger")),
-            "profiler": trainer_args.pop("profiler", get("profiler")),
-            "trainer_args": trainer_args,
-        }
+        objects = TrainerObjects(
+            callbacks=(*get("callbacks"), *as_list(trainer_args.pop("callbacks", None))),
+            logger=trainer_args.pop("logger", get("logger")),
+            profiler=trainer_args.pop("profiler", get("profiler")),
+            arguments=trainer_args,
+        )
         return LightningTrainSpec(
             **vars(common),
             flavor=flavor,

@@ -166,18 +166,10 @@ class LightningParams(TorchEstimator):
         if self._is_lightning:
             adapted: LightningModule = _with_learning_rate(module, get("learning_rate"))
             return adapted
-        labels = len(get("label_cols"))
         return of_flavor(ModuleAdapter, flavor)(
             module=module,
             optimizer=self._dump_optimizer(),
-            tensors=self._tensor_spec(),
-            losses=None if get("loss") is None else self._per_label("loss"),
-            loss_constructors=None
-            if get("loss_constructors") is None
-            else self._per_label("loss_constructors"),
-            loss_weights=get("loss_weights") or [1.0 / labels] * labels,
-            metrics=self._metric_groups(),
-            train_minibatch_fn=get("train_minibatch_fn"),
+            objective=self._objective(),
             passes_per_step=get("backward_passes_per_step"),
         )
 

@@ -31,9 +31,9 @@ from hvd_estimators.lightning.flavor import (
     of_flavor,
     one_flavor,
 )
-from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.lightning.results import reduce_results
 from hvd_estimators.torch.averaging import average_batch_norm
+from hvd_estimators.torch.learning_rate import StepRate
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -43,9 +43,34 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["LightningTrainSpec", "train"]
+__all__ = ["LightningTrainSpec", "TrainerObjects", "train"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerObjects:
+    """Objects of the user's for Lightning's Trainer.
+
+    They travel together, since they may refer to each other, and pickled even where a backend does
+    not pickle, since training changes them.
+
+    Attributes
+    ----------
+    callbacks : tuple of Callback
+        Lightning callbacks.
+    logger : Logger, sequence of Logger, bool or None
+        What the run is logged with.
+    profiler : Profiler, str or None
+        What the run is profiled with.
+    arguments : mapping
+        Further arguments of the Trainer.
+    """
+
+    callbacks: tuple[Any, ...]
+    logger: Any
+    profiler: Any
+    arguments: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,9 +84,7 @@ class LightningTrainSpec(TrainSpec):
     module : bytes
         The LightningModule, see `dump_module`.
     objects : bytes
-        A pickled dict of the user's objects: ``callbacks``, ``logger``, ``profiler`` and
-        ``trainer_args``. Together, since they may refer to each other, and pickled even where a
-        backend does not, since training changes them.
+        A pickled `TrainerObjects`.
     dtypes : mapping
         Column name to the name of a torch dtype, where it is not the stored one.
     log_every_n_steps : int
@@ -102,7 +125,9 @@ class _Trainer:
         self.rank, self.size = hvd.rank(), hvd.size()
         self.device = choose_device(spec.use_gpu)
         self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
-        self.users: dict[str, Any] = pickle.loads(spec.objects)
+        if isinstance(self.module, ModuleAdapter):
+            self.module.train_spec = spec
+        self.objects: TrainerObjects = pickle.loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.restored = self._restored()
         # On each rank: profilers write files of each.
@@ -143,7 +168,7 @@ class _Trainer:
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
         )
-        callbacks = [*self.users["callbacks"]]
+        callbacks = [*self.objects.callbacks]
         self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
         recorder = of_flavor(EpochRecorder, spec.flavor)(
             progress,
@@ -201,7 +226,7 @@ class _Trainer:
 
     @property
     def _overfits(self) -> bool:
-        return bool(self.users["trainer_args"].get("overfit_batches"))
+        return bool(self.objects.arguments.get("overfit_batches"))
 
     def _passes_per_step(self) -> int:
         """Return the passes of the next step; callbacks may change it between epochs."""
@@ -228,9 +253,9 @@ class _Trainer:
             # A run that has more epochs already is only loaded.
             "max_epochs": max(spec.epochs, len(self.restored["history"])),
             "callbacks": callbacks,
-            "logger": make_loggers(self.users["logger"], self.logs.path, self.rank, spec.flavor),
+            "logger": make_loggers(self.objects.logger, self.logs.path, self.rank, spec.flavor),
             "log_every_n_steps": spec.log_every_n_steps,
-            "profiler": make_profiler(self.users["profiler"], self.logs.path, spec.flavor),
+            "profiler": make_profiler(self.objects.profiler, self.logs.path, spec.flavor),
             "accumulate_grad_batches": passes,
             "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
             "enable_progress_bar": False,
@@ -242,7 +267,7 @@ class _Trainer:
         if is_lightning_data(spec.data.data_module):
             given["limit_train_batches"] = spec.data.train_steps_per_epoch
             given["limit_val_batches"] = spec.data.validation_steps_per_epoch
-        return spec.flavor.get("Trainer")(**{**given, **self.users["trainer_args"]})
+        return spec.flavor.get("Trainer")(**{**given, **self.objects.arguments})
 
     def _checkpoint_directory(self, scratch: str) -> str:
         path = self.spec.run.checkpoint_path

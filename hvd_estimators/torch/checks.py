@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hvd_estimators.dryrun import leave_to_ranks, traceless
-from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
-from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.tensors import TensorSpec
 
-__all__ = ["check_batches", "check_fit", "check_weightable", "output_shapes", "torch_traceless"]
+__all__ = ["check_batches", "check_fit", "output_shapes", "torch_traceless"]
 
 
 @contextlib.contextmanager
@@ -165,36 +165,6 @@ def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_r
             f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
             f"{plan.num_shards} ranks). Set another batch_size."
         )
-
-
-def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:
-    """Make sure that losses can be computed row by row, for sample weights.
-
-    Raises
-    ------
-    ParamError
-        If a loss has no ``reduction`` argument or attribute.
-    """
-    for function in functions:
-        if isinstance(function, torch.nn.Module):
-            if hasattr(function, "reduction"):
-                continue
-        elif _takes_reduction(function):
-            continue
-        raise ParamError(
-            f"{param}: {function!r} cannot be weighted by sample_weight_col. Expected a function "
-            "that takes reduction='none' (such as torch.nn.functional.mse_loss), or a module with "
-            "a reduction attribute (such as torch.nn.MSELoss())."
-        )
-
-
-def _takes_reduction(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        # Built-in functions have no signature; the dry run tells.
-        return True
-    return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _check_loss(

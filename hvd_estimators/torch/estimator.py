@@ -20,7 +20,6 @@ from hvd_estimators.torch.serialization import (
     load_state,
     plain_module,
 )
-from hvd_estimators.torch.tensors import Loss
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.handover import Trainer
 from hvd_estimators.trials import Trial
@@ -57,11 +56,7 @@ class TorchEstimator(TorchParams):
 
     def _dry_run(self, columns: Columns) -> Trial:
         get = self.getOrDefault
-        loss = None
-        if get("loss") is not None:
-            weights = get("loss_weights") or [1.0] * len(get("label_cols"))
-            loss = Loss(self._per_label("loss"), weights)
-        return Trial(check_fit(get("model"), loss, self._tensor_spec(), columns) or None)
+        return Trial(check_fit(get("model"), self._loss(), self._tensor_spec(), columns) or None)
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault
@@ -74,17 +69,11 @@ class TorchEstimator(TorchParams):
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
-        labels = len(get("label_cols"))
         return TorchTrainSpec(
             **vars(common),
             module=dump_module(get("model")),
             optimizer=self._dump_optimizer(),
-            tensors=self._tensor_spec(),
-            losses=self._functions("loss"),
-            loss_constructors=self._functions("loss_constructors"),
-            loss_weights=tuple(get("loss_weights") or [1.0 / labels] * labels),
-            metrics=self._metric_groups(),
-            train_minibatch_fn=get("train_minibatch_fn"),
+            objective=self._objective(),
         )
 
     def _rank_function(self) -> Trainer:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-__all__ = ["Measures"]
+from hvd_estimators.torch.objective import Evaluation, Metrics
 
-Metric = Callable[[torch.Tensor, torch.Tensor], Any]
+__all__ = ["Measures"]
 
 
 class Measures:
@@ -18,50 +18,24 @@ class Measures:
 
     Parameters
     ----------
-    groups : sequence of sequence of callable
-        Metrics ``function(output, label)`` that return a mean over a batch. A group of one is
-        applied to every output, any other has one metric per output.
-    label_cols : sequence of str
-        Names of the outputs' labels.
+    metrics : Metrics
+        What is measured besides the loss.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Metric]], label_cols: Sequence[str]) -> None:
-        self._groups = [
-            list(group) * len(label_cols) if len(group) == 1 else list(group) for group in groups
-        ]
-        self._names = [
-            f"group_{index}_{label}" for index in range(len(groups)) for label in label_cols
-        ]
-        self._labels = len(label_cols)
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._names = metrics.names
         self._sums: torch.Tensor | None = None
         self._rows = 0
 
-    def add(
-        self,
-        loss: torch.Tensor,
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-    ) -> None:
-        """Add a batch.
-
-        Parameters
-        ----------
-        loss : torch.Tensor
-            Its mean loss, sample weights included.
-        outputs, labels : sequence of torch.Tensor
-            What metrics are computed from.
-        """
-        rows = len(labels[0])
+    def add(self, evaluation: Evaluation) -> None:
+        """Add a batch."""
+        rows = evaluation.rows
         self._rows += rows
-        with torch.no_grad():
-            sums = [loss.detach().double() * rows]
-            for group in self._groups:
-                for metric, output, label in zip(group, outputs, labels, strict=True):
-                    value = torch.as_tensor(metric(output.detach(), label), device=loss.device)
-                    sums.append(value * rows)
-            # Stays on the GPU, so that steps do not wait for it.
-            total = torch.stack([value.reshape(()).double() for value in sums])
-            self._sums = total if self._sums is None else self._sums + total
+        values = [evaluation.loss.detach(), *self._metrics(evaluation).values()]
+        # Stays on the GPU, so that steps do not wait for it. In 64 bits before it is multiplied.
+        total = torch.stack([value.reshape(()).double() * rows for value in values])
+        self._sums = total if self._sums is None else self._sums + total
 
     def means(self) -> dict[str, float]:
         """Return the means over this rank's rows so far."""
@@ -73,14 +47,7 @@ class Measures:
 
     def as_record(self, means: Mapping[str, float]) -> dict[str, Any]:
         """Return means as an epoch's record: the loss, and a dict per group of metrics."""
-        metrics = [
-            {
-                name: means[name]
-                for name in self._names[index * self._labels : (index + 1) * self._labels]
-            }
-            for index in range(len(self._groups))
-        ]
-        return {"loss": means["loss"], "all_metrics": metrics}
+        return {"loss": means["loss"], "all_metrics": self._metrics.by_group(means)}
 
     def _own(self) -> torch.Tensor:
         counts = torch.tensor([self._rows], dtype=torch.float64)

@@ -11,8 +11,9 @@ import torch
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import declare, functions, one_of, shapes
-from hvd_estimators.torch.checks import check_weightable
+from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
+from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
@@ -116,6 +117,26 @@ class TorchParams(HorovodEstimator):
             dtypes=get("column_dtypes"),
             input_form=get("input_form"),
         )
+
+    def _objective(self) -> Objective:
+        """Return what is minimized and measured."""
+        return Objective(
+            tensors=self._tensor_spec(),
+            losses=self._functions("loss"),
+            loss_constructors=self._functions("loss_constructors"),
+            loss_weights=self._loss_weights(),
+            metrics=self._metric_groups(),
+            train_minibatch_fn=self.getOrDefault("train_minibatch_fn"),
+        )
+
+    def _loss(self) -> Loss | None:
+        """Return the loss; None where it is made on the ranks."""
+        functions = self._functions("loss")
+        return None if functions is None else Loss(functions, self._loss_weights())
+
+    def _loss_weights(self) -> tuple[float, ...]:
+        labels = len(self.getOrDefault("label_cols"))
+        return tuple(self.getOrDefault("loss_weights") or [1.0 / labels] * labels)
 
     def _dump_optimizer(self) -> bytes:
         """Return the optimizer, with the learning rate that is set, as the ranks get it."""

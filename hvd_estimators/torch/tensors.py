@@ -5,7 +5,7 @@ Used on both sides: by the trainer, by the driver's dry run, and by ``transform`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,6 @@ from hvd_estimators.torch.outputs import as_list
 __all__ = [
     "INPUT_FORMS",
     "Batch",
-    "Loss",
     "TensorSpec",
     "align",
     "tensor_batches",
@@ -28,7 +27,6 @@ __all__ = [
 INPUT_FORMS = ("positional", "keyword", "dict")
 """How a module takes its inputs, see `with_form`."""
 
-LossFunction = Callable[..., torch.Tensor]
 AnyColumns = Mapping[str, Array | torch.Tensor]
 
 
@@ -195,63 +193,3 @@ def align(
         label.reshape(output.shape) if label.numel() == output.numel() else label
         for output, label in zip(outputs, labels, strict=True)
     ]
-
-
-class Loss:
-    """The weighted sum of one loss per label: ``sum(loss_weight[i] * mean(loss[i]))``.
-
-    With sample weights each mean is ``sum(w * loss) / rows``, as horovod.spark and Keras have it:
-    a row of weight two counts twice, and weights that are all alike scale the loss.
-
-    Parameters
-    ----------
-    functions : sequence of callable
-        ``function(output, label)`` returns the mean over a batch. With sample weights, functions
-        are called with ``reduction="none"``, and loss modules get that as their attribute.
-    loss_weights : sequence of float
-        One weight per label.
-    """
-
-    def __init__(self, functions: Sequence[LossFunction], loss_weights: Sequence[float]) -> None:
-        self.functions = list(functions)
-        self.loss_weights = list(loss_weights)
-
-    def __call__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
-        sample_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the loss of a batch, a scalar tensor."""
-        terms = [
-            weight * _mean(function, output, label, sample_weights)
-            for function, weight, output, label in zip(
-                self.functions, self.loss_weights, outputs, labels, strict=True
-            )
-        ]
-        return torch.stack([term.reshape(()) for term in terms]).sum()
-
-
-def _mean(
-    function: LossFunction,
-    output: torch.Tensor,
-    label: torch.Tensor,
-    sample_weights: torch.Tensor | None,
-) -> torch.Tensor:
-    if sample_weights is None:
-        return function(output, label)
-    elements = _unreduced(function, output, label)
-    rows = elements.reshape(len(sample_weights), -1).mean(dim=1)
-    return (rows * sample_weights).mean()
-
-
-def _unreduced(function: LossFunction, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-    if isinstance(function, torch.nn.Module) and hasattr(function, "reduction"):
-        module: Any = function
-        reduction, module.reduction = module.reduction, "none"
-        try:
-            elements: torch.Tensor = function(output, label)
-        finally:
-            module.reduction = reduction
-        return elements
-    return function(output, label, reduction="none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +15,9 @@ from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.averaging import GradientAverager
-from hvd_estimators.torch.calls import call_with_known, call_with_leading
-from hvd_estimators.torch.checks import check_weightable
-from hvd_estimators.torch.learning_rate import LearningRate
+from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
@@ -31,7 +29,7 @@ from hvd_estimators.torch.serialization import (
     save_state,
 )
 from hvd_estimators.torch.shards import BufferState, average_shards
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, tensor_batches
+from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.shards import ShardStates
@@ -42,8 +40,6 @@ __all__ = ["TorchTrainSpec", "train"]
 
 logger = logging.getLogger(__name__)
 
-MinibatchFunction = Callable[..., tuple[Any, torch.Tensor]]
-
 
 @dataclass(frozen=True)
 class TorchTrainSpec(TrainSpec):
@@ -53,28 +49,13 @@ class TorchTrainSpec(TrainSpec):
     ----------
     module, optimizer : bytes
         See `dump_module` and `dump_optimizer`.
-    tensors : TensorSpec
-        How columns become tensors.
-    losses : tuple of callable, or None
-        One loss per label; None where ``loss_constructors`` make them.
-    loss_constructors : tuple of callable, or None
-        Make the losses on the rank.
-    loss_weights : tuple of float
-        One weight per label.
-    metrics : tuple of tuple of callable
-        Groups of metrics, see `Measures`.
-    train_minibatch_fn : callable or None
-        Takes the place of forward pass, backward pass and step.
+    objective : Objective
+        Losses, metrics, and how columns become the tensors that they take.
     """
 
     module: bytes
     optimizer: bytes
-    tensors: TensorSpec
-    losses: tuple[Callable[..., torch.Tensor], ...] | None
-    loss_constructors: tuple[Callable[..., Any], ...] | None
-    loss_weights: tuple[float, ...]
-    metrics: tuple[tuple[Callable[..., Any], ...], ...]
-    train_minibatch_fn: MinibatchFunction | None
+    objective: Objective
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
@@ -104,13 +85,20 @@ class _Trainer:
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves what an optimizer remembers to its parameters' device.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
-        self.loss = Loss(self._make_losses(), spec.loss_weights)
+        self.objective = spec.objective.on_rank(
+            self.device,
+            model=self.module,
+            optimizer=self.optimizer,
+            rank=self.rank,
+            size=self.size,
+            spec=spec,
+        )
         self.history: list[EpochMetrics] = []
         self.output_shapes: list[list[int]] | None = None
         self._restore()
         hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
-        scale = spec.data.num_shards if spec.scale_learning_rate else 1
-        self.learning_rate = LearningRate(self.optimizer, scale)
+        if spec.scale_learning_rate:
+            StepRate(self.optimizer, spec.data.num_shards)
         self.averager = GradientAverager(
             self.optimizer,
             self.plain,
@@ -171,17 +159,17 @@ class _Trainer:
 
     def _train_epoch(self, batches: WeightedBatches) -> Measures:
         self.module.train()
-        measures = Measures(self.spec.metrics, self.spec.data.label_cols)
+        measures = Measures(self.objective.metrics)
         turns = self.spec.data.passes_per_batch
         steps = self.spec.data.train_steps_per_epoch * turns
         for first in range(0, steps, self.passes):
             window = batches.next_window(min(self.passes, steps - first))
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
-                batch = self.spec.tensors.batch(columns, self.device)
+                batch = self.spec.objective.tensors.batch(columns, self.device)
                 self._minibatch(batch, factor, index, measures)
             self.shards.enter(0)
-            if self.spec.train_minibatch_fn is None:
+            if not self.objective.has_own_step:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             if self.progress.due:
@@ -197,76 +185,36 @@ class _Trainer:
         ``factor`` is what makes the mean of the ranks' gradients the gradient of the mean over
         all rows of the step: 1 where all batches of the step count for the same.
         """
-        passes = self.passes
-        tensors = self.spec.tensors
         if not batch.rows:
             return
-        custom = self.spec.train_minibatch_fn
-        if custom is None:
-            outputs, labels = tensors.align(tensors.call(self.module, batch.inputs), batch.labels)
-            loss = self.loss(outputs, labels, batch.weights)
-            scale = factor / passes
-            (loss if scale == 1.0 else loss * scale).backward()
-        else:
-            computed: list[torch.Tensor] = []
-
-            def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-                computed.append(self.loss(outputs, labels, weights))
-                return computed[-1] * factor
-
-            raw, returned = call_with_leading(
-                custom,
+        if self.objective.has_own_step:
+            evaluation = self.objective.run_minibatch(
                 self.module,
                 self.optimizer,
-                tensors.align,
-                scaled_loss,
-                tensors.arguments(batch.inputs),
-                batch.labels,
-                batch.weights,
-                passes,
-                index,
+                batch,
+                factor=factor,
+                passes_per_step=self.passes,
+                index=index,
             )
-            # What the function returns may be divided or scaled already.
-            loss = computed[-1] if computed else returned
-            outputs, labels = tensors.align(raw, batch.labels)
-        measures.add(loss, outputs, labels)
+        else:
+            evaluation = self.objective.evaluate(self.module, batch)
+            scale = factor / self.passes
+            (evaluation.loss if scale == 1.0 else evaluation.loss * scale).backward()
+        measures.add(evaluation)
         if self.output_shapes is None:
-            self.output_shapes = [list(output.shape[1:]) for output in outputs]
+            self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
 
     def _validate(self, data: DataModule) -> Measures:
         self.module.eval()
-        measures = Measures(self.spec.metrics, self.spec.data.label_cols)
+        measures = Measures(self.objective.metrics)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         with torch.no_grad(), contextlib.closing(tensor_batches(data.val_chunks())) as batches:
             for columns in itertools.islice(batches, steps):
-                batch = self.spec.tensors.batch(columns, self.device)
+                batch = self.spec.objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
-                raw = self.spec.tensors.call(self.module, batch.inputs)
-                outputs, labels = self.spec.tensors.align(raw, batch.labels)
-                loss = self.loss(outputs, labels, batch.weights)
-                measures.add(loss, outputs, labels)
+                measures.add(self.objective.evaluate(self.module, batch))
         return measures
-
-    def _make_losses(self) -> Sequence[Callable[..., torch.Tensor]]:
-        if self.spec.losses is not None:
-            losses = self.spec.losses
-        else:
-            offered = {
-                "model": self.module,
-                "optimizer": self.optimizer,
-                "device": self.device,
-                "rank": self.rank,
-                "size": self.size,
-                "spec": self.spec,
-            }
-            constructors = self.spec.loss_constructors or ()
-            losses = tuple(call_with_known(make, offered) for make in constructors)
-            if self.spec.data.sample_weight_col is not None:
-                check_weightable(losses, "loss_constructors")
-        return [
-            loss.to(self.device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
-        ]
 
     def _restore(self) -> None:
         """Load the newest checkpoint of the run on all ranks, where there is one."""
@@ -294,7 +242,7 @@ class _Trainer:
     def _state(self) -> dict[str, Any]:
         return {
             "model": self.plain.state_dict(),
-            "optimizer": self.learning_rate.unscaled_state(),
+            "optimizer": self.optimizer.state_dict(),
             "output_shapes": self.output_shapes,
             "history": [
                 {"epoch": r.epoch, "train": dict(r.train), "validation": r.validation}

@@ -102,7 +102,7 @@ def test_callbacks_are_called_on_every_rank_with_the_same_logs(store: Any, tmp_p
 
     model, _ = fit(store, 2, "sgd", epochs=2, callbacks=[Notes()], scale_learning_rate=True)
     losses = [record["train"]["loss"] for record in model.getHistory()]
-    expected = "\n".join(["begin lr=0.1", *(f"{e} {loss!r}" for e, loss in enumerate(losses))])
+    expected = "\n".join(["begin lr=0.05", *(f"{e} {loss!r}" for e, loss in enumerate(losses))])
     assert (tmp_path / "rank0").read_text() == expected
     assert (tmp_path / "rank1").read_text() == expected
 

@@ -21,7 +21,8 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.checks import DryRun
 from hvd_estimators.lightning.checks import check_step
 from hvd_estimators.torch.checks import check_fit
-from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.loss import Loss
+from hvd_estimators.torch.tensors import TensorSpec
 
 COLUMNS = {"x": np.ones((3, 4), np.float32), "y": np.ones(3, np.float32)}
 CALLS: list[str] = []

@@ -1,83 +1,123 @@
-"""The learning rate of N ranks, and of the model that is given back."""
+"""The learning rate of N ranks: multiplied where a step is made, and only there."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from hvd_estimators.torch.learning_rate import LearningRate
+from hvd_estimators.torch.learning_rate import StepRate
 
 
-def make(*rates):
+def make(*rates: float) -> torch.optim.Optimizer:
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
     return torch.optim.SGD(groups, lr=1.0)
 
 
-def rates(groups):
-    return [group["lr"] for group in groups]
+def rates(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def step(optimizer: torch.optim.Optimizer) -> list[float]:
+    """Return how far each parameter goes for a gradient of one."""
+    parameters = [group["params"][0] for group in optimizer.param_groups]
+    before = [parameter.item() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.ones(1)
+    optimizer.step()
+    return [old - parameter.item() for old, parameter in zip(before, parameters, strict=True)]
 
 
 @pytest.mark.parametrize("scale", [1, 2, 3, 7, 49])
-def test_rates_are_multiplied_for_training_and_come_back_exactly(scale):
+def test_a_step_is_made_with_multiplied_rates_which_nobody_else_sees(scale: int) -> None:
     optimizer = make(0.1, 0.003)
+    StepRate(optimizer, scale)
 
-    learning_rate = LearningRate(optimizer, scale)
-
-    assert rates(optimizer.param_groups) == [0.1 * scale, 0.003 * scale]
-    assert rates(learning_rate.unscaled_state()["param_groups"]) == [0.1, 0.003]
-    assert rates(optimizer.param_groups) == [0.1 * scale, 0.003 * scale]  # training goes on
-
-
-def test_a_rate_that_was_changed_in_training_is_divided():
-    optimizer = make(0.5, 0.25)
-    learning_rate = LearningRate(optimizer, 4)
-
-    optimizer.param_groups[0]["lr"] *= 0.5
-
-    assert rates(learning_rate.unscaled_state()["param_groups"]) == [0.25, 0.25]
+    assert step(optimizer) == pytest.approx([0.1 * scale, 0.003 * scale])
+    assert rates(optimizer) == [0.1, 0.003]
+    assert [group["lr"] for group in optimizer.state_dict()["param_groups"]] == [0.1, 0.003]
 
 
-def test_resuming_from_the_unscaled_state_scales_once_however_often_it_happens():
+def test_schedulers_see_the_rates_of_one_rank() -> None:
+    optimizer = make(0.5)
+    StepRate(optimizer, 4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
+
+    assert step(optimizer) == [2.0]
+    scheduler.step()
+    assert scheduler.get_last_lr() == rates(optimizer) == [0.25]
+    assert step(optimizer) == [1.0]
+
+
+def test_resuming_scales_once_however_often_it_happens() -> None:
     optimizer = make(0.1)
     for _ in range(5):
-        state = LearningRate(optimizer, 3).unscaled_state()
+        StepRate(optimizer, 3)
+        step(optimizer)
+        state = optimizer.state_dict()
         optimizer = make(123.0)
         optimizer.load_state_dict(state)
+    StepRate(optimizer, 3)
 
-    LearningRate(optimizer, 3)
-
-    assert rates(optimizer.param_groups) == [0.1 * 3]
+    assert step(optimizer) == pytest.approx([0.1 * 3])
 
 
-def test_rates_that_are_tensors_are_scaled_and_the_given_one_is_left():
+def test_rates_that_are_tensors_are_multiplied_and_the_given_one_is_left() -> None:
     given = torch.tensor(0.5)
     parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.Adam([parameter], lr=given)
+    optimizer = torch.optim.SGD([parameter], lr=given)
+    StepRate(optimizer, 4)
 
-    learning_rate = LearningRate(optimizer, 4)
-
-    assert float(optimizer.param_groups[0]["lr"]) == 2.0
-    assert float(learning_rate.unscaled_state()["param_groups"][0]["lr"]) == 0.5
+    assert step(optimizer) == [2.0]
+    assert rates(optimizer)[0] is given
     assert float(given) == 0.5
 
 
-def test_the_state_holds_what_else_the_optimizer_remembers():
-    parameter = torch.nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.5, momentum=0.9)
-    learning_rate = LearningRate(optimizer, 2)
-    parameter.grad = torch.ones(1)
-    optimizer.step()
+def test_what_sets_a_rate_within_a_step_sets_the_multiplied_one() -> None:
+    optimizer = make(0.5)
+    rate = StepRate(optimizer, 4)
+    optimizer.register_step_pre_hook(lambda o, *_: o.param_groups[0].update(lr=1.0))
 
-    state = learning_rate.unscaled_state()
-
-    assert parameter.item() == 0.0  # one step of 0.5 * 2
-    assert state["state"][0]["momentum_buffer"].item() == 1.0
-    assert state["param_groups"][0]["momentum"] == 0.9
+    assert step(optimizer) == [1.0]
+    assert rates(optimizer) == [0.25]
+    rate.remove()
+    assert step(optimizer) == [1.0]
 
 
-def test_groups_without_a_rate_are_left_alone():
+def test_groups_without_a_rate_are_left_alone() -> None:
     class Plain(torch.optim.Optimizer):
-        def __init__(self, params):
+        def __init__(self, params: Any) -> None:
             super().__init__(params, {})
 
-    optimizer = Plain([torch.nn.Parameter(torch.zeros(1))])
+        def step(self, closure: Any = None) -> None:
+            assert "lr" not in self.param_groups[0]
 
-    assert "lr" not in LearningRate(optimizer, 2).unscaled_state()["param_groups"][0]
+    optimizer = Plain([torch.nn.Parameter(torch.zeros(1))])
+    StepRate(optimizer, 2)
+    optimizer.step()
+    assert "lr" not in optimizer.param_groups[0]
+
+
+def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
+    parameter = torch.nn.Parameter(torch.tensor([1.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    rate = StepRate(optimizer, 3)
+    seen = []
+
+    def closure() -> Any:
+        with rate.given():
+            seen.append(optimizer.param_groups[0]["lr"])
+            parameter.grad = torch.tensor([1.0])
+
+    optimizer.step(closure)
+    assert parameter.item() == pytest.approx(0.7)
+    assert seen == [0.1]
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    # What a scheduler sets is for one rank as well.
+    optimizer.param_groups[0]["lr"] = 0.01
+    optimizer.step()
+    assert parameter.item() == pytest.approx(0.67)
+    rate.remove()
+    optimizer.step()
+    assert parameter.item() == pytest.approx(0.66)

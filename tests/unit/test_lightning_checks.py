@@ -1,4 +1,4 @@
-"""What the driver makes sure of before any rank starts, and rates during a step."""
+"""What the driver makes sure of before any rank starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pytorch_lightning import LightningModule
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
 from hvd_estimators.lightning.flavor import default_flavor, is_lightning
-from hvd_estimators.lightning.learning_rate import StepRate
 from hvd_estimators.lightning.loaders import TrainLoader
 from hvd_estimators.training.shards import ShardStates
 
@@ -75,30 +74,6 @@ def test_arguments_of_older_trainers_are_told_with_what_replaces_them(caplog: An
         adapted_trainer_args({"max_epoch": 1}, default_flavor())
     with pytest.raises(ParamError, match=r"'devices' is set by the estimator\. Set num_proc"):
         adapted_trainer_args({"devices": 2}, default_flavor())
-
-
-def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
-    parameter = torch.nn.Parameter(torch.tensor([1.0]))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    rate = StepRate(optimizer, 3)
-    seen = []
-
-    def closure() -> Any:
-        with rate.given():
-            seen.append(optimizer.param_groups[0]["lr"])
-            parameter.grad = torch.tensor([1.0])
-
-    optimizer.step(closure)
-    assert parameter.item() == pytest.approx(0.7)
-    assert seen == [0.1]
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    # What a scheduler sets is for one rank as well.
-    optimizer.param_groups[0]["lr"] = 0.01
-    optimizer.step()
-    assert parameter.item() == pytest.approx(0.67)
-    rate.remove()
-    optimizer.step()
-    assert parameter.item() == pytest.approx(0.66)
 
 
 class Batches:

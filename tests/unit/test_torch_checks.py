@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.torch.checks import check_fit, check_weightable, output_shapes
-from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.checks import check_fit, output_shapes
+from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.tensors import TensorSpec
 
 F = torch.nn.functional
 ROWS = 3

@@ -15,6 +15,7 @@ import torch
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.checks import check_fit
+from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -23,7 +24,7 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
     plain_module,
 )
-from hvd_estimators.torch.tensors import Loss, TensorSpec
+from hvd_estimators.torch.tensors import TensorSpec
 
 ONE, TWO = torch.zeros(3), torch.ones(3, 2)
 

@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.tensors import Batch, Loss, TensorSpec, align
+from hvd_estimators.torch.tensors import Batch, TensorSpec, align
 
 F = torch.nn.functional
 ROWS = 5

@@ -1,0 +1,219 @@
+"""What a torch module is trained for: losses and their weights, metrics, a user's own step.
+
+`TorchEstimator` and `LightningEstimator` (for plain modules) share it. Used on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hvd_estimators.torch.calls import call_with_known, call_with_leading
+from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.tensors import Batch, TensorSpec
+
+__all__ = ["Evaluation", "Metrics", "Objective", "RankObjective"]
+
+Metric = Callable[[torch.Tensor, torch.Tensor], Any]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What the driver tells the ranks about it.
+
+    Attributes
+    ----------
+    tensors : TensorSpec
+        How columns become the tensors that model, losses and metrics take.
+    losses : tuple of callable, or None
+        One loss per label; None where ``loss_constructors`` make them.
+    loss_constructors : tuple of callable, or None
+        Make the losses on the rank, one per label.
+    loss_weights : tuple of float
+        One weight per label.
+    metrics : tuple of tuple of callable
+        Groups of metrics, see `Metrics`.
+    train_minibatch_fn : callable or None
+        Replaces forward pass, backward pass and step.
+    """
+
+    tensors: TensorSpec
+    losses: tuple[Callable[..., torch.Tensor], ...] | None
+    loss_constructors: tuple[Callable[..., Any], ...] | None
+    loss_weights: tuple[float, ...]
+    metrics: tuple[tuple[Metric, ...], ...]
+    train_minibatch_fn: Callable[..., tuple[Any, torch.Tensor]] | None
+
+    def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
+        """Return what measures batches. Runs on the worker.
+
+        Parameters
+        ----------
+        device : torch.device
+            The rank's device; losses that are modules are moved there.
+        **offered
+            What loss constructors can take besides ``device``: model, optimizer, rank, size, spec.
+
+        Raises
+        ------
+        ParamError
+            If there are sample weights, and a loss that was made here cannot be weighted by row.
+        """
+        losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
+        if losses is None:
+            offered = {"device": device, **offered}
+            losses = [call_with_known(make, offered) for make in self.loss_constructors or ()]
+            if self.tensors.sample_weight_col is not None:
+                check_weightable(losses, "loss_constructors")
+        on_device = [
+            loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
+        ]
+        return RankObjective(self, Loss(on_device, self.loss_weights))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model gave for a batch.
+
+    Attributes
+    ----------
+    loss : torch.Tensor
+        The batch's mean loss, sample weights included; a scalar.
+    outputs, labels : list of torch.Tensor
+        One per label, in the shapes in which they are compared.
+    """
+
+    loss: torch.Tensor
+    outputs: Sequence[torch.Tensor]
+    labels: Sequence[torch.Tensor]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch."""
+        return len(self.labels[0])
+
+
+class Metrics:
+    """Groups of metrics, by name: ``group_<number>_<label>``.
+
+    Parameters
+    ----------
+    groups : sequence of sequence of callable
+        Metrics ``function(output, label)`` that return a mean over a batch. A group of one is
+        applied to every output, any other has one metric per output.
+    label_cols : sequence of str
+        Names of the outputs' labels.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Metric]], label_cols: Sequence[str]) -> None:
+        self._groups = [
+            dict(
+                zip(
+                    (f"group_{index}_{label}" for label in label_cols),
+                    list(group) * len(label_cols) if len(group) == 1 else group,
+                    strict=True,
+                )
+            )
+            for index, group in enumerate(groups)
+        ]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all metrics."""
+        return [name for group in self._groups for name in group]
+
+    def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
+        """Return each metric of a batch, by name."""
+        measured = {}
+        with torch.no_grad():
+            for group in self._groups:
+                for (name, metric), output, label in zip(
+                    group.items(), evaluation.outputs, evaluation.labels, strict=True
+                ):
+                    value = metric(output.detach(), label)
+                    measured[name] = torch.as_tensor(value, device=evaluation.loss.device)
+        return measured
+
+    def by_group(self, means: Mapping[str, float]) -> list[dict[str, float]]:
+        """Return means as a dict per group."""
+        return [{name: means[name] for name in group} for group in self._groups]
+
+
+class RankObjective:
+    """An objective with its losses, on a rank's device. Runs on the worker.
+
+    Attributes
+    ----------
+    metrics : Metrics
+        The metrics.
+    """
+
+    def __init__(self, objective: Objective, loss: Loss) -> None:
+        self._tensors = objective.tensors
+        self._loss = loss
+        self._train_minibatch_fn = objective.train_minibatch_fn
+        self.metrics = Metrics(objective.metrics, objective.tensors.label_cols)
+
+    @property
+    def has_own_step(self) -> bool:
+        """Whether `run_minibatch` is to be called for training."""
+        return self._train_minibatch_fn is not None
+
+    def evaluate(self, module: torch.nn.Module, batch: Batch) -> Evaluation:
+        """Return a batch's loss, for a backward pass."""
+        return self._compared(self._tensors.call(module, batch.inputs), batch)
+
+    def run_minibatch(
+        self,
+        module: torch.nn.Module,
+        optimizer: Any,
+        batch: Batch,
+        *,
+        factor: float,
+        passes_per_step: int,
+        index: int,
+    ) -> Evaluation:
+        """Let the user's function train on a batch.
+
+        Parameters
+        ----------
+        module, optimizer
+            What it trains.
+        batch : Batch
+            At least one row.
+        factor : float
+            What weights this rank's gradient; see `WeightedBatches`.
+        passes_per_step : int
+            Batches of a step.
+        index : int
+            The batch's number in its epoch.
+        """
+        computed: list[torch.Tensor] = []
+
+        def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
+            computed.append(self._loss(outputs, labels, weights))
+            return computed[-1] * factor
+
+        assert self._train_minibatch_fn is not None
+        raw, returned = call_with_leading(
+            self._train_minibatch_fn,
+            module,
+            optimizer,
+            self._tensors.align,
+            scaled_loss,
+            self._tensors.arguments(batch.inputs),
+            batch.labels,
+            batch.weights,
+            passes_per_step,
+            index,
+        )
+        outputs, labels = self._tensors.align(raw, batch.labels)
+        # What the function returns may be divided or scaled already.
+        return Evaluation((computed[-1] if computed else returned).detach(), outputs, labels)
+
+    def _compared(self, raw: Any, batch: Batch) -> Evaluation:
+        outputs, labels = self._tensors.align(raw, batch.labels)
+        return Evaluation(self._loss(outputs, labels, batch.weights), outputs, labels)

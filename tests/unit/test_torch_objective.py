@@ -1,0 +1,127 @@
+"""What a module is trained for: one piece of code, under Lightning's Trainer and without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.flavor import default_flavor, of_flavor
+from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.serialization import dump_optimizer
+from hvd_estimators.torch.tensors import TensorSpec
+
+TENSORS = TensorSpec(("x",), ("blue", "amber"), sample_weight_col="w")
+COLUMNS = {
+    "x": torch.tensor([[1.0], [2.0], [4.0]]),
+    "blue": torch.tensor([1.0, 0.0, 2.0]),
+    "amber": torch.tensor([0.5, 0.5, 0.5]),
+    "w": torch.tensor([1.0, 2.0, 0.5]),
+}
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.scale, x + self.scale
+
+
+def bias(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    assert not torch.is_grad_enabled()
+    return (output - label).mean()
+
+
+def make(**changes: Any) -> Objective:
+    given: dict[str, Any] = {
+        "tensors": TENSORS,
+        "losses": (torch.nn.MSELoss(), torch.nn.L1Loss()),
+        "loss_constructors": None,
+        "loss_weights": (1.0, 0.25),
+        "metrics": ((bias,), (torch.nn.functional.l1_loss, bias)),
+        "train_minibatch_fn": None,
+    }
+    return Objective(**{**given, **changes})
+
+
+def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
+    module = Two()
+    x, weights = COLUMNS["x"][:, 0], COLUMNS["w"]
+    blue, amber = x * 0.5 - COLUMNS["blue"], x + 0.5 - COLUMNS["amber"]
+    loss = (weights * blue**2).sum() / 3 + 0.25 * (weights * amber.abs()).sum() / 3
+    expected = {
+        "loss": loss,
+        "group_0_blue": blue.mean(),
+        "group_0_amber": amber.mean(),
+        "group_1_blue": blue.abs().mean(),
+        "group_1_amber": amber.mean(),
+    }
+
+    objective = make().on_rank(torch.device("cpu"))
+    evaluation = objective.evaluate(module, TENSORS.batch(COLUMNS))
+    found = {"loss": evaluation.loss, **objective.metrics(evaluation)}
+    assert {name: value.item() for name, value in found.items()} == pytest.approx(
+        {name: value.item() for name, value in expected.items()}
+    )
+
+    logged: dict[str, float] = {}
+    adapter = of_flavor(ModuleAdapter, default_flavor())(
+        module, dump_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), module), make(), 1
+    )
+    adapter.log = lambda name, value, **_: logged.update({name: value.item()})
+    adapter._on_rank = objective
+    adapter.training_step(COLUMNS, 0).backward()
+    assert logged == {f"train_{name}": value.item() for name, value in found.items()}
+    gradient = module.scale.grad
+    module.scale.grad = None
+    evaluation.loss.backward()
+    assert torch.equal(gradient, module.scale.grad)
+
+
+def test_what_constructors_make_takes_what_it_asks_for_and_has_to_be_weightable() -> None:
+    seen = {}
+
+    def first(device: Any, rank: int) -> Any:
+        seen.update(device=device, rank=rank)
+        return torch.nn.MSELoss()
+
+    def second(**everything: Any) -> Any:
+        seen.update(names=sorted(everything))
+        return torch.nn.L1Loss()
+
+    offered = {"model": None, "optimizer": None, "rank": 3, "size": 4, "spec": None}
+    constructed = make(losses=None, loss_constructors=(first, second))
+    objective = constructed.on_rank(torch.device("cpu"), **offered)
+    batch = TENSORS.batch(COLUMNS)
+    given = make().on_rank(torch.device("cpu"))
+    assert torch.equal(objective.evaluate(Two(), batch).loss, given.evaluate(Two(), batch).loss)
+    assert seen == {
+        "device": torch.device("cpu"),
+        "rank": 3,
+        "names": ["device", "model", "optimizer", "rank", "size", "spec"],
+    }
+
+    unweightable = make(losses=None, loss_constructors=(lambda: bias, second))
+    with pytest.raises(ParamError, match=r"^loss_constructors: .* cannot be weighted"):
+        unweightable.on_rank(torch.device("cpu"), **offered)
+
+
+def test_a_users_step_gets_the_weighted_loss_and_the_plain_one_is_measured() -> None:
+    given = {}
+
+    def step(model: Any, optimizer: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+        outputs = model(*inputs)
+        given["loss"] = loss_fn(*align(outputs, labels))
+        return outputs, given["loss"]
+
+    objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
+    assert objective.has_own_step
+    batch = TENSORS.batch(COLUMNS)
+    evaluation = objective.run_minibatch(Two(), None, batch, factor=0.5, passes_per_step=1, index=0)
+    assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
+    assert not evaluation.loss.requires_grad
