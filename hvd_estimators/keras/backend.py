@@ -8,7 +8,13 @@ import keras
 
 from hvd_estimators.exceptions import DependencyError
 
-__all__ = ["has_own_compile", "inner_optimizers", "model_optimizers", "require_tensorflow"]
+__all__ = [
+    "all_layers",
+    "has_own_compile",
+    "inner_optimizers",
+    "model_optimizers",
+    "require_tensorflow",
+]
 
 
 def require_tensorflow() -> None:
@@ -44,10 +50,18 @@ def has_own_compile(model: keras.Model) -> bool:
     return type(model).compile is not keras.Model.compile
 
 
+def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
+    """Return a layer or model and all layers below it, also those in attributes of layers.
+
+    Keras has a public list of a model's direct layers only.
+    """
+    return list(layer._flatten_layers(include_self=include_self))
+
+
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return all optimizers of a model: its own first, and those among its layers' attributes."""
     found = [model.optimizer]
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         for value in list(vars(layer).values()):
             if isinstance(value, Mapping):
                 found += value.values()

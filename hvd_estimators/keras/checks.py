@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.losses import (
     NO_LOSS,
@@ -251,7 +252,7 @@ class DryRun:
 
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that is not to be called here to the ranks."""
-        parts = self.model._flatten_layers(include_self=False)
+        parts = all_layers(self.model, include_self=False)
         if not self.model.built and not (parts and all(part.built for part in parts)):
             raise ParamError(
                 f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
@@ -398,7 +399,7 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
         for size in plan.batch_sizes(shard, data.batch_size)
     ]
     has_batch_norm = any(
-        isinstance(layer, keras.layers.BatchNormalization) for layer in model._flatten_layers()
+        isinstance(layer, keras.layers.BatchNormalization) for layer in all_layers(model)
     )
     if has_batch_norm and 0 in sizes:
         raise DataError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from hvd_estimators.keras.backend import inner_optimizers
+from hvd_estimators.keras.backend import all_layers, inner_optimizers
 from hvd_estimators.keras.states import is_keras
 
 __all__ = ["find_custom_objects"]
@@ -61,7 +61,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, keras.Model):
-        yield from value._flatten_layers()
+        yield from all_layers(value)
     elif isinstance(value, keras.optimizers.Optimizer):
         yield value
         yield value._learning_rate

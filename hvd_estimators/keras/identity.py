@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from hvd_estimators.keras.backend import model_optimizers
+from hvd_estimators.keras.backend import all_layers, model_optimizers
 from hvd_estimators.runs import named
 
 __all__ = ["model_identity"]
@@ -27,7 +27,7 @@ def model_identity(model: keras.Model, other_rate: bool) -> dict[str, Any]:
         "class": named(type(model)),
         "layers": {
             f"{number} ({named(type(layer))})": _config(layer)
-            for number, layer in enumerate(model._flatten_layers(False))
+            for number, layer in enumerate(all_layers(model, include_self=False))
         },
         "weights": [[list(weight.shape), str(weight.dtype)] for weight in model.weights],
         "optimizers": {

@@ -9,6 +9,7 @@ from typing import Any
 
 import keras
 
+from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.compiling import losses
 from hvd_estimators.keras.outputs import Outputs
 
@@ -49,7 +50,7 @@ def may_add_loss(model: keras.Model) -> bool:
     return any(
         type(layer).__module__.partition(".")[0] != "keras"
         or getattr(layer, "activity_regularizer", None) is not None
-        for layer in model._flatten_layers()
+        for layer in all_layers(model)
     )
 
 

@@ -12,6 +12,7 @@ import tensorflow as tf
 # There is no public way to the generator that keras.random uses where no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
+from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.training.randomness import HostStreams
 from hvd_estimators.training.rank import rank_seed, seed_rank
 
@@ -102,7 +103,7 @@ def _mixed(own: int, given: list[int]) -> list[int]:
 
 
 def _tensorflow_generators(model: keras.Model) -> Iterator[tf.random.Generator]:
-    for layer in model._flatten_layers():
+    for layer in all_layers(model):
         for value in vars(layer).values():
             if isinstance(value, tf.random.Generator):
                 yield value

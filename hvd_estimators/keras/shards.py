@@ -7,6 +7,7 @@ from typing import Any
 
 import keras
 
+from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.randomness import RandomStreams, seed_states
 from hvd_estimators.training.shards import ShardStates
 
@@ -28,7 +29,7 @@ class VariableState:
         seeds = {id(state) for state in seed_states(model)}
         frozen = {
             id(variable)
-            for layer in model._flatten_layers()
+            for layer in all_layers(model)
             if not layer.trainable
             for variable in layer.variables
         }

@@ -13,13 +13,15 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
 import keras
 import numpy as np
 import tensorflow as tf
+
+from hvd_estimators.keras.backend import all_layers
 
 __all__ = [
     "StatePickler",
@@ -105,7 +107,7 @@ def same_attributes(original: Any, copy: Any) -> bool:
         A model, or what models and ``compile`` are made of. Weights are not compared.
     """
     if isinstance(original, keras.Layer):
-        ours, theirs = list(_layers(original)), list(_layers(copy))
+        ours, theirs = all_layers(original), all_layers(copy)
         return len(ours) == len(theirs) and all(map(_same_layer, ours, theirs))
     return _same(original, copy)
 
@@ -145,11 +147,6 @@ def without_variables(optimizer: keras.optimizers.Optimizer) -> keras.optimizers
 def is_keras(entry: Any) -> bool:
     """Return whether a class or function is one of Keras's own."""
     return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
-
-
-def _layers(layer: Any) -> Sequence[Any]:
-    found: Sequence[Any] = layer._flatten_layers()
-    return found
 
 
 def _same_layer(original: Any, copy: Any) -> bool:

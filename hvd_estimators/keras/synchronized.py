@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.keras.averaging import GradientAverager, sum_tensors
+from hvd_estimators.keras.backend import all_layers
 
 __all__ = ["SynchronizedMoments", "synchronized_layers"]
 
@@ -22,7 +23,7 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
     """Return the layers of a model that are to be synchronized."""
     return [
         layer
-        for layer in model._flatten_layers()
+        for layer in all_layers(model)
         if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
     ]
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import keras
 
+from hvd_estimators.keras.backend import all_layers
+
 __all__ = ["Traits"]
 
 
@@ -33,7 +35,7 @@ class Traits:
         """Take them down."""
         return Traits(
             [variable.path for variable in model.variables],
-            [keras.dtype_policies.serialize(part.dtype_policy) for part in _layers(model)],
+            [keras.dtype_policies.serialize(part.dtype_policy) for part in all_layers(model)],
         )
 
     @contextlib.contextmanager
@@ -48,7 +50,7 @@ class Traits:
 
     def give(self, model: keras.Model) -> None:
         """Give them to a copy."""
-        layers, variables = _layers(model), model.variables
+        layers, variables = all_layers(model), model.variables
         if len(layers) == len(self.policies):
             for layer, policy in zip(layers, self.policies, strict=True):
                 if keras.dtype_policies.serialize(layer.dtype_policy) != policy:
@@ -56,8 +58,3 @@ class Traits:
         if len(variables) == len(self.paths):
             for variable, path in zip(variables, self.paths, strict=True):
                 variable._path = path
-
-
-def _layers(model: keras.Model) -> list[keras.layers.Layer]:
-    layers: list[keras.layers.Layer] = model._flatten_layers()
-    return layers
