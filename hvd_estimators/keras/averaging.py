@@ -61,7 +61,7 @@ class GradientAverager:
         if self.weight is None:
             return dense
         return [
-            # Where there are no rows a gradient may be NaN, and counts for nothing.
+            # Without rows, a gradient may be NaN, and counts for nothing.
             None if g is None else tf.math.multiply_no_nan(g, tf.cast(self.weight, g.dtype))
             for g in dense
         ]
@@ -77,7 +77,7 @@ class GradientAverager:
             The weight.
         """
         types = [None if g is None else g.dtype for g in weighted]
-        # Horovod knows no bfloat16, whose sums would be worth little.
+        # Horovod does not support bfloat16, and its sums would be worth little.
         weighted = [
             tf.cast(g, tf.float32) if t == tf.bfloat16 else g
             for g, t in zip(weighted, types, strict=True)
@@ -88,7 +88,7 @@ class GradientAverager:
         if hvd.size() == 1:
             result = [None if g is None else _divide(g, weight) for g in weighted]
             return _of_types(result, types)
-        # Not in half precision: the weight is as exact as the gradients, at least.
+        # Not in half precision: the weight is at least as exact as the gradients.
         alone = self._compression is not hvd.Compression.none or not (
             buckets and weighted[buckets[0][0]].dtype == tf.float32
         )
@@ -97,7 +97,7 @@ class GradientAverager:
             parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
             if total is None and not number:
                 parts.append(tf.reshape(weight, (1,)))
-            # One bucket after the other, lest Horovod fuses them.
+            # One bucket after the other, so that Horovod does not fuse them.
             after = [] if not number else [result[buckets[number - 1][0]]]
             with tf.control_dependencies(after):
                 flat = tf.concat(parts, axis=0)
@@ -143,13 +143,13 @@ def _of_types(tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
 
 
 def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    # All batches of a step may count for nothing.
+    # It may be that all batches of a step count for nothing.
     return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
 
 
 def sum_tensors(tensor: tf.Tensor, name: str) -> tf.Tensor:
     """Return a tensor added up over the ranks; Horovod matches theirs by the name."""
-    # The same name in whatever function or branch the operation is traced.
+    # The name is the same in whatever function or branch the operation is traced.
     return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
 
 
@@ -173,7 +173,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
         return
     for index, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable.value)
-        # Horovod knows no bfloat16: its bits travel.
+        # Horovod does not support bfloat16: its bits are sent.
         is_bfloat16 = value.dtype == tf.bfloat16
         received = hvd.broadcast(
             tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
@@ -215,7 +215,7 @@ class StatisticsAverager:
                 changed[index] += float(_digest(self._variables[index]) != before)
 
         shards.for_each(look)
-        # What changed on one rank is averaged on all of them; frozen layers stay as they are.
+        # What changed on any rank is averaged on all ranks; frozen layers stay as they are.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
         moved = [v for v, count in zip(self._variables, changes, strict=True) if count]
         found: list[list[Array]] = []
@@ -234,5 +234,5 @@ class StatisticsAverager:
 
 
 def _digest(variable: Any) -> bytes:
-    # Bytes, since NumPy gives no buffer of bfloat16.
+    # Bytes, since NumPy has no buffers of bfloat16.
     return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()

@@ -59,7 +59,7 @@ def check_classes(name: str, labels: Array) -> None:
     """
     _check_rank(labels)
     if labels.ndim == 2 and labels.shape[1] > 1:
-        # The largest one of a row, as labels may be smoothed.
+        # The largest value of a row, since labels may be smoothed.
         odd = (labels == labels.max(axis=1, keepdims=True)).sum(axis=1) > 1
     else:
         labels = labels.reshape(-1)

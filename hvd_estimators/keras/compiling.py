@@ -1,4 +1,4 @@
-"""What a model is compiled with for training: from the params, or from how it is compiled."""
+"""What a model is compiled with for training: the params, or what it was compiled with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["CompileSettings", "losses"]
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """What `keras.Model.compile` is given.
+    """The arguments of `keras.Model.compile`.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class CompileSettings:
 
     @property
     def loss(self) -> Any:
-        """The loss, or a structure of several; None where the model has none."""
+        """The loss, or a structure of several; None if the model has none."""
         return self.given.get("loss", self.compiled.get("loss"))
 
     @property
@@ -90,7 +90,7 @@ class CompileSettings:
         elif self.loss is not None and ("loss_weights" in given or outputs.auxiliary):
             settings["loss"] = self._compiled_loss(outputs)
         if "loss_weights" in given:
-            # Keras wants a number for every output, also where there is no loss.
+            # Keras wants a number for every output, even for one without a loss.
             weights = per_output(
                 "loss_weights", given["loss_weights"], outputs, labels, missing=1.0
             )
@@ -122,5 +122,5 @@ class CompileSettings:
 
 
 def losses(loss: Any) -> list[Any]:
-    """Return all losses of what `compile` is given."""
+    """Return all losses among the arguments of `compile`."""
     return [entry for entry in keras.tree.flatten(loss) if entry is not None]

@@ -46,7 +46,7 @@ def find_custom_objects(
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield all texts in the config of a Keras object."""
+    """Yield all strings in the config of a Keras object."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -77,7 +77,7 @@ def _held(part: Any) -> list[Any]:
     return [
         entry if isinstance(entry, types.FunctionType) else type(entry)
         for name, entry in getattr(part, "__dict__", {}).items()
-        # Keras puts wrappers of a layer's own methods there.
+        # Keras keeps wrappers of a layer's own methods there.
         if not hasattr(type(part), name)
     ]
 

@@ -1,4 +1,4 @@
-"""What tells a Keras model from others, but for its weights. Runs on the driver."""
+"""What identifies a Keras model, apart from its weights. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["model_identity"]
 
 
 def model_identity(model: keras.Model, other_rate: bool) -> dict[str, Any]:
-    """Return layers, shapes of weights and optimizers, without names, which Keras numbers.
+    """Return layers, shapes of weights and optimizers, without the names, which Keras numbers.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def model_identity(model: keras.Model, other_rate: bool) -> dict[str, Any]:
 
 
 def _config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str, Any]:
-    """Return the plain values of a config; nothing where there is none."""
+    """Return the plain values of a config; an empty dict if there is none."""
     try:
         config = given.get_config()
     except Exception:

@@ -1,4 +1,4 @@
-"""Which column is which input of a model: by name where they are in a dict. Used on the driver."""
+"""Which column is which input of a model: by name if they are in a dict. Used on the driver."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def other_structure(model: keras.Model, inputs: Any, feature_cols: Sequence[str]
 
 
 def input_keys(model: keras.Model, inputs: Any) -> list[str] | None:
-    """Return the keys of a subclassed model's inputs, in their order; None if these have none."""
+    """Return the keys of a subclassed model's inputs, in order; None if it takes no dict."""
     if symbolic(model, "input") is None and isinstance(inputs, dict):
         return list(inputs)
     return None
@@ -77,7 +77,7 @@ def called_with(model: keras.Model) -> Any:
 
 
 def text_columns(inputs: Any) -> dict[str, bool]:
-    """Return the columns that may be text for a model, to whether they have to be.
+    """Return the columns that may be text for a model, each with whether it has to be text.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def _of_subclassed(
             )
         return {key: Field(name) for key, name in zip(keys, feature_cols, strict=True)}
     if shapes is None and len(feature_cols) > 1:
-        # Given a tuple, a functional model in it would take that in the order of sorted keys.
+        # Given a tuple, a functional model in it would take the values in the order of sorted keys.
         within = (symbolic(layer, "input") for layer in model.layers)
         if any(isinstance(part, dict) and set(part) == set(feature_cols) for part in within):
             return _named(feature_cols)

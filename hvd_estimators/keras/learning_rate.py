@@ -63,7 +63,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._has_changed = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Take down the initial rates and the number of batches."""
+        """Note the initial rates and the number of batches."""
         if self.initial_lr is None:
             self.initial_lr = self._rates()
         if not self.staircase and self.steps_per_epoch is None:
@@ -156,7 +156,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             verbose=verbose,
         )
         self.warmup_epochs = warmup_epochs
-        # Set by the estimator's trainer: a run keeps the ranks that it began with.
+        # Set by the estimator's trainer: a run keeps the number of ranks that it began with.
         self.ranks: int | None = None
 
     def factor(self, epoch: float) -> float:
@@ -165,12 +165,12 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
 
     def _sets_rate(self, epoch: float) -> bool:
-        # Once more after its end, and then others may set the rate.
+        # Set it once more after the warmup's end; after that, others may set the rate.
         return epoch - 1.0 / (self.steps_per_epoch or 1) <= self.warmup_epochs
 
 
 def _velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the running sums of steps, where an optimizer has them: SGD, RMSprop and the like.
+    """Return the running sums of steps of an optimizer that has them: SGD, RMSprop and the like.
 
     Averages of gradients, which other optimizers call momentum, too, hold no rate.
     """

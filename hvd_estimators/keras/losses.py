@@ -1,4 +1,4 @@
-"""What is asked of a model's losses: whether there are any, and what they make of rows.
+"""Facts about a model's losses: whether there are any, and how they average over rows.
 
 Runs on the driver.
 """
@@ -29,17 +29,17 @@ NO_LOSS = (
     "add_loss() in the model or in one of its layers."
 )
 
-# Of Keras's losses those whose labels have another shape than the outputs.
+# Keras's losses whose labels have another shape than the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
 
 def has_loss(model: keras.Model) -> bool:
-    """Return whether a model can compute a loss: it was compiled with one, or has its own way."""
+    """Return whether a model can compute a loss: it was compiled with one, or computes its own."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
 
 
 def added_losses(model: keras.Model) -> list[Any]:
-    """Return what `add_loss` was given in the last call; regularizers of weights left out."""
+    """Return what `add_loss` was given in the last call, except regularizers of weights."""
     found = list(model.losses)
     regularized = [v for v in model.trainable_variables if v.regularizer is not None]
     return found[: len(found) - len(regularized)]

@@ -18,14 +18,14 @@ logger = logging.getLogger(__name__)
 
 
 def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """Yield a model's metrics, those given to ``compile()`` one by one."""
+    """Yield a model's metrics, including each one that was given to ``compile()``."""
     for metric in model.metrics:
-        # What compile() was given is one metric of several.
+        # Keras wraps what compile() was given in a single metric.
         yield from getattr(metric, "metrics", None) or [metric]
 
 
 def merged_metrics(model: keras.Model) -> list[Any]:
-    """Return the metrics that say themselves how states are merged: by ``merge_state``."""
+    """Return the metrics that define how their states are merged: by ``merge_state``."""
     return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]
 
 
@@ -36,7 +36,7 @@ def added_variables(model: keras.Model) -> list[keras.Variable]:
 
 
 def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
-    """Give a metric what several of its kind have measured.
+    """Merge into a metric what several of its kind have measured.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
 
 
 def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
-    """Make sure that what ranks measure can be added up. Runs on the driver.
+    """Make sure that the ranks' measurements can be added up. Runs on the driver.
 
     Each metric that is not Keras's own sees two parts of a batch, one after the other, as in one
     process. What it then says is compared to what it says for the sum of its states after each
@@ -83,7 +83,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
         for cut in (slice(0, rows // 2), slice(rows // 2, rows))
     ]
     try:
-        # Builds them.
+        # This builds them.
         _measure(model, [(x, y, outputs, weights)])
         if rows < 2 or all(map(_is_known, leaf_metrics(model))):
             return
@@ -161,6 +161,6 @@ def _twin(metric: Any, state: Sequence[Array]) -> Any:
             return [replaced(entry) for entry in value]
         return own.get(id(value), value)
 
-    # Past what Keras does when attributes are set.
+    # This bypasses what Keras does when attributes are set.
     vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
     return twin

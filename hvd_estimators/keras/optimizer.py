@@ -105,7 +105,7 @@ def distribute(
     def step(gradients: Sequence[Any], weight: Any, variables: Any) -> None:
         averaged = averager.average(gradients, weight)
         if not optimizer.built and learning_rate_scale != 1.0:
-            # It may choose its inner optimizers only now.
+            # It may choose its inner optimizers only at this point.
             optimizer.build(list(variables))
         with _scaled_learning_rates(optimizer, learning_rate_scale):
             apply(averaged, variables)
@@ -121,7 +121,7 @@ def distribute(
 
         def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             if not optimizer.built:
-                # Not in the branch below, where no variables can be made.
+                # Not in the branch below, where no variables can be created.
                 optimizer.build(list(trainable_variables))
             weight = 1.0 if averager.weight is None else averager.weight
             due = accumulator.add(averager.weigh(grads), weight)
@@ -135,7 +135,7 @@ def distribute(
 
 
 class _Accumulator:
-    """Adds gradients up between two steps, in variables that are no part of the optimizer."""
+    """Adds up gradients between two steps, in variables that are not part of the optimizer."""
 
     def __init__(self, passes: int, steps_per_epoch: int | None) -> None:
         self._passes = passes
@@ -165,7 +165,7 @@ class _Accumulator:
         return due
 
     def release(self, step: Any) -> None:
-        """Make a step of what was added up, and begin anew."""
+        """Make a step with what was added up, and start again from zero."""
         assert self._sums is not None
         step(
             [None if v is None else tf.convert_to_tensor(v) for v in self._sums],
@@ -186,7 +186,7 @@ def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) 
     for inner in inner_optimizers(optimizer):
         attributes = vars(inner)
         given.append((attributes, attributes["_learning_rate"]))
-        # Read here, where it is a number or what a schedule says for this step.
+        # It is read here, where it is a number or a schedule's value for this step.
         rate = tf.convert_to_tensor(inner.learning_rate)
         attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
     try:

@@ -49,7 +49,7 @@ class Outputs:
 
     @staticmethod
     def of(model: keras.Model, outputs: Any, label_cols: Sequence[str]) -> Outputs:
-        """Find the label of each output.
+        """Find the label for each output.
 
         One output belongs to one label, whatever their names. Outputs in a dict belong to the
         labels that are their keys (or else, in a functional model, the names of their layers).
@@ -134,7 +134,7 @@ class Outputs:
         return keras.tree.map_structure(lambda place: values[place], self.structure)
 
     def select(self, flat: Sequence[Any], label_cols: Sequence[str]) -> list[Any]:
-        """Return the values of the labels, in their order, of those of all outputs."""
+        """Return the labels' values, in their order, from the values of all outputs."""
         return [flat[self.position(label)] for label in label_cols]
 
 
@@ -147,7 +147,7 @@ def per_output(
     missing: Any = None,
     list_is_value: bool = False,
 ) -> Any:
-    """Return what a param says of each output, in the structure of the outputs.
+    """Return what a param says about each output, in the structure of the outputs.
 
     Parameters
     ----------

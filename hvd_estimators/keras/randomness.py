@@ -1,4 +1,4 @@
-"""Random numbers of a rank's own while it trains: dropout, noise, augmentation."""
+"""A rank's own random numbers while it trains: dropout, noise, augmentation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# There is no public way to the generator that keras.random uses where no seed is given.
+# There is no public way to the generator that keras.random uses when no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
 from hvd_estimators.keras.backend import all_layers
@@ -20,7 +20,7 @@ __all__ = ["RandomStreams", "seed_states", "split_seed_states"]
 
 
 class RandomStreams(HostStreams):
-    """Gives a shard random numbers of its own in each epoch, whatever draws them.
+    """Gives a shard its own random numbers in each epoch, whatever draws them.
 
     These are the generators of layers, those that `keras.random` and ``tf.random`` have for all,
     and Python's and NumPy's. What is drawn in an epoch depends on the run's seed, the shard and the

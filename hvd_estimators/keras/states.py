@@ -1,4 +1,4 @@
-"""Keras objects as they are: pickled by their attributes, where their configs do not tell all.
+"""Keras objects as they are: pickled by their attributes where their configs are incomplete.
 
 Keras makes an object anew from its config, and a class without a ``get_config()`` of its own gets
 its default arguments then. Here its attributes travel, as those of any Python object. Used on both
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _OWN_TYPES = (keras.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
-# Made anew by ``__new__``, or what TensorFlow has compiled.
+# Attributes that ``__new__`` makes anew, and what TensorFlow has compiled.
 _MADE_ANEW = ("build", "quantize")
 _COMPILED = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
 _STACK_BYTES = 512 * 2**20
@@ -99,7 +99,7 @@ def _with_deep_stack(function: Callable[[], bytes]) -> bytes:
 
 
 def same_attributes(original: Any, copy: Any) -> bool:
-    """Return whether an object that was made of a config has what the original has.
+    """Return whether an object that was made from a config has all that the original has.
 
     Parameters
     ----------
@@ -113,12 +113,12 @@ def same_attributes(original: Any, copy: Any) -> bool:
 
 
 def same_optimizer(original: keras.optimizers.Optimizer, copy: keras.optimizers.Optimizer) -> bool:
-    """Return whether an optimizer that was made of a config has the settings of the original."""
+    """Return whether an optimizer made from a config has the settings of the original."""
     if type(original).__qualname__ != type(copy).__qualname__:
         return False
     names = {"_learning_rate"}
     if not is_keras(type(original)):
-        # Slots are made anew, and filled.
+        # Slots are made anew and then filled.
         names |= {name for name, value in vars(original).items() if not _holds_variables(value)}
         names -= set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
     ours, theirs = vars(original), vars(copy)
@@ -132,7 +132,7 @@ def _holds_variables(value: Any) -> bool:
 
 
 def without_variables(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Take from an optimizer what it keeps for the variables of another model, and return it."""
+    """Remove what an optimizer keeps for another model's variables; return the optimizer."""
     if optimizer.built:
         kept = (optimizer.iterations, getattr(optimizer, "_learning_rate", None))
         for variable in list(optimizer._variables):
@@ -155,7 +155,7 @@ def _same_layer(original: Any, copy: Any) -> bool:
     known = _base_names()
     ours, theirs = vars(original), vars(copy)
     if is_keras(type(original)):
-        # Its config tells all, but perhaps of initializers, regularizers and the like.
+        # Its config is complete, except perhaps for initializers, regularizers and the like.
         names = [name for name, value in ours.items() if _is_custom_part(value)]
     else:
         names = [name for name in ours if name not in known and not hasattr(type(original), name)]
@@ -188,7 +188,7 @@ def _same(ours: Any, theirs: Any, depth: int = 0) -> bool:
     if ours is theirs or depth > 6:
         return True
     if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
-        # Weights follow by themselves, and layers are compared one by one.
+        # Weights are sent separately, and layers are compared one by one.
         return theirs is not None
     if isinstance(ours, (list, tuple)):
         return (
@@ -226,7 +226,7 @@ def _attributes(obj: Any) -> dict[str, Any]:
             state[name] = None
     nodes = state.get("_nodes")
     if isinstance(obj, keras.Model) and isinstance(nodes, set):
-        # Keras names the nodes of a graph by where its operations lie in memory.
+        # Keras names the nodes of a graph by the memory addresses of its operations.
         operations = {str(id(operation)): operation for operation in state["_operations"]}
         parts = [key.split("_", 1) for key in sorted(nodes)]
         state["_nodes"] = [(operations[place], rest) for place, rest in parts]
@@ -250,7 +250,7 @@ def _is_tracking(obj: Any, *names: str) -> bool:
 
 def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
     vars(tracker).update(state)
-    # Keras notes what it tracks by where that lies in memory.
+    # Keras notes what it tracks by memory addresses.
     tracker.stored_ids = {
         name: {id(entry) for entry in entries} for name, (_, entries) in tracker.config.items()
     }

@@ -1,4 +1,4 @@
-"""``BatchNormalization(synchronized=True)``: statistics of a step's rows on all ranks.
+"""``BatchNormalization(synchronized=True)``: statistics over a step's rows on all ranks.
 
 Keras synchronizes over the replicas of a ``tf.distribute`` strategy only. Runs on the worker.
 """
@@ -47,7 +47,7 @@ class SynchronizedMoments:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Synchronize while a training step runs or is traced; all ranks take as many of these."""
+        """Synchronize while a training step runs or is traced; all ranks take equally many."""
         self._calls = {}
         try:
             yield
@@ -60,7 +60,7 @@ class SynchronizedMoments:
         def moments(inputs: Any, mask: Any) -> Any:
             if self._calls is None or hvd.size() == 1:
                 return alone(inputs, mask)
-            # A layer that is called several times in a step takes part as often.
+            # A layer that is called several times in a step takes part each time.
             call = self._calls[number] = self._calls.get(number, -1) + 1
             return self._moments(inputs, mask, layer._reduction_axes, f"moments.{number}.{call}")
 
@@ -84,7 +84,7 @@ class SynchronizedMoments:
         mean = tf.math.divide_no_nan(total(inputs), count)
         shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
         squares = total(tf.square(inputs - tf.reshape(mean, shape)))
-        # Each rank's in a place of its own: as precise as one process.
+        # Each rank's statistics have a place of their own, which is as precise as one process.
         own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
         places = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
         counts, means, squares = tf.split(
@@ -92,7 +92,7 @@ class SynchronizedMoments:
         )
         rows = tf.reduce_sum(counts)
         if mask is not None:
-            # As in Keras, where all may be masked.
+            # As in Keras: all rows may be masked.
             rows += keras.backend.epsilon()
         mean = tf.reduce_sum(counts * means, axis=0) / rows
         squares = tf.reduce_sum(squares + counts * tf.square(means - mean), axis=0)

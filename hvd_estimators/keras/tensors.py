@@ -1,4 +1,4 @@
-"""How columns become what a model is called with and compared to. Used on both sides."""
+"""How columns become a model's inputs and labels. Used on both sides."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Field:
         """Return a column's array, rows first, as the model takes it; text as a tensor."""
         shape, dtype = self._form(array.shape[1:], array.dtype)
         if dtype == "string":
-            # Of text, NumPy's arrays are of objects, which Keras does not always take.
+            # NumPy's arrays of text hold objects, which Keras does not always take.
             return tf.constant(array.reshape(len(array), *shape), tf.string)
         return array.astype(dtype, copy=False).reshape(len(array), *shape)
 
@@ -60,7 +60,7 @@ class Field:
 
     @property
     def takes_text(self) -> bool:
-        """Whether an input may be text: it is of that type, or the model does not tell."""
+        """Whether an input may be text: its type is text, or the model does not tell its type."""
         return self.dtype in (None, "string")
 
     def zeros(self, rows: int) -> Any:
@@ -79,7 +79,7 @@ class Field:
 
 
 ZEROS = Field("")
-"""A zero for every row, where Keras wants a tensor that nothing looks at."""
+"""A zero for every row, where Keras wants a tensor that nothing reads."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class TensorSpec:
     class_weight: Mapping[int, float] | None = None
 
     def for_validation(self) -> TensorSpec:
-        """Return what validation sees, which knows no class weights."""
+        """Return the tensors for validation, which has no class weights."""
         return replace(self, class_weight=None)
 
     def arrays(self, columns: Columns) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class TensorSpec:
 
 
 def alike(structure: Any) -> Any:
-    """Return arrays as tensors where some of them, text, are: Keras does not take both."""
+    """Return arrays as tensors if some of them already are (text): Keras does not take both."""
     if not any(tf.is_tensor(part) for part in keras.tree.flatten(structure)):
         return structure
     return keras.tree.map_structure(tf.convert_to_tensor, structure)

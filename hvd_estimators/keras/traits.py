@@ -1,4 +1,4 @@
-"""What copies of a model do not get from its config. Used on both sides."""
+"""What the config of a model does not give to its copies. Used on both sides."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Traits:
 
     @staticmethod
     def of(model: keras.Model) -> Traits:
-        """Take them down."""
+        """Note those of a model."""
         return Traits(
             [variable.path for variable in model.variables],
             [keras.dtype_policies.serialize(part.dtype_policy) for part in all_layers(model)],
@@ -40,7 +40,7 @@ class Traits:
 
     @contextlib.contextmanager
     def policy(self) -> Iterator[None]:
-        """Make layers of the model's own policy."""
+        """Make new layers get the model's own policy."""
         given = keras.config.dtype_policy()
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policies[0]))
         try:
@@ -49,7 +49,7 @@ class Traits:
             keras.config.set_dtype_policy(given)
 
     def give(self, model: keras.Model) -> None:
-        """Give them to a copy."""
+        """Set them on a copy."""
         layers, variables = all_layers(model), model.variables
         if len(layers) == len(self.policies):
             for layer, policy in zip(layers, self.policies, strict=True):

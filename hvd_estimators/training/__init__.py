@@ -1,1 +1,1 @@
-"""What the trainers of all frameworks have in common, on the ranks; imports no framework."""
+"""What the trainers of all frameworks share on the ranks; imports no framework."""

@@ -1,4 +1,4 @@
-"""Values as JSON and arrays, so that whoever reads them runs no code."""
+"""Values as JSON and arrays, which can be read without running any code."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvd_estimators.parquet.columns import Array
 __all__ = ["decode", "encode", "is_encodable"]
 
 _REGISTERED = 2
-"""What ``dtype.isbuiltin`` is for types that other packages have added to NumPy's."""
+"""The value of ``dtype.isbuiltin`` for types that other packages have added to NumPy."""
 
 
 def encode(value: Any, arrays: list[Array]) -> Any:
-    """Return a value as JSON holds it; `decode` gives back the same, numbers bit by bit.
+    """Return a value as JSON can hold it; `decode` gives back the same, with all bits of numbers.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def encode(value: Any, arrays: list[Array]) -> Any:
         dtype, array = value.dtype, np.asarray(value)
         document: dict[str, Any] = {"array": len(arrays), "scalar": isinstance(value, np.generic)}
         if dtype.isbuiltin == _REGISTERED:
-            # A .npy file does not tell which type it is (bfloat16, for example).
+            # A .npy file does not record types of other packages (bfloat16, for example).
             document["dtype"] = dtype.name
             array = array.view(f"u{dtype.itemsize}")
         arrays.append(array)

@@ -1,8 +1,8 @@
-"""What passes between the driver and the ranks of a fit as files of the store, of any size.
+"""What the driver and the ranks of a fit hand to each other as files in the store, of any size.
 
-Spark sends functions by way of the driver's disk and collects results through its JVM, where both
-have to fit several times over. So a model that goes to the ranks, and the state that comes back,
-are files in the run's folder, and what Spark carries is small.
+Spark sends functions through the driver's disk and collects results through its JVM, which have to
+hold them several times over. Therefore the model that goes to the ranks, and the state that comes
+back, are files in the run's folder, and what Spark itself carries is small.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Trainer = Callable[[Any], TrainResult]
 
 @dataclass(frozen=True)
 class StoredCall:
-    """A trainer and what it is told, in a file; crosses to the ranks.
+    """A trainer and its spec, in a file; sent to the ranks.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class StoredCall:
 
 
 def train_stored(call: StoredCall) -> TrainResult:
-    """Run a stored trainer, and leave the state that it returns in the store. Runs on every rank.
+    """Run a stored trainer, and put the state that it returns into the store. Runs on every rank.
 
     Returns
     -------
@@ -156,13 +156,13 @@ class Handover:
 
     @contextlib.contextmanager
     def naming_what_is_kept(self, *, trained: bool) -> Iterator[None]:
-        """Tell in what the block raises where the work is, and how to get at it.
+        """Add to errors of the block where the trained state is kept, and how to get at it.
 
         Parameters
         ----------
         trained : bool
-            Whether the ranks have ended. What is not this package's own error then becomes a
-            `ResultsError`; before, it may be a backend's own and stays what it is.
+            Whether the ranks have ended. Errors of other packages then become a `ResultsError`;
+            before that they may be a backend's own and are left as they are.
         """
         try:
             yield
@@ -188,7 +188,7 @@ class Handover:
         return not has_checkpoint and self._store.exists(self._state_path)
 
     def _hint(self) -> str:
-        """Return what is kept of the run, for a message; nothing if nothing is."""
+        """Return where the run's state is kept, for a message; empty if nothing is kept."""
         run = self._spec.run
         with _logged("The store could not be asked what is kept"):
             if run.checkpoint_path is not None and self._store.exists(run.checkpoint_path):
@@ -208,7 +208,7 @@ class Handover:
 
 @contextlib.contextmanager
 def _logged(message: str) -> Iterator[None]:
-    """Let what the store raises not take the place of an error that matters more."""
+    """Log what the store raises, so that it does not hide an error that matters more."""
     try:
         yield
     except OSError as error:
@@ -222,8 +222,8 @@ def _append(error: HvdEstimatorsError, hint: str) -> None:
         error.msg = message
 
 
-# The store's options may be secrets. They travel with the call itself, as all that Spark is given,
-# and not in a file that others may read.
+# The store's options may be secrets. They travel with the call itself, like everything that Spark
+# is given, and not in a file that others may read.
 
 
 class _Pickler(cloudpickle.Pickler):

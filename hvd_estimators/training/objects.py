@@ -1,8 +1,9 @@
-"""Objects from rank to rank, taken from those alone who prove that they are ranks of the job.
+"""Objects sent between ranks, accepted only from senders that prove to be ranks of the job.
 
 Horovod's own ``broadcast_object`` and ``allgather_object`` run what they receive (pickle), and the
-connections between ranks prove nothing. Ours carry a code that is made with a key of the job, which
-ranks have in their environment, of what they carry, its name and its place in the order of the job.
+connections between ranks prove nothing. Ours carry an authentication code over their content, their
+name and their place in the job's order. It is made with the job's key, which ranks have in their
+environment.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ObjectExchange:
     Parameters
     ----------
     rank : callable
-        Returns this rank.
+        Returns the number of this rank.
     gather : callable
         Called with bytes and a name; returns the bytes of all ranks, one after the other. Called
         for the lengths first.
@@ -83,7 +84,7 @@ class ObjectExchange:
 
 
 def _tag(place: str, rank: int, document: bytes) -> bytes:
-    # Ranks that others start (horovodrun) have no key, and trust their connections.
+    # Ranks that something else starts (horovodrun) have no key and trust their connections.
     key = os.environ.get(RANKS_KEY_VARIABLE, "").encode()
     code = hmac.new(key, f"{place} {rank} ".encode(), "sha256")
     code.update(document)

@@ -22,7 +22,7 @@ class Progress:
     Parameters
     ----------
     spec : TrainSpec
-        The training job; nothing is reported where it is silent.
+        The training job; nothing is reported if it is not ``verbose``.
     rank : int
         This rank.
     """
@@ -54,16 +54,16 @@ class Progress:
 
     @property
     def due(self) -> bool:
-        """Whether `step` should be called: somebody listens, and the last report is some time ago.
+        """Whether to call `step`: somebody listens, and the last report was some time ago.
 
-        What is reported can be costly to have, a GPU's loss for example.
+        It can be costly to get what is reported, such as a loss from a GPU.
         """
         if self._sender is None:
             return False
         return time.monotonic() - self._reported > _SECONDS_BETWEEN
 
     def step(self, step: int, means: Mapping[str, float]) -> None:
-        """Report that so many steps of the epoch are done, and what was measured so far."""
+        """Report how many steps of the epoch are done, and what was measured so far."""
         self._reported = time.monotonic()
         self._report(step, means, done=False)
 

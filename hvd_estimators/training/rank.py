@@ -29,18 +29,18 @@ def horovod_session(
     mp_start_method : str or None
         Start method of ``multiprocessing``; None leaves it as it is.
     ranks : int, optional
-        The number of ranks that the rows were shared out to.
+        The number of ranks among which the rows were shared out.
 
     Raises
     ------
     RuntimeError
-        If there are not as many ranks.
+        If there is another number of ranks.
     """
     if mp_start_method:
         multiprocessing.set_start_method(mp_start_method, force=True)
     hvd.init()
     try:
-        # From here on nobody else can become a rank of this job.
+        # From here on no other process can become a rank of this job.
         if not _adds_process_sets():
             tell_parent("joined")
         if ranks is not None and hvd.size() != ranks:
@@ -57,12 +57,12 @@ def horovod_session(
 
 
 def _adds_process_sets() -> bool:
-    """Return whether Horovod has been told that process sets, which ranks join, are added later."""
+    """Return whether Horovod was told that process sets, which ranks join, are added later."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
 
 
 def check_gpus(available: Sequence[bool]) -> bool:
-    """Return whether the ranks have GPUs, given what each of them, in order, says.
+    """Return whether the ranks have GPUs, given the answer of each rank in order.
 
     Raises
     ------
@@ -81,8 +81,8 @@ def check_gpus(available: Sequence[bool]) -> bool:
 def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:
     """Return the seed of a rank's own random numbers in an epoch.
 
-    Ranks differ, lest they draw the same dropout masks, and so do epochs, so that a resumed run
-    draws what an uninterrupted one does.
+    Ranks have different seeds, so that they do not draw the same dropout masks. Epochs have seeds
+    of their own, so that a resumed run draws what an uninterrupted one does.
 
     Parameters
     ----------

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 class EventWriter:
     """Writes scalars that TensorBoard shows. Used as a context manager on rank 0.
 
-    Does nothing without a directory, or where the ``tensorboard`` package is not installed.
+    Does nothing without a directory, or if the ``tensorboard`` package is not installed.
 
     Parameters
     ----------
     directory : str or None
-        A local directory; made where it does not exist.
+        A local directory; created if it does not exist.
     """
 
     def __init__(self, directory: str | None) -> None:
@@ -79,7 +79,7 @@ class EventWriter:
 
 
 def epoch_scalars(record: EpochMetrics) -> dict[str, float]:
-    """Return the scalars of an epoch by tag: its losses and all members of its metric groups."""
+    """Return the scalars of an epoch by tag: its losses and everything in its groups of metrics."""
     scalars = {}
     for stage, values in (("train", record.train), ("validation", record.validation or {})):
         for group in values.get("all_metrics", []):

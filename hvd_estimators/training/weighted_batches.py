@@ -1,4 +1,4 @@
-"""What each batch counts for in a step over all ranks."""
+"""How much each batch counts in a step over all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["WeightedBatches"]
 class WeightedBatches:
     """Training batches, each with the factor by which its rank's gradient is weighted.
 
-    A batch counts for its rows, with sample weights, too: a loss is ``sum(weight * loss) / rows``.
+    A batch counts by its rows, even with sample weights: a loss is ``sum(weight * loss) / rows``.
     The mean over ranks of ``factor * gradient(loss of the batch)``, added up over the batches of a
     step and divided by their number, is the gradient of that loss over all rows of the step. The
     factor is 1 where all batches have as many rows.
@@ -30,8 +30,8 @@ class WeightedBatches:
     passes_per_step : int
         Batches of one step of the optimizer.
     sum_over_ranks : callable
-        Adds up a number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
-        and only where a data module of the user's does not tell ``global_sizes``.
+        Adds up one number of each rank, exactly in 64 bits. Called by all ranks in the same steps,
+        and only if a user's data module does not tell ``global_sizes``.
     """
 
     def __init__(
