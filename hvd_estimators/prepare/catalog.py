@@ -24,12 +24,12 @@ __all__ = [
     "list_prepared_data",
     "load_manifest",
     "manifest_path",
-    "staging_path",
+    "split_path",
     "stored_datasets",
     "stored_indices",
 ]
 
-_STAGING = ".partial"
+_SPLIT = ".split"
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class PreparedDataset:
         Size of its files.
     created : datetime.datetime or None
         When it was finished, in UTC; None where the store does not record it.
+    train_path, validation_path : str or None
+        Folders of the Parquet files to train on and to validate on, for other programs to read.
     """
 
     index: str
@@ -56,6 +58,8 @@ class PreparedDataset:
     columns: tuple[str, ...]
     num_bytes: int
     created: datetime.datetime | None
+    train_path: str | None = None
+    validation_path: str | None = None
 
 
 def list_prepared_data(store: Store) -> list[PreparedDataset]:
@@ -87,8 +91,7 @@ def stored_datasets(store: Store) -> list[PreparedDataset]:
 def stored_indices(store: Store) -> list[str]:
     """Return the indices of all that `stored_datasets` describes."""
     store.fs.invalidate_cache()
-    paths = (store.get_train_data_path(), store.get_val_data_path())
-    return list(dict.fromkeys(index for path in paths for index in _numbered(store, path)))
+    return list(dict.fromkeys(_numbered(store, store.get_train_data_path())))
 
 
 def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
@@ -132,17 +135,20 @@ def manifest_path(store: Store, index: str) -> str:
     return f"{store.get_train_data_path(index)}/{MANIFEST_FILE}"
 
 
-def staging_path(store: Store, index: str) -> str:
-    """Return where a dataset is written before it is split."""
-    return store.get_train_data_path(index) + _STAGING
+def split_path(store: Store, index: str) -> str:
+    """Return where the rows of a dataset with validation lie, each side in a folder.
+
+    Not in that of the manifest: who reads that folder as if it held the rows to train on, as it
+    does without validation, is not to get those to validate on with them.
+    """
+    return store.get_train_data_path(index) + _SPLIT
 
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
     """Return all paths of a dataset: the manifest's folder first, the owner's file last."""
     return (
         store.get_train_data_path(index),
-        store.get_val_data_path(index),
-        staging_path(store, index),
+        split_path(store, index),
         owner_path(store, index),
     )
 
@@ -151,7 +157,7 @@ def _numbered(store: Store, path: str) -> Iterator[str]:
     """Yield the indices of the datasets whose names begin as a path does."""
     parent, name = posixpath.split(path)
     # An index is 12 hexadecimal digits, so that no other file is taken for a dataset.
-    endings = "|".join(map(re.escape, (_STAGING, SUFFIX)))
+    endings = "|".join(map(re.escape, (_SPLIT, SUFFIX)))
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     for entry in store.names(parent):
         match = pattern.fullmatch(entry)
@@ -176,6 +182,8 @@ def _describe(store: Store, index: str) -> PreparedDataset:
         tuple(column.name for column in manifest.columns),
         num_bytes,
         _modified(store, manifest_path(store, index)),
+        manifest.train.path,
+        manifest.validation.path if manifest.validation else None,
     )
 
 

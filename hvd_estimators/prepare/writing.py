@@ -16,8 +16,9 @@ from pyspark.sql import functions as F
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.parquet.discovery import complete_shapes, read_split
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
-from hvd_estimators.prepare.catalog import manifest_path, staging_path
+from hvd_estimators.prepare.catalog import manifest_path, split_path
 from hvd_estimators.prepare.column_names import quoted, unused_name
+from hvd_estimators.prepare.open_files import several_open_files
 from hvd_estimators.prepare.schema import StoredColumn
 from hvd_estimators.store import Store
 
@@ -28,6 +29,12 @@ ROW_GROUP_BYTES = 16 * 2**20
 
 _HASHED = 128
 """How many elements of an array are hashed, at each of two places, to identify a row."""
+
+_SPLIT = "is_validation"
+"""Column that says on which side of a split a row is; Spark names folders by it."""
+
+_SIDES = 3
+"""Values of that column; null is one."""
 
 _EMPTY = "The DataFrame is empty: there are no rows to train on."
 
@@ -78,7 +85,11 @@ def write_dataset(
     in_order: bool = False,
     check_finite: bool,
 ) -> DatasetManifest:
-    """Write a DataFrame's columns, and the manifest last.
+    """Write a DataFrame's columns, and the manifest last, which names the files.
+
+    The sides of a split stay in the folders in which Spark's one job puts them: a row is on one
+    side, also where a task that is run again would decide otherwise, and no folder is renamed,
+    which on an object store would be a copy.
 
     Parameters
     ----------
@@ -108,29 +119,34 @@ def write_dataset(
         If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
         that are not finite and not wanted.
     """
-    train_path, val_path = store.get_train_data_path(index), store.get_val_data_path(index)
-    split = _own_name("__split", columns)
-    path = train_path if validation is None else staging_path(store, index)
     frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
-    if validation is not None:
-        writer = writer.partitionBy(split)
-    writer.parquet(store.spark_url(path))
-    observed = _told(observation)
-    if validation is not None:
+    if validation is None:
+        train_path, val_path = store.get_train_data_path(index), None
+        writer.parquet(store.spark_url(train_path))
+        observed = _told(observation)
+    else:
+        path, split = split_path(store, index), _own_name(_SPLIT, columns)
+        train_path, val_path = f"{path}/{split}=false", f"{path}/{split}=true"
+        with several_open_files(df.sparkSession, _SIDES):
+            writer.partitionBy(split).parquet(store.spark_url(path))
+        observed = _told(observation)
         if observed["split_nulls"]:
             raise DataError(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
                 "true or false, or a number, in every row."
             )
-        _move(store, f"{path}/{split}=false", train_path, "to train on")
-        _move(store, f"{path}/{split}=true", val_path, "to validate on")
-        store.delete(path)
+        for side, purpose in ((train_path, "to train on"), (val_path, "to validate on")):
+            if not store.exists(side):
+                raise DataError(
+                    f"validation: there are no rows {purpose}. Choose a fraction or a column that "
+                    "leaves rows on both sides."
+                )
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
     train = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError(_EMPTY)
-    val = read_split(store, val_path, specs) if validation is not None else None
+    val = read_split(store, val_path, specs) if val_path is not None else None
     shapes = complete_shapes(store, train, specs)
     content = str(observed["content"])
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
@@ -147,7 +163,7 @@ def _frame(
     check_finite: bool,
 ) -> tuple[DataFrame, Observation]:
     """Return what is to be written, and the observation of what is measured on the way."""
-    split, key = _own_name("__split", columns), _own_name("__key", columns)
+    split, key = _own_name(_SPLIT, columns), _own_name("__key", columns)
     given = [expression for column in columns for expression in column.expressions]
     lengths = {
         _own_name(f"__length_{i}", columns): column.length
@@ -170,10 +186,8 @@ def _frame(
     observation = Observation()
     frame = frame.observe(observation, *measures).drop(*lengths)
     if shuffle is not None:
-        # The hash of a row's key decides its file, and the key its place there. The writer wants
-        # the sides of a split one after the other.
-        order = [key] if validation is None else [split, key]
-        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(*order).drop(key)
+        # The hash of a row's key decides its file, and the key its place there.
+        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(key).drop(key)
     return frame, observation
 
 
@@ -202,7 +216,7 @@ def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Colum
 
 def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
     """Return the aggregate that identifies the rows, whatever their order."""
-    parts = [F.col(quoted(_own_name("__split", columns)))] if is_split else []
+    parts = [F.col(quoted(_own_name(_SPLIT, columns)))] if is_split else []
     for column in columns:
         depth = len(column.spec.shape)
         for name in column.spec.stored_names:
@@ -255,12 +269,3 @@ def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
             "elements. Pad or cut them to one length."
         )
     return replace(spec, shape=(int(longest), *spec.shape[1:]))
-
-
-def _move(store: Store, source: str, target: str, purpose: str) -> None:
-    if not store.exists(source):
-        raise DataError(
-            f"validation: there are no rows {purpose}. Choose a fraction or a column that leaves "
-            "rows on both sides."
-        )
-    store.fs.mv(source, target, recursive=True)

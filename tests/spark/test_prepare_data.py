@@ -18,6 +18,7 @@ from pyspark.sql import functions as F
 from hvd_estimators import (
     clear_prepared_data,
     clear_training_cache,
+    list_prepared_data,
     prepare_data,
 )
 from hvd_estimators.exceptions import ColumnError, DataError
@@ -220,6 +221,30 @@ def test_rows_that_are_not_the_same_twice_are_on_one_side_only(
         assert 200 < len(val["id"]) < 400
         if validation == "held_out":
             assert val["noise"].max() < 0.3 <= train["noise"].min()
+
+
+def test_both_sides_lie_where_one_job_wrote_them_and_the_manifest_names_them(
+    spark: Any, store: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(type(store.fs), "mv", None)
+    frame, option = numbers(spark), "spark.sql.maxConcurrentOutputFileWriters"
+    with prepare_data(1, store, frame, ["id"], ["x"], validation="held_out") as index:
+        assert spark.conf.get(option, None) in (None, "0")
+        (dataset,) = [dataset for dataset in list_prepared_data(store) if dataset.index == index]
+        sides = [
+            spark.read.parquet(store.spark_url(path)).toPandas()
+            for path in (dataset.train_path, dataset.validation_path)
+        ]
+        # Who takes this folder for the training rows finds none, rather than those of both sides.
+        assert store.names(store.get_train_data_path(index)) == ["_manifest.json"]
+    for side, held_out in zip(sides, (False, True), strict=True):
+        assert list(side.columns) == ["x", "id"]
+        ids = [i for i in range(200) if (i % 5 == 0) == held_out]
+        assert sorted(side["id"]) == ids
+        assert sorted(side["id"]) != list(side["id"])
+        assert (side["x"] == side["id"] * 2.0).all()
+    clear_training_cache()
+    assert store.names(store.prefix_path) == []
 
 
 @pytest.mark.parametrize("shuffled", [False, True])
