@@ -55,7 +55,7 @@ class FilesystemStore(Store):
             ) from error
         except ValueError as error:
             raise ParamError(f"The store cannot open {path!r}: {error}.") from error
-        if hasattr(self, "prefix_path") and fs is not self.fs:
+        if hasattr(self, "prefix_path") and fs.protocol != self.fs.protocol:
             raise ParamError(
                 f"found {path!r}, which is on another filesystem than "
                 f"prefix_path={self.prefix_path!r}. Set all paths of a store on one."

@@ -7,33 +7,41 @@ from typing import Any
 
 import cloudpickle
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 
 from hvd_estimators.store import FilesystemStore
 
 
-class RemoteFileSystem(LocalFileSystem):
-    """Local files under URLs of another scheme; asks for an option, as a remote one for a key."""
+def register_remote() -> None:
+    """Make a filesystem known to fsspec: local files under URLs of another scheme.
 
-    protocol = "remote"
+    It asks for an option, as a remote one does for a key. Its class is made in each process, since
+    fsspec's cannot be sent to one.
+    """
+    from fsspec.implementations.local import LocalFileSystem
 
-    def __init__(self, key: str = "", **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        assert key == "right", "the store's options are missing"
+    class RemoteFileSystem(LocalFileSystem):
+        protocol = "remote"
 
-    @classmethod
-    def _strip_protocol(cls, path: Any) -> str:
-        return str(LocalFileSystem._strip_protocol(str(path).removeprefix("remote://")))
+        def __init__(self, key: str = "", **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+            assert key == "right", "the store's options are missing"
 
-    def unstrip_protocol(self, name: str) -> str:
-        return f"remote://{self._strip_protocol(name)}"
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> str:
+            return str(LocalFileSystem._strip_protocol(str(path).removeprefix("remote://")))
+
+        def unstrip_protocol(self, name: str) -> str:
+            return f"remote://{self._strip_protocol(name)}"
+
+    fsspec.register_implementation("remote", RemoteFileSystem, clobber=True)
 
 
 class RemoteStore(FilesystemStore):
-    """Makes its filesystem known to fsspec in each process that opens it."""
+    """Makes its filesystem known in each process that opens it."""
 
     def _opened(self, path: str) -> Any:
-        fsspec.register_implementation("remote", RemoteFileSystem, clobber=True)
+        if "remote" not in fsspec.registry:
+            register_remote()
         return super()._opened(path)
 
 
