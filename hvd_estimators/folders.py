@@ -10,9 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import os
-import shutil
 import tempfile
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store import LocalStore
 
 __all__ = ["Folder", "open_folder"]
 
@@ -93,38 +92,31 @@ def open_folder(session: SparkSession, path: str) -> Folder:
 
 
 class _LocalFolder(Folder):
+    """What a `LocalStore` does; what is more is for Hadoop, which wrote files there, too."""
+
     def __init__(self, url: str, root: Path) -> None:
         self.url = url
         self._root = root
+        self._store = LocalStore(str(root))
 
     def exists(self, name: str = "") -> bool:
-        return (self._root / name).exists()
+        return self._store.exists(str(self._root / name))
 
     def is_file(self) -> bool:
-        return self._root.is_file()
+        return bool(self._store.fs.isfile(str(self._root)))
 
     def names(self, name: str = "") -> list[str]:
-        folder = self._root / name
-        return sorted(os.listdir(folder)) if folder.is_dir() else []
+        return self._store.names(str(self._root / name))
 
     def read(self, name: str) -> bytes:
         try:
-            return (self._root / name).read_bytes()
-        except OSError as error:
+            return self._store.read(str(self._root / name))
+        except StoreError as error:
             raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.") from error
 
     def write(self, name: str, content: bytes) -> None:
-        target = self._root / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
-        try:
-            with open(partial, "xb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        with self._store.open_atomic(str(self._root / name)) as file:
+            file.write(content)
 
     def move_file(self, name: str, target: str) -> None:
         path = self._root / target
@@ -137,10 +129,10 @@ class _LocalFolder(Folder):
 
     def delete(self, name: str = "") -> None:
         path = self._root / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+        if path.is_symlink():
+            path.unlink()
         else:
-            path.unlink(missing_ok=True)
+            self._store.delete(str(path))
 
 
 class _HadoopFolder(Folder):
