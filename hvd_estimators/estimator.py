@@ -51,7 +51,7 @@ class HorovodEstimator(EstimatorHooks):
         Parameters
         ----------
         params : dict, optional
-            Param to value, in the place of what is set.
+            Param to value; these override what is set.
         dataset_idx : str, optional
             What `prepare_data` yielded. Default: the files at the store's train path, and at its
             validation path if ``validation`` is set (to anything).

@@ -44,7 +44,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def is_file(self) -> bool:
-        """Return whether there is a file in the place of the directory."""
+        """Return whether there is a file where the directory should be."""
 
     @abc.abstractmethod
     def names(self, name: str = "") -> list[str]:
@@ -60,7 +60,7 @@ class Folder(abc.ABC):
 
     @abc.abstractmethod
     def move_file(self, name: str, target: str) -> None:
-        """Put a file in the place of another one: at each moment there is the old or the new."""
+        """Replace a file by another one: at any moment there is either the old or the new one."""
 
     @abc.abstractmethod
     def move_directory(self, name: str, target: str) -> None:

@@ -58,7 +58,7 @@ class LightningEstimator(LightningParams):
     An epoch trains on every row once. Optimizers step with their learning rates multiplied by the
     number of ranks. In automatic and in manual optimization the gradient of a step is that of the
     mean over the rows of all ranks; a rank that has no rows in a step (there are fewer than steps)
-    goes along with two rows of its batch before, which count for nothing. What is logged for an
+    takes part with two rows of its previous batch, which count for nothing. What is logged for an
     epoch is reduced over the ranks by rows, ``sync_dist`` or not, so that callbacks see the same
     values on every rank. Lightning's ``ModelCheckpoint`` with a ``monitor`` makes `fit` return the
     best weights instead of the last; its files go to the run's directory in the store.

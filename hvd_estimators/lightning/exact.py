@@ -26,7 +26,7 @@ class ExactStrategy(HorovodStrategy):
     """Weights gradients and logged values by what each rank's batch counts for.
 
     The gradient of a step is that of the mean over the rows of all ranks. What is logged counts by
-    rows, and a rank that has no rows in a step goes along without leaving a trace.
+    rows, and a rank that has no rows in a step takes part without leaving a trace.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ class Share:
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether the rank has no rows in this step, and goes along with some that count zero."""
+        """Whether the rank has no rows in this step, and takes part with rows that count zero."""
         return self.rows == 0
 
 

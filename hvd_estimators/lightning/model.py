@@ -44,7 +44,7 @@ class LightningModel(torch_model.TorchModel):
 
     use_predict_step = declare(
         "Whether transform() calls the module's predict_step, with a dict of feature column to "
-        "tensor as batch, in the place of forward.",
+        "tensor as batch, instead of forward.",
         default=False,
         convert=boolean,
     )

@@ -120,7 +120,7 @@ class RankResults(ResultCollection):
                 reduced: Any = _combined(metric, parts).to(value.device, value.dtype)
                 metric._computed = reduced
 
-    # An instance's method in the place of the base's static one: it is called as either.
+    # An instance method instead of the base's static one: it can be called as either.
     def _get_cache(  # type: ignore[override]
         self, result_metric: _ResultMetric, on_step: bool
     ) -> torch.Tensor | None:

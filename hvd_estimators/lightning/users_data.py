@@ -1,4 +1,4 @@
-"""A LightningDataModule of the user's in the place of the readers."""
+"""A user's LightningDataModule instead of the readers."""
 
 from __future__ import annotations
 

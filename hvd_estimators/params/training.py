@@ -17,7 +17,7 @@ class TrainingParams(DeclaredParams):
     model = declare("The model to train. Required.")
     optimizer = declare("The optimizer. Its learning rate is for one rank.")
     learning_rate = declare(
-        "Learning rate of one rank, in the place of the optimizer's (in all its groups of "
+        "Learning rate of one rank, instead of the optimizer's (in all its groups of "
         "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
         "hparams, as Lightning's own tuner wants it.",
         convert=number(0),
@@ -33,7 +33,7 @@ class TrainingParams(DeclaredParams):
     callbacks = declare(
         "Objects whose methods are called on every rank, with keyword arguments: "
         "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
-        "on_train_end(), those that they have.",
+        "on_train_end(), as far as they have them.",
         default=[],
     )
     gradient_compression = declare("Horovod compressor of gradients.")

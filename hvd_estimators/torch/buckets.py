@@ -56,7 +56,7 @@ class Bucket:
             return
         compressed = [self._compress(p.grad) for p in self.parameters]
         self._contexts = [context for _, context in compressed]
-        # Who has which gradient goes along, so that one that nobody has stays none.
+        # Which rank has which gradient is sent too, so that a gradient that no rank has stays None.
         has = torch.ones(len(self.parameters), dtype=torch.float32)
         has[self._lacking] = 0.0
         tensors = [tensor for tensor, _ in compressed]

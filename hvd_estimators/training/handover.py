@@ -68,7 +68,7 @@ def train_stored(call: StoredCall) -> TrainResult:
     Returns
     -------
     TrainResult
-        What the trainer returned, with the digest of the state's file in the place of the state.
+        What the trainer returned, with the digest of the state's file instead of the state.
     """
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)

@@ -172,7 +172,7 @@ def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
 
 
 class _PlannedReader(Reader):
-    """Petastorm's reader with the plan's row ranges in the place of its own sharding."""
+    """Petastorm's reader with the plan's row ranges instead of its own sharding."""
 
     def __init__(
         self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any
