@@ -1,4 +1,4 @@
-"""Parts of columns in, shuffled batches of exact sizes out, with array operations only."""
+"""Turns parts of columns into shuffled batches of exact sizes, with array operations only."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hvd_estimators.parquet.columns import Array, Columns, num_rows, take
 __all__ = ["CHUNK_BYTES", "SHUFFLE_BUFFER_BYTES", "Chunk", "cut_chunks", "drawn_chunks", "hold"]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
-"""Bytes of rows that are held for shuffling, unless something else is said."""
+"""Bytes of rows that are held for shuffling by default."""
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes, about, of the rows that leave at a time."""
+"""About how many bytes of rows leave the buffer at a time."""
 
 _CHUNK_ROWS = 2**16
 
@@ -102,7 +102,7 @@ def cut_chunks(
 
 
 def hold(parts: Iterable[Columns], total: int, memory: Memory | None = None) -> Rows:
-    """Return all rows of a pass, as one piece.
+    """Return all rows of a pass as one piece.
 
     Raises
     ------
@@ -177,7 +177,7 @@ class _Stream:
         self._layout = Layout.of(self._part)
 
     def rows_in(self, num_bytes: int, most: int) -> int:
-        """Return how many rows have a size, at least one."""
+        """Return how many rows have a total size; at least one."""
         if not self._part:
             return 1
         row = row_bytes(self._part)
@@ -244,7 +244,7 @@ class _Stream:
 
 
 class _Buffer:
-    """Rows that wait to leave, each in a place of its own.
+    """Rows that wait to leave, each in its own place.
 
     The places of a pass are numbered in the order in which its first rows came to them. Where in
     memory they lie depends on the pass before, the order of the rows does not.
@@ -257,7 +257,7 @@ class _Buffer:
         self._filled: list[Array] = []
 
     def fill(self) -> Array:
-        """Make sure that the first rows of a pass are there; return their places."""
+        """Make sure that the first rows of a pass are present; return their places."""
         if not self._filled:
             self.refill(np.arange(self.size))
         places = np.concatenate(self._filled)

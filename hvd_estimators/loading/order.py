@@ -12,7 +12,7 @@ from hvd_estimators.parquet.manifest import ColumnSpec, RowGroup
 __all__ = ["order_warning"]
 
 _ENOUGH_GROUPS = 8
-"""Places in the stored order from which a batch of all ranks is taken, at least."""
+"""The least number of places in the stored order from which a global batch is taken."""
 
 
 def order_warning(
@@ -21,7 +21,7 @@ def order_warning(
     specs: Sequence[ColumnSpec],
     buffer_bytes: int,
 ) -> str | None:
-    """Return what to tell about files whose rows cannot be mixed in the memory that there is.
+    """Return a warning about files whose rows cannot be mixed in the available memory.
 
     Rows are mixed well if a rank's rows fit into its buffer, or if enough row groups are read at a
     time by all ranks together. Else rows that are sorted are trained on nearly in that order.

@@ -1,4 +1,4 @@
-"""An iterator that is drawn from ahead of its consumer, in a thread."""
+"""An iterator that a thread reads ahead of its consumer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _END = object()
 
 
 class Prefetch(Generic[T]):
-    """Draws from an iterator in a thread, a bounded number of items ahead.
+    """Reads an iterator in a thread, a bounded number of items ahead.
 
     What the iterator raises is raised by `__next__`. `close` ends the thread and closes the
     iterator, in that thread, if it is a generator.
@@ -56,7 +56,7 @@ class Prefetch(Generic[T]):
         """End the thread; waits for it."""
         self._closing.set()
         while self._thread.is_alive():
-            # The thread may wait for room.
+            # The thread may be waiting for room.
             while not self._items.empty():
                 self._items.get_nowait()
             self._thread.join(0.01)

@@ -19,13 +19,13 @@ __all__ = ["Layout", "Memory", "Rows", "row_bytes"]
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64
-"""What Python takes for a string beside its characters, and NumPy for its place."""
+"""Bytes that Python needs for a string besides its characters, and NumPy for its place."""
 
 _TILE_BYTES = 2**18
-"""Bytes of a block that are filled column by column, so that they stay in the processor's cache."""
+"""Bytes of a block that are filled column by column, few enough for the processor's cache."""
 
 _MANY_COLUMNS = 10
-"""From how many columns on transposing takes less time than filling a block column by column."""
+"""With at least so many columns, transposing is faster than filling a block column by column."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Layout:
 
 
 class Memory:
-    """Gives out memory for arrays, used again once nobody holds the arrays any more.
+    """Gives out memory for arrays, and uses it again once nobody holds the arrays any more.
 
     A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
     Threads may share one.
@@ -71,7 +71,7 @@ class Memory:
         size = math.prod(shape) * dtype.itemsize
         if not size or dtype.hasobject:
             return np.empty(shape, dtype)
-        # From the look at what is free until it is taken, no other thread may look.
+        # No other thread may look for free memory until what was found is taken.
         with self._lock:
             position = len(self._buffers)
             buffer = None
@@ -88,7 +88,7 @@ class Memory:
 
 
 class Rows:
-    """Rows in blocks: selecting and cutting takes an operation a block, not a column.
+    """Rows in blocks: selecting and cutting takes one operation per block, not per column.
 
     Parameters
     ----------
@@ -202,7 +202,7 @@ class Rows:
 
 
 def row_bytes(columns: Columns) -> int:
-    """Return how many bytes a row takes, about: text by its length in the first rows.
+    """Return about how many bytes a row takes; the size of text is that of the first rows.
 
     That is rounded up to a power of two, so that parts whose text differs a little count alike.
     """
@@ -225,8 +225,9 @@ def _tile_rows(block: Array) -> int:
 def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:
     """Copy some rows of columns, from one on, to the columns of a block."""
     many = len(names) >= _MANY_COLUMNS
-    # Beside many others a value is far from the column's next one, and each takes a cache line. So
-    # they are put together first, and NumPy transposes them, which writes line after line.
+    # In a block of many columns, a value is far from the column's next one, so that each takes a
+    # cache line. Therefore columns are joined first and then transposed by NumPy, which writes line
+    # after line.
     targets = np.empty((len(names), len(tile)), tile.dtype) if many else tile.T
     for target, name in zip(targets, names, strict=True):
         target[...] = columns[name][start : start + len(tile)]
@@ -236,7 +237,7 @@ def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> No
 
 def _new_buffer(size: int) -> memoryview:
     # NumPy asks the system for huge pages, which random access to a large buffer needs. TensorFlow
-    # takes memory as it is if it begins at a multiple of 64.
+    # uses memory without a copy if it begins at a multiple of 64.
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memoryview(memory[start : start + size])  # type: ignore[arg-type]

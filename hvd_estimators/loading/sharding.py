@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 MOST_OPEN_GROUPS = 64
-"""Row groups that a rank reads at a time, at most: each has a file open."""
+"""The most row groups that a rank reads at a time, since each has a file open."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def played_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
 
 
 def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
-    """Cut rows into a number of batches: full ones first, and no batch empty if that can be.
+    """Cut rows into a number of batches: full ones first, and none empty if possible.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def plan_shards(
 
 
 def _dealt(row_groups: Sequence[RowGroup], num_shards: int, seed: int) -> list[RowGroup]:
-    """Deal row groups, as many as there are shards at a time; return the shards' one by one."""
+    """Deal row groups, one to each shard at a time; return them shard by shard."""
     rng = np.random.default_rng([seed, num_shards])
     hands: list[list[RowGroup]] = [[] for _ in range(num_shards)]
     for first in range(0, len(row_groups), num_shards):

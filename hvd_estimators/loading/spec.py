@@ -1,4 +1,4 @@
-"""The data of a training job, as the driver tells the ranks: values only, no Spark objects."""
+"""The data of a training job as the ranks are told: values only, no Spark objects."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class DataSpec:
         return -(-self.num_shards // self.num_ranks)
 
     def require_one_shard_per_rank(self, name: str, reason: str) -> None:
-        """Refuse what cannot be made to play several shards. Runs on the driver.
+        """Refuse what cannot play several shards. Runs on the driver.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What a user's function makes of rows between reading and batching.
+"""A user's function that transforms rows between reading and batching.
 
 Used on both sides: by the readers, and by the driver's dry run.
 """
@@ -21,15 +21,15 @@ BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 
 _FIRST_ROWS = 32
-"""Rows that are transformed first, to see how large they become."""
+"""How many rows are transformed first, to see how large they become."""
 
 _MOST_SHOWN = 200
-"""Characters of a row that messages show."""
+"""How many characters of a row messages show."""
 
 
 @dataclass(frozen=True)
 class EditedField:
-    """A field that a transformation makes or changes.
+    """A field that a transformation adds or changes.
 
     Attributes
     ----------
@@ -48,7 +48,7 @@ class EditedField:
 
 @dataclass(frozen=True)
 class Transformation:
-    """A function of rows, or of batches of them, and what becomes of the fields that it returns.
+    """A function of rows or of batches, and what is done with the fields that it returns.
 
     Attributes
     ----------
@@ -87,8 +87,8 @@ class Transformation:
             field differ in shape, or if a field is not as it was declared.
         """
         rows = num_rows(columns)
-        # What was read is Arrow's memory, or kept for other passes: it is read-only, and functions
-        # may edit what they are given.
+        # What was read is Arrow's memory or kept for other passes, and therefore read-only; but
+        # functions may edit what they are given.
         columns = {
             name: array if array.flags.writeable else array.copy()
             for name, array in columns.items()
@@ -145,7 +145,7 @@ class Transformation:
 
 
 class Transformed:
-    """Transforms part after part, and sees to it that all have the same fields of the same types.
+    """Transforms part after part, and ensures that all have the same fields of the same types.
 
     Parameters
     ----------
@@ -164,7 +164,7 @@ class Transformed:
         self._first: dict[str, Array] | None = None
 
     def parts(self, columns: Columns, num_bytes: int) -> Iterator[dict[str, Array]]:
-        """Transform some rows at a time, as many as make about so many bytes.
+        """Transform some rows at a time, about as many as a number of bytes holds.
 
         Raises
         ------
@@ -274,7 +274,7 @@ def _form(array: Array) -> str:
 
 
 def _described(columns: Columns, row: int) -> str:
-    """Tell a row from others by what it holds."""
+    """Describe a row by its values."""
     values = repr({name: array[row] for name, array in columns.items()})
     return f"beginning with {values[:_MOST_SHOWN]}{'...' if len(values) > _MOST_SHOWN else ''}"
 

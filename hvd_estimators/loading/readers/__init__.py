@@ -165,7 +165,7 @@ def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule
         try:
             from hvd_estimators.loading.readers.petastorm import PetastormDataModule
         except ImportError:
-            # Installed, it may still not import beside today's PyArrow.
+            # Even if it is installed, importing it can fail with today's PyArrow.
             if data_module is not None:
                 raise
         else:

@@ -29,7 +29,7 @@ __all__ = ["DataModule", "PlannedDataModule"]
 Batch = dict[str, Array]
 _CHUNKS_AHEAD = 2
 _DRAWN_ROWS = 2**12
-"""Rows that are held, and are drawn at a time to be transformed."""
+"""Rows that are held, and rows that are taken at a time to be transformed."""
 
 
 class DataModule(ABC):
@@ -117,7 +117,7 @@ class DataModule(ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Release readers and threads; nothing to do by default."""
+        """Release readers and threads; does nothing by default."""
 
     @abstractmethod
     def train_data(self) -> Iterator[Batch]:
@@ -139,7 +139,7 @@ class DataModule(ABC):
         return _single_chunks(self.val_data())
 
     def global_train_sizes(self) -> Iterator[int] | None:
-        """Return the rows of each training step over all ranks, where they are known beforehand.
+        """Return the rows of each training step over all ranks, if they are known beforehand.
 
         None (the default) makes the trainer add the ranks' rows up in every step.
         """
@@ -218,7 +218,7 @@ class PlannedDataModule(DataModule):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything that still reads."""
+        """Stop everything that is still reading."""
         for source in list(self._open):
             source.close()
 
@@ -226,7 +226,7 @@ class PlannedDataModule(DataModule):
     def read(
         self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
-        """Read row ranges, pass after pass, in the order that is given.
+        """Read row ranges, pass after pass, in the given order.
 
         Called in a thread of its own, unless the pool type is "dummy". It may read ahead, by a
         bounded number of bytes.
@@ -296,7 +296,7 @@ class PlannedDataModule(DataModule):
         if self.transformation is None:
             yield from drawn_chunks(rows, sizes, rngs, self._memory)
             return
-        # Each pass is transformed anew: transformations may be random.
+        # Each pass is transformed anew, since transformations may be random.
         some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
         parts_drawn = (
             chunk.rows.columns() for chunk in drawn_chunks(rows, some, rngs, self._memory)
@@ -316,7 +316,7 @@ class PlannedDataModule(DataModule):
             yield from cut_chunks(parts, sizes, memory=self._memory)
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
-        """Make chunks in a thread of their own, while the ones before are used."""
+        """Make chunks in a thread of their own, while earlier ones are used."""
         in_this_thread = self.reader_pool_type == "dummy"
         source = (
             chunks if in_this_thread else Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
@@ -354,7 +354,7 @@ class PlannedDataModule(DataModule):
     def _read_cached(
         self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
-        """Read what comes in stored order, each range once."""
+        """Read the ranges in stored order, each once."""
         for bundles in passes:
             ranges = [slices.row_range for bundle in bundles for slices in bundle]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
@@ -396,7 +396,7 @@ def _batches(chunks: Iterator[Chunk]) -> Iterator[Batch]:
 
 
 def _make_read_only(parts: Iterable[Columns]) -> None:
-    """Keep a transformation, which may edit arrays, from editing these instead of a copy."""
+    """Keep a transformation, which may edit arrays, from editing these and not a copy."""
     for part in parts:
         for array in part.values():
             array.setflags(write=False)

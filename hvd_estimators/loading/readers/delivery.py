@@ -1,4 +1,4 @@
-"""A user's data module, held to what it has to deliver. Runs on the worker."""
+"""A user's data module, with checks of what it delivers. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["HeldDataModule"]
 
 
 class HeldDataModule(DataModule):
-    """Passes on what a data module delivers, and raises where it ends too early.
+    """Passes on what a data module delivers, and raises if it ends too early.
 
     Training would go on without rows, or wait for the other ranks, and a mean over nothing is nan.
 
@@ -58,7 +58,7 @@ class HeldDataModule(DataModule):
         self.module.__exit__(exc_type, exc, traceback)
 
     def train_data(self) -> Iterator[Any]:
-        """Return the training batches; raise `DataError` where they end."""
+        """Return the training batches; raise `DataError` if they end."""
         for chunk in self.train_chunks():
             yield from chunk.batches()
 
@@ -68,7 +68,7 @@ class HeldDataModule(DataModule):
             yield from chunk.batches()
 
     def train_chunks(self) -> Iterator[Chunk]:
-        """Return the training batches in chunks; raise `DataError` where they end."""
+        """Return the training batches in chunks; raise `DataError` if they end."""
         delivered = 0
         for chunk in self.module.train_chunks():
             delivered += len(chunk.sizes)
@@ -97,7 +97,7 @@ class HeldDataModule(DataModule):
         self._val_batches = delivered
 
     def global_train_sizes(self) -> Iterator[int] | None:
-        """Return what the user's module says."""
+        """Return the answer of the user's module."""
         return self.module.global_train_sizes()
 
     @property

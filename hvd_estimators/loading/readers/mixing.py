@@ -1,4 +1,4 @@
-"""Several row groups read at a time, some rows of each in turn: the order, and the threads.
+"""Reading several row groups at a time, some rows of each in turn: the order and the threads.
 
 The order is the same for all readers, and does not depend on how many threads they have.
 """
@@ -27,7 +27,7 @@ _Stream = Generator[tuple[T, bool], None, None]
 
 _LEAST_SLICE = 2**16
 _ROUNDS = 4
-"""Slices of all row groups that are open fit into the shuffle buffer so many times."""
+"""How many times the slices of all open row groups fit into the shuffle buffer."""
 
 
 def one_by_one(ranges: Iterable[RowRange]) -> list[Bundle]:
@@ -83,7 +83,7 @@ def in_turns(
     read: Callable[[Slices], _Stream[T]],
     threads: int,
 ) -> Generator[T, None, None]:
-    """Read bundles one after another, of each a slice of every range in turn.
+    """Read bundles one after another, and of each bundle a slice of every range in turn.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ class _Ring(Generic[T]):
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 
     def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:
-        """Let threads read from some ranges, whose turn is next; return from how many."""
+        """Let threads read from the ranges whose turn is next; return from how many."""
         count = max(min(most, len(self._waiting)), 0)
         for _ in range(count):
             stream = self._waiting.popleft()
@@ -143,7 +143,7 @@ class _Ring(Generic[T]):
         return count
 
     def take(self, pool: ThreadPoolExecutor) -> T | None:
-        """Return the next part, or None where a range turns out to have ended."""
+        """Return the next part, or None if a range turns out to have ended."""
         stream, future = self.ahead.popleft()
         found = future.result()
         if found is None:
@@ -167,6 +167,6 @@ class _Ring(Generic[T]):
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Close what is open. No thread reads any more."""
+        """Close what is open. By then no thread is reading."""
         for stream in [*self._waiting, *(stream for stream, _ in self.ahead)]:
             stream.close()

@@ -73,7 +73,7 @@ class PetastormDataModule(PlannedDataModule):
         self._cached_parts: LocalDiskCache | None = None
         if cache_type == "local-disk":
             folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
-            # Parts are of all sizes: no row size to check the limit against.
+            # Parts have all sizes, so there is no row size to check the limit against.
             self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
 
     def __exit__(
@@ -82,7 +82,7 @@ class PetastormDataModule(PlannedDataModule):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything that still reads, and delete the cache."""
+        """Stop everything that is still reading, and delete the cache."""
         super().__exit__(exc_type, exc, traceback)
         if self._cached_parts is not None:
             self._cached_parts.cleanup()
@@ -124,8 +124,8 @@ class PetastormDataModule(PlannedDataModule):
     ) -> _PlannedReader:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", FutureWarning)
-            # Petastorm looks at all footers when a reader is made, on the filesystems and for the
-            # types that it knows. Workers are told what to read, so it is shown another file.
+            # Petastorm reads all footers when a reader is made, and knows only some filesystems and
+            # types. Our workers are told what to read, so it is shown another file.
             shown = os.path.join(folder, "shown.parquet")
             parquet.write_table(pa.table({"row": [0]}), shown)
             return _PlannedReader(
@@ -149,7 +149,7 @@ def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterato
 def _in_sequence(
     tables: Iterable[pa.Table], make_room: Callable[[], None]
 ) -> Generator[pa.Table, None, None]:
-    """Yield tables in the order in which they were asked for; process pools answer in any.
+    """Yield tables in the order in which they were requested; process pools answer in any order.
 
     `make_room` is called when the last table of an item is at hand, so that what waits here for
     the tables of a slow worker, or of one that has died, is bounded.
@@ -221,8 +221,8 @@ class _RangeVentilator(Ventilator):
         self._room.release()
 
     def completed(self) -> bool:
-        # Pools ask when they are out of work, and stop reading if so. They may have looked before
-        # the last range came to them: it has to be processed as well.
+        # Pools that are out of work ask this, and stop reading if it is so. They may have asked
+        # before they got the last range: it has to be processed as well.
         return self._all_ventilated and self._processed == self._ventilated
 
     def stop(self) -> None:
@@ -318,7 +318,7 @@ class _RangeWorker(ArrowReaderWorker):
 
 
 class _TableQueueReader:
-    """Takes tables from the pool as they are, where Petastorm would go through pandas."""
+    """Takes tables from the pool as they are; Petastorm would go through pandas."""
 
     batched_output = True
 

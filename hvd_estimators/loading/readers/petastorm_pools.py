@@ -1,4 +1,4 @@
-"""Petastorm's worker pools, without idle work, and without waiting for workers that are dead."""
+"""Petastorm's worker pools, without idle work and without waiting for dead workers."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _LAST_WORDS_MS = 1000
 """How long something that a dead worker sent may take to arrive."""
 
 _LOOK_SECONDS = 1.0
-"""How long workers that send results are not looked after."""
+"""How long workers that send results are not checked."""
 
 _RETRY_SECONDS = 0.05
-"""How long work waits that no worker has room for."""
+"""How long work waits if no worker has room for it."""
 
 
 def make_pool(pool_type: str, workers: int) -> Any:
@@ -45,7 +45,7 @@ def make_pool(pool_type: str, workers: int) -> Any:
 
 
 class SleepingThreadPool(ThreadPool):
-    """Petastorm's threads, asleep while they have nothing to do.
+    """Petastorm's threads, which sleep while they have nothing to do.
 
     Its own wake up every millisecond to see whether they are to stop. Each time they ask for the
     interpreter's lock, which training needs.
@@ -63,7 +63,7 @@ class SleepingThreadPool(ThreadPool):
         super().stop()
         for work, results in zip(self._ventilator_queues, self._results_queues, strict=True):
             work.put(None)
-            # A worker may wait for room.
+            # A worker may be waiting for room.
             with contextlib.suppress(queue.Empty):
                 while True:
                     results.get_nowait()
@@ -75,7 +75,7 @@ class SleepingThreadPool(ThreadPool):
 
 
 class _WorkQueue(queue.SimpleQueue[Any]):
-    """Gives a worker its items; None makes it look whether it is to stop."""
+    """Gives a worker its items; None makes it check whether to stop."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         item = super().get()
@@ -85,7 +85,7 @@ class _WorkQueue(queue.SimpleQueue[Any]):
 
 
 class WatchedProcessPool(ProcessPool):
-    """Petastorm's processes, with an error if one dies; it would wait for its results for ever."""
+    """Petastorm's processes, with an error if one dies; Petastorm would wait for it for ever."""
 
     _results_receiver_poller: Any
     _stopping = False
@@ -97,7 +97,7 @@ class WatchedProcessPool(ProcessPool):
         )
 
     def ventilate(self, *args: Any, **kwargs: Any) -> None:
-        # Petastorm's own goes on for 20 seconds where no worker is left to take it.
+        # Petastorm's own method tries for 20 seconds if no worker is left.
         self._ventilated_items += 1
         while not self._stopping:
             with contextlib.suppress(zmq.Again):
@@ -111,7 +111,7 @@ class WatchedProcessPool(ProcessPool):
 
 
 class _WatchfulPoller:
-    """Polls, and looks after the processes now and then, and when nothing comes."""
+    """Polls, and checks the processes now and then, and when nothing comes."""
 
     def __init__(self, poller: Any, processes: Sequence[Popen[bytes]]) -> None:
         self._poller = poller
@@ -123,12 +123,12 @@ class _WatchfulPoller:
         if ready and time.monotonic() < self._next_look:
             return ready
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        # Workers go on until they are told to stop, which is when nobody polls any more.
+        # Workers go on until they are told to stop, and by then nobody polls any more.
         dead = [process for process in self._processes if process.poll() is not None]
         if not dead:
             return ready
-        # One that was not killed sent an exception first. It comes at last: the others fall
-        # silent, since they are handed nothing more while a range is missing.
+        # A worker that was not killed sent an exception first. It arrives in the end, since the
+        # others fall silent: they are given nothing more while a range is missing.
         killed = any(process.returncode < 0 for process in dead)
         ready = [] if killed else ready or self._poller.poll(_LAST_WORDS_MS)
         if ready:

@@ -1,4 +1,4 @@
-"""One row range of a Parquet file as tables of bounded size: what a worker of any reader does."""
+"""One row range of a Parquet file as tables of bounded size, as workers of all readers need it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hvd_estimators.store.base import Store
 __all__ = ["PART_BYTES", "RangeFiles", "Slices", "range_tables"]
 
 PART_BYTES = 16 * 2**20
-"""Bytes, in memory, of the rows that are read at a time; one row can have more."""
+"""Bytes in memory of the rows that are read at a time; a single row can have more."""
 
 _FOOTERS = 64
 
@@ -107,7 +107,7 @@ def range_tables(
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:
-    """Return the size of a row as it is decoded by PyArrow, text as the footer tells.
+    """Return the size of a row as decoded by PyArrow; of text, the size that the footer tells.
 
     Text is decoded to its dictionary, so that it takes no more than in the file.
     """
@@ -120,7 +120,7 @@ def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) ->
 
 
 def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
-    """Return where to cut rows, so that each piece has `PART_BYTES` of text or one row."""
+    """Return where to cut rows so that each piece has `PART_BYTES` of text, or one row."""
     if not text:
         return [0, rows.num_rows]
     sizes = np.zeros(rows.num_rows, np.int64)
@@ -159,7 +159,7 @@ class RangeFiles:
                     source,
                     metadata=footer,
                     buffer_size=FETCHED_BYTES,
-                    # Text as it is stored: a few values, which many rows may have.
+                    # Text stays as it is stored: as a few values that many rows may share.
                     read_dictionary=[spec.name for spec in specs if spec.kind == "text"],
                 )
             )

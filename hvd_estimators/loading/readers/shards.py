@@ -17,7 +17,7 @@ __all__ = ["PlayedShards"]
 
 
 class PlayedShards(DataModule):
-    """The batches of several shards: of each step those of all shards, one after the other.
+    """The batches of several shards: for each step those of all shards, one after the other.
 
     A rank with one shard fewer than others gets an empty batch in each step, so that all ranks
     take the same number of batches. Each shard has a reader of its own, and so the order of its
@@ -76,7 +76,7 @@ class PlayedShards(DataModule):
                     yield Chunk(chunks[0].rows.slice(0, 0), (0,))
 
     def val_chunks(self) -> Generator[Chunk, None, None]:
-        """Return the validation batches of one pass, shard after shard, and none that is empty."""
+        """Return the validation batches of one pass, shard after shard, without empty ones."""
         for module in self.modules:
             with contextlib.closing(_one_by_one(module.val_chunks())) as chunks:
                 yield from itertools.islice(chunks, module.steps_per_epoch_val)
