@@ -5,7 +5,7 @@ Written for either of Lightning's packages: `of_flavor` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -16,13 +16,16 @@ from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.spec import EpochMetrics
-from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.torch.checkpoint import unequal_buffers
+from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
+
+_BUFFERS = "hvd_estimators.buffers"
 
 __all__ = ["EpochRecorder", "RunCheckpoint", "TerminateOnNaN"]
 
@@ -160,11 +163,7 @@ class RunCheckpoint(Callback):
     Parameters
     ----------
     save : callable
-        Writes a checkpoint; does so on rank 0.
-    history : list of EpochMetrics
-        What `EpochRecorder` keeps; restored here.
-    taken : callable
-        Returns the training batches that the rank has taken so far.
+        Takes Lightning's checkpoint, on all ranks, and writes it on rank 0.
     seed : int
         Seed of the run: in each epoch a shard draws random numbers of its own.
     directory : str
@@ -175,9 +174,7 @@ class RunCheckpoint(Callback):
 
     def __init__(
         self,
-        save: Callable[[Mapping[str, Any]], None],
-        history: list[EpochMetrics],
-        taken: Callable[[], int],
+        save: Callable[[dict[str, Any]], None],
         seed: int,
         directory: str,
         shards: ShardStates,
@@ -186,9 +183,8 @@ class RunCheckpoint(Callback):
         self._seed = seed
         self._directory = directory
         self._save = save
-        self._history = history
-        self._taken = taken
         self._started = False
+        self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Redirect checkpoints, those of the module's ``configure_callbacks`` too."""
@@ -198,6 +194,19 @@ class RunCheckpoint(Callback):
         for callback in given.callbacks:
             if is_lightning(callback, "callbacks.ModelCheckpoint"):
                 callback.dirpath = self._directory
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take the buffers of the ranks, which are set once rank 0's have been sent to all."""
+        self._buffers = checkpoint.get(_BUFFERS, ())
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the rank the buffers back that were its own."""
+        own, buffers = BufferState(pl_module), self._buffers
+        if len(buffers) == self._shards.num_shards:
+            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        self._buffers = ()
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
@@ -214,19 +223,9 @@ class RunCheckpoint(Callback):
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts["ready"] = counts["completed"]
-        if trainer.is_global_zero:
-            self._save(checkpoint)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the history and the position in the data."""
-        return {
-            "history": [(r.epoch, dict(r.train), r.validation) for r in self._history],
-            "taken": self._taken(),
-        }
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-        self._history[:] = [EpochMetrics(*record) for record in state_dict["history"]]
+        module = trainer.lightning_module
+        checkpoint[_BUFFERS] = unequal_buffers(module, self._shards)
+        self._save(checkpoint)
 
 
 class TerminateOnNaN(Callback):

@@ -91,6 +91,15 @@ class ExactStrategy(HorovodStrategy):
         if self.lightning_module is not None and self._averager is not None:
             outside_inference_mode(average_shards)(self.lightning_module, self._shards)
 
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint, on each rank by itself: the store is one that all ranks see."""
+        loaded: dict[str, Any] = self.checkpoint_io.load_checkpoint(
+            checkpoint_path, weights_only=weights_only
+        )
+        return loaded
+
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
         if loader is None:

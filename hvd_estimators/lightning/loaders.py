@@ -115,7 +115,6 @@ class TrainLoader(_Loader):
         super().__init__(dtypes, steps)
         self._position = 0
         self._kept: list[Window] | None = [] if same else None
-        self.taken = 0
         self._batches = batches
         self._passes_per_step = passes_per_step
         self._shards = shards
@@ -146,7 +145,6 @@ class TrainLoader(_Loader):
 
     def _next_window(self, passes: int) -> Window:
         window = self._batches.next_window(passes)
-        self.taken += len(window)
         self._position = (self._position + len(window)) % self._steps
         return window
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import io
 import os
 import sys
 import types
@@ -17,6 +16,7 @@ import torch
 from hvd_estimators.lightning.bases import CheckpointIO
 from hvd_estimators.lightning.flavor import Flavor, is_lightning
 from hvd_estimators.store.base import Store
+from hvd_estimators.training.state import reading
 
 if TYPE_CHECKING:
     from pytorch_lightning.loggers import Logger
@@ -40,20 +40,17 @@ class StoreCheckpointIO(CheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         """Write a checkpoint."""
-        # In memory first: a file object of a remote store may not be able to seek.
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
         with self._store.open_atomic(str(path)) as file:
-            file.write(buffer.getbuffer())
+            torch.save(checkpoint, file)
 
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint. Runs code from the file, unless ``weights_only``."""
-        document = io.BytesIO(self._store.read(str(path)))
-        checkpoint: dict[str, Any] = torch.load(
-            document, map_location=map_location or "cpu", weights_only=bool(weights_only)
-        )
+        with reading(self._store, str(path)) as file:
+            checkpoint: dict[str, Any] = torch.load(
+                file, map_location=map_location or "cpu", weights_only=bool(weights_only)
+            )
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
-from hvd_estimators.lightning.collectives import broadcast_object
 from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
@@ -28,16 +28,19 @@ from hvd_estimators.lightning.users_data import (
 )
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.loading.sharding import played_shards
-from hvd_estimators.spec import TrainResult, TrainSpec
+from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
@@ -129,10 +132,11 @@ class _Trainer:
             self.module.train_spec = spec
         self.objects: TrainerObjects = pickle.loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
-        self.restored = self._restored()
+        self.restored = self._restore()
         # On each rank: profilers write files of each.
         self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
-        parts = (TorchStreams(self.device), BufferState(self.module))
+        self.streams = TorchStreams(self.device)
+        parts = (self.streams, BufferState(self.module))
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
 
     def train(self) -> TrainResult:
@@ -145,8 +149,7 @@ class _Trainer:
 
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
         spec = self.spec
-        done = len(self.restored["history"])
-        skip = self.restored["taken"]
+        done = 0 if self.restored is None else self.restored.epoch
         data: dict[str, Any] = {}
         loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
         if is_lightning_data(spec.data.data_module):
@@ -176,10 +179,10 @@ class _Trainer:
             validation_loader,
             self.shards,
         )
+        if self.restored is not None:
+            recorder.history[:] = self.restored.history
         run_checkpoint = of_flavor(RunCheckpoint, spec.flavor)(
-            self._save,
-            recorder.history,
-            lambda: skip + (train_loader.taken if train_loader is not None else 0),
+            functools.partial(self._save, recorder.history),
             spec.data.random_seed,
             self._checkpoint_directory(scratch),
             self.shards,
@@ -251,7 +254,7 @@ class _Trainer:
             "devices": 1,
             "strategy": strategy,
             # A run that has more epochs already is only loaded.
-            "max_epochs": max(spec.epochs, len(self.restored["history"])),
+            "max_epochs": max(spec.epochs, 0 if self.restored is None else self.restored.epoch),
             "callbacks": callbacks,
             "logger": make_loggers(self.objects.logger, self.logs.path, self.rank, spec.flavor),
             "log_every_n_steps": spec.log_every_n_steps,
@@ -273,22 +276,30 @@ class _Trainer:
         path = self.spec.run.checkpoint_path
         return scratch if path is None else path.rpartition("/")[0]
 
-    def _restored(self) -> Mapping[str, Any]:
-        """Return what the run's checkpoint, where there is one, says about the epochs so far."""
-        path = self.spec.run.checkpoint_path
-        state = None
-        if self.rank == 0 and path is not None and self.spec.store.exists(path):
-            checkpoint = self.checkpoint_io.load_checkpoint(path)
-            state = checkpoint["callbacks"][RunCheckpoint.__qualname__]
-            logger.info("Resuming run %s after %d epochs", path, len(state["history"]))
-        state = broadcast_object(state)
-        return state or {"history": [], "taken": 0}
+    def _restore(self) -> RunState | None:
+        """Return how far the run has come, where it has a checkpoint; the Trainer loads that."""
+        run = self.spec.run
+        state = restore(
+            self.spec.store, run.checkpoint_path, exchange, self.rank, lambda file: None
+        )
+        if state is not None and self.rank == 0:
+            logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
+        return state
 
-    def _save(self, checkpoint: Mapping[str, Any]) -> None:
+    def _save(self, history: Sequence[EpochMetrics], checkpoint: Mapping[str, Any]) -> None:
+        """Save the run after its newest epoch. Called by all ranks."""
         self.logs.sync()
-        path = self.spec.run.checkpoint_path
-        if path is not None:
-            self.checkpoint_io.save_checkpoint(dict(checkpoint), path)
+        path, data = self.spec.run.checkpoint_path, self.spec.data
+        if path is None:
+            return
+        own = captured(self.shards, self.streams.capture)
+        streams = exchange.gather(own, "checkpoint.streams")
+        if self.rank == 0:
+            random = of_shards(streams, data.num_shards)
+            state = RunState(len(history), 0, data.num_shards, tuple(history), random)
+            write_state(
+                self.spec.store, path, state, lambda file: torch.save(dict(checkpoint), file)
+            )
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)

@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.objective import Evaluation, Metrics
 
 __all__ = ["Measures"]
@@ -35,7 +36,18 @@ class Measures:
         values = [evaluation.loss.detach(), *self._metrics(evaluation).values()]
         # Stays on the GPU, so that steps do not wait for it. In 64 bits before it is multiplied.
         total = torch.stack([value.reshape(()).double() * rows for value in values])
-        self._sums = total if self._sums is None else self._sums + total
+        self._sums = total if self._sums is None else self._sums.to(total.device) + total
+
+    def state(self) -> Array:
+        """Return this rank's sums so far."""
+        own: Array = self._own().numpy()
+        return own
+
+    def restore(self, state: Array) -> None:
+        """Go on from what `state` returned."""
+        rows, *_ = state.tolist()
+        self._rows = int(rows)
+        self._sums = torch.from_numpy(state[1:].copy())
 
     def means(self) -> dict[str, float]:
         """Return the means over this rank's rows so far."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import horovod.torch as hvd
 import torch
@@ -15,6 +16,13 @@ from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.averaging import GradientAverager
+from hvd_estimators.torch.checkpoint import (
+    callback_states,
+    load_file,
+    restore_callbacks,
+    save_file,
+    unequal_buffers,
+)
 from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
@@ -24,15 +32,16 @@ from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_di
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
-    load_state,
     plain_module,
     save_state,
 )
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
@@ -73,6 +82,9 @@ def train(spec: TorchTrainSpec) -> TrainResult:
 
 
 class _Trainer:
+    # Batches after which a checkpoint is written within an epoch; a multiple of those of a step.
+    checkpoint_every: int | None = None
+
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -95,7 +107,7 @@ class _Trainer:
         )
         self.history: list[EpochMetrics] = []
         self.output_shapes: list[list[int]] | None = None
-        self._restore()
+        self.restored, saved = self._restore()
         hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
@@ -105,15 +117,20 @@ class _Trainer:
             self.passes,
             spec.gradient_compression,
         )
-        parts = (TorchStreams(self.device), BufferState(self.plain))
+        self.streams, self.buffers = TorchStreams(self.device), BufferState(self.plain)
+        parts = (self.streams, self.buffers)
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
+        self.callback_states: Sequence[Any] = saved.get("callbacks", ())
+        if self.restored is not None:
+            self.shards.for_each(lambda shard: self.buffers.restore(saved["buffers"][shard]))
         self.progress = Progress(spec, self.rank)
 
     def run(self) -> TrainResult:
         spec = self.spec
         done = len(self.history)
+        rows = 0 if self.restored is None else self.restored.rows
         data = open_data_module(
-            spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
+            spec.data, self.rank, self.size, epoch=done, rows=rows, epochs=spec.epochs - done
         )
         logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with data, logs, EventWriter(logs.path) as writer, self.progress:
@@ -124,15 +141,14 @@ class _Trainer:
                 self.passes,
                 sum_over_ranks,
             )
-            self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
+            self._begin()
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
                 writer.scalars(epoch, epoch_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 logs.sync()
-                if self.rank == 0:
-                    self._save_checkpoint()
+                self._save_checkpoint(epoch + 1)
             self._callbacks("on_train_end")
         state = save_state(self._state()) if self.rank == 0 else None
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
@@ -142,10 +158,8 @@ class _Trainer:
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         self.progress.start_epoch(epoch)
-        seed = self.spec.data.random_seed
-        self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
-        self._callbacks("on_epoch_begin", epoch=epoch)
-        train = self._train_epoch(batches)
+        train, done = self._begin_epoch(epoch)
+        self._train_epoch(epoch, batches, train, done)
         average_shards(self.plain, self.shards)
         means = train.reduced("train")
         record = EpochMetrics(epoch, train.as_record(means))
@@ -157,12 +171,28 @@ class _Trainer:
         self.progress.end_epoch(means)
         return record
 
-    def _train_epoch(self, batches: WeightedBatches) -> Measures:
-        self.module.train()
+    def _begin_epoch(self, epoch: int) -> tuple[Measures, int]:
+        """Return what has been measured in an epoch so far, and the steps that are done."""
         measures = Measures(self.objective.metrics)
+        state = self.restored
+        if state is None or not state.rows or state.epoch != epoch:
+            seed = self.spec.data.random_seed
+            self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
+            self._callbacks("on_epoch_begin", epoch=epoch)
+            return measures, 0
+        # Where there are fewer ranks than there were, each goes on with the sums of several.
+        sums = state.parts["measures"][self.rank :: self.size]
+        measures.restore(sum(sums[1:], sums[0]))
+        self.shards.for_each(lambda shard: self.streams.restore(state.random[shard]))
+        return measures, self.spec.data.batches_before(epoch, state.rows)
+
+    def _train_epoch(
+        self, epoch: int, batches: WeightedBatches, measures: Measures, done: int
+    ) -> None:
+        self.module.train()
         turns = self.spec.data.passes_per_batch
         steps = self.spec.data.train_steps_per_epoch * turns
-        for first in range(0, steps, self.passes):
+        for first in range(done * turns, steps, self.passes):
             window = batches.next_window(min(self.passes, steps - first))
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
@@ -172,12 +202,15 @@ class _Trainer:
             if not self.objective.has_own_step:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+            done = (first + len(window)) // turns
             if self.progress.due:
-                self.progress.step((first + len(window)) // turns, measures.means())
+                self.progress.step(done, measures.means())
+            every = self.checkpoint_every
+            if every is not None and not done % every and first + len(window) < steps:
+                self._save_checkpoint(epoch, done, measures)
         if self.averager.pending:
             self.optimizer.step()
             self.optimizer.zero_grad()
-        return measures
 
     def _minibatch(self, batch: Batch, factor: float, index: int, measures: Measures) -> None:
         """Compute and back-propagate the loss of one batch.
@@ -216,38 +249,64 @@ class _Trainer:
                 measures.add(self.objective.evaluate(self.module, batch))
         return measures
 
-    def _restore(self) -> None:
+    def _restore(self) -> tuple[RunState | None, Mapping[str, Any]]:
         """Load the newest checkpoint of the run on all ranks, where there is one."""
-        path = self.spec.run.checkpoint_path
-        document = None
-        if self.rank == 0 and path is not None and self.spec.store.exists(path):
-            document = self.spec.store.read(path)
-        document = exchange.broadcast(document, "checkpoint")
-        if document is None:
-            return
-        state = load_state(document)
-        self.plain.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.output_shapes = state.get("output_shapes")
-        self.history = [EpochMetrics(**record) for record in state["history"]]
-        if self.rank == 0:
-            logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
+        saved: dict[str, Any] = {}
 
-    def _save_checkpoint(self) -> None:
-        path = self.spec.run.checkpoint_path
-        if path is not None:
-            with self.spec.store.open_atomic(path) as file:
-                file.write(save_state(self._state()))
+        def load(file: IO[bytes]) -> None:
+            saved.update(load_file(file))
+            self.plain.load_state_dict(saved.pop("model"))
+            self.optimizer.load_state_dict(saved.pop("optimizer"))
+
+        run = self.spec.run
+        state = restore(self.spec.store, run.checkpoint_path, exchange, self.rank, load)
+        if state is not None:
+            self.output_shapes = state.parts["output_shapes"]
+            self.history = list(state.history)
+            if self.rank == 0:
+                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
+        return state, saved
+
+    def _begin(self) -> None:
+        """Tell callbacks that training begins; where it goes on they then get their states back."""
+        groups = self.optimizer.param_groups
+        before = [{name: v for name, v in group.items() if name != "params"} for group in groups]
+        self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
+        if self.restored is not None:
+            restore_callbacks(self.spec.callbacks, self.callback_states)
+            # A scheduler that is made there sets the rate of the first epoch.
+            for group, options in zip(groups, before, strict=False):
+                group.update(options)
+
+    def _save_checkpoint(
+        self, epoch: int, batches: int = 0, measures: Measures | None = None
+    ) -> None:
+        """Save the run after so many epochs, and batches of the next one. Called by all ranks."""
+        path, data = self.spec.run.checkpoint_path, self.spec.data
+        if path is None:
+            return
+        streams = captured(self.shards, self.streams.capture)
+        measured = None if measures is None else measures.state()
+        gathered = exchange.gather((streams, measured), "checkpoint.streams")
+        unequal = unequal_buffers(self.plain, self.shards)
+        if self.rank != 0:
+            return
+        state = RunState(
+            epoch,
+            data.rows_after(epoch, batches),
+            data.num_shards,
+            tuple(self.history),
+            of_shards([of_rank for of_rank, _ in gathered], data.num_shards),
+            {"output_shapes": self.output_shapes, "measures": [sums for _, sums in gathered]},
+        )
+        callbacks = callback_states(self.spec.callbacks)
+        saved = {**self._state(), "buffers": unequal, "callbacks": callbacks}
+        write_state(self.spec.store, path, state, lambda file: save_file(saved, file))
 
     def _state(self) -> dict[str, Any]:
         return {
             "model": self.plain.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "output_shapes": self.output_shapes,
-            "history": [
-                {"epoch": r.epoch, "train": dict(r.train), "validation": r.validation}
-                for r in self.history
-            ],
         }
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:

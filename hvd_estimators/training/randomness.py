@@ -7,12 +7,16 @@ plays several shards swaps their states; a checkpoint within an epoch holds thos
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
 
 import numpy as np
 
-__all__ = ["HostStreams", "of_shards"]
+from hvd_estimators.training.shards import ShardStates
+
+__all__ = ["HostStreams", "captured", "of_shards"]
+
+T = TypeVar("T")
 
 
 class HostStreams:
@@ -31,6 +35,13 @@ class HostStreams:
         python = state["python"]
         random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
         np.random.set_state(state["numpy"])
+
+
+def captured(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
+    """Return what is captured as each of the shards that a rank plays."""
+    found: dict[int, T] = {}
+    shards.for_each(lambda shard: found.update({shard: capture()}))
+    return found
 
 
 def of_shards(

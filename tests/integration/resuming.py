@@ -1,0 +1,97 @@
+"""What runs go on from that are interrupted: checkpoints of all their positions."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_ranks import StandingBackend
+from reference import WIDTH
+
+from hvd_estimators.launch.backend import Backend
+
+
+class DataDependent(torch.nn.Module):
+    """Draws as many random numbers as its batch says, beside dropout and batch normalization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.first = torch.nn.Linear(WIDTH, 8)
+        # Without a momentum it counts batches, of which ranks may have different numbers.
+        self.norm = torch.nn.BatchNorm1d(8, momentum=None)
+        self.dropout = torch.nn.Dropout(0.3)
+        self.last = torch.nn.Linear(8, 1)
+        # Of each rank's own.
+        self.register_buffer("drawn", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.dropout(torch.tanh(self.norm(self.first(x))))
+        if self.training:
+            noise = torch.randn(1 + int((x[:, 0] > 0).sum()))
+            self.drawn += noise.sum()
+            hidden = hidden + 0.1 * self.drawn
+        return self.last(hidden)
+
+
+class SavingWithinEpochs(Backend):
+    """Keeps each checkpoint that is written, those within epochs too, under its position.
+
+    Parameters
+    ----------
+    standing : StandingBackend
+        Runs the ranks.
+    every : int
+        Batches between two checkpoints.
+    """
+
+    def __init__(self, standing: StandingBackend, every: int) -> None:
+        self._standing = standing
+        self._every = every
+
+    def num_processes(self) -> int:
+        return self._standing.num_processes()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        **others: Any,
+    ) -> list[Any]:
+        every = self._every
+
+        def keeping(*args: Any, **kwargs: Any) -> Any:
+            from hvd_estimators.torch import trainer
+
+            write = trainer.write_state
+
+            def write_and_keep(store: Any, path: str, state: Any, write_model: Any) -> None:
+                write(store, path, state, write_model)
+                shutil.copy(path, f"{path}-{state.epoch}-{state.rows}")
+
+            trainer.write_state = write_and_keep
+            trainer._Trainer.checkpoint_every = every
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                trainer.write_state = write
+                trainer._Trainer.checkpoint_every = None
+
+        return self._standing.run(keeping, args, kwargs, env, **others)
+
+
+def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, Path]]:
+    """Make a run of each checkpoint that was kept of one; yield their ids and positions."""
+    folder = Path(store.get_run_path(run_id))
+    for kept in sorted(folder.glob("checkpoints/checkpoint-*")):
+        position = kept.name.removeprefix("checkpoint-")
+        interrupted = Path(store.get_run_path(f"{run_id}-at-{position}"))
+        (interrupted / "checkpoints").mkdir(parents=True)
+        shutil.copy(kept, interrupted / "checkpoints" / "checkpoint")
+        shutil.copy(folder / "metadata.json", interrupted / "metadata.json")
+        yield interrupted.name, position

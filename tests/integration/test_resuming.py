@@ -1,0 +1,192 @@
+"""A run that is resumed, after an epoch or within one, ends as an uninterrupted one, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import resuming
+import torch
+from lightning_reference import fit as fit_lightning
+from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.plugins import MixedPrecision
+from reference import fit, write_rows
+from resuming import DataDependent, SavingWithinEpochs, kept_checkpoints
+
+from hvd_estimators.training.state import read_state
+
+pytestmark = pytest.mark.integration
+
+
+class Plateaus:
+    """Holds schedulers, which are made when training begins; their state is a callback's."""
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        self.schedulers = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+            torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0),
+        ]
+        self.best = np.inf
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        self.schedulers[0].step()
+        self.schedulers[1].step(1.0)
+        self.best = min(self.best, logs["train"]["loss"])
+        logs["train"]["best"] = self.best
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best, "of": [s.state_dict() for s in self.schedulers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.best = state["best"]
+        for scheduler, of_scheduler in zip(self.schedulers, state["of"], strict=True):
+            scheduler.load_state_dict(of_scheduler)
+
+
+def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3) -> Any:
+    net = DataDependent()
+    settings = {
+        "model": net,
+        "optimizer": torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True),
+        "backend": backend,
+        "callbacks": [Plateaus()],
+        "shuffle": True,
+        "scale_learning_rate": True,
+        # Seven steps; the ranks' last batches differ.
+        "batch_size": 8,
+        "validation": 0.1,
+    }
+    model, _ = fit(store, 2, "adam", run_id=run_id, epochs=epochs, **settings)
+    return model
+
+
+def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
+    """Return all that a run has ended with."""
+    state = read_state(store, store.run_paths(run_id).checkpoint_path)
+    saved = torch.load(store.run_paths(run_id).checkpoint_path, weights_only=True)
+    return [
+        model.getHistory(),
+        model.getModel().state_dict(),
+        model.getOptimizer().state_dict(),
+        saved,
+        [vars(record) for record in state.history],
+        state.random,
+    ]
+
+
+def assert_equal_bits(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+        for name in expected:
+            assert_equal_bits(found[name], expected[name])
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for a, b in zip(found, expected, strict=True):
+            assert_equal_bits(a, b)
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), (found, expected)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(found, expected)
+    else:
+        assert found == expected
+
+
+def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
+    backend: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    whole = end_of(store, torch_run(store, backend, "whole"), "whole")
+    rates = [group["lr"] for group in whole[2]["param_groups"]]
+    assert rates != [0.01]
+    # Each rank has what its own rows have left: nothing of the others'.
+    first, second = whole[3]["buffers"]
+    assert not torch.equal(first["drawn"], second["drawn"])
+
+    saving = SavingWithinEpochs(backend, every=3)
+    assert_equal_bits(end_of(store, torch_run(store, saving, "kept"), "kept"), whole)
+    positions = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        positions.append(position)
+        model = torch_run(store, backend, run_id)
+        assert_equal_bits(end_of(store, model, run_id), whole)
+    # After three and six of seven batches, and after each epoch.
+    assert positions == [f"{e}-{rows}" for e in range(4) for rows in (0, 48, 96)][1:-2]
+
+
+class Chancy(LightningModule):
+    """Draws by what is in a batch; its rate is scheduled, its loss scaled for half floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = DataDependent()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
+        self.log("loss", loss.detach())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch["features"]).mean().abs() + self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+        }
+
+
+def lightning_run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
+    """Return all that a run has ended with."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    stopping = EarlyStopping("val_loss", patience=2)
+    model = fit_lightning(
+        backend,
+        store,
+        model=Chancy(),
+        callbacks=[stopping],
+        trainer_args={"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]},
+        run_id=run_id,
+        epochs=epochs,
+        shuffle=True,
+        scale_learning_rate=True,
+        batch_size=8,
+        validation=0.1,
+    )
+    path = store.run_paths(run_id).checkpoint_path
+    state = read_state(store, path)
+    # As Lightning itself opens it.
+    saved = torch.load(path, weights_only=False)
+    saved["loops"] = None
+    history = [vars(record) for record in state.history]
+    return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
+
+
+def test_a_lightning_run_goes_on_from_each_epoch(backend: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    whole = lightning_run(store, backend, "whole", 5)
+    for epochs in (1, 2, 5):
+        parts = lightning_run(store, backend, "parts", epochs)
+    assert_equal_bits(parts, whole)
+    saved = whole[2]
+    # The first steps were skipped as the scale was too large, and later ones were not.
+    scale = saved["MixedPrecision"]["scale"]
+    assert 1.0 < scale < 2.0**20
+    assert saved["lr_schedulers"][0]["num_bad_epochs"] in (0, 1)
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] < 0.01
+    # Validation is worse in each epoch: training has stopped before the last one.
+    assert len(whole[0]) == 3
+    assert not torch.equal(*(buffers["net.drawn"] for buffers in saved["hvd_estimators.buffers"]))
+
+
+def setup_module() -> None:
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(resuming)
