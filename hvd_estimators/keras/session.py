@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
 import numpy as np
 
@@ -223,7 +222,8 @@ class EpochEnd(keras.callbacks.Callback):
     writer : EventWriter
         Writes the logs, where no callback of the user's does.
     save : callable
-        Called on rank 0 with the epochs and the callbacks' state after each epoch.
+        Called after each epoch, on all ranks, with the epochs and what gives the callbacks'
+        states.
 
     Attributes
     ----------
@@ -239,7 +239,7 @@ class EpochEnd(keras.callbacks.Callback):
         history: Sequence[EpochMetrics],
         restored: Sequence[Mapping[str, Any]],
         writer: EventWriter,
-        save: Callable[[tuple[EpochMetrics, ...], tuple[Mapping[str, Any], ...]], None],
+        save: Callable[[tuple[EpochMetrics, ...], Callable[[], Sequence[Any]]], None],
     ) -> None:
         super().__init__()
         self.history = list(history)
@@ -278,9 +278,7 @@ class EpochEnd(keras.callbacks.Callback):
         wanted = float(self.stop or self.model.stop_training)
         (ranks,) = sum_arrays([np.array(wanted)], "stop")
         self.model.stop_training = bool(ranks)
-        if hvd.rank() == 0:
-            states = tuple(callback_state(callback) for callback in self._callbacks)
-            self._save(tuple(self.history), states)
+        self._save(tuple(self.history), lambda: list(map(callback_state, self._callbacks)))
 
 
 class RankCallbacks(keras.callbacks.CallbackList):

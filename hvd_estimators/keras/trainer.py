@@ -6,9 +6,9 @@ import hashlib
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import horovod.tensorflow as hvd
 import keras
@@ -18,9 +18,10 @@ import tensorflow as tf
 from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
 from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
-from hvd_estimators.keras.checkpoint import RunState, read_checkpoint, write_checkpoint
+from hvd_estimators.keras.checkpoint import save_file
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
+from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
@@ -42,10 +43,12 @@ from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.store.local_file import LocalFile, fetch
+from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.training.progress import Progress
+from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
+from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
@@ -108,8 +111,6 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.model = spec.model.load()
-        self.history: tuple[EpochMetrics, ...] = ()
-        self.restored: Sequence[Mapping[str, Any]] = ()
         self.kept: KeptModel | None = None
         logs = spec.run.logs_path if self.rank == 0 else None
         self.logs = RunDirectory(spec.store, logs)
@@ -117,7 +118,7 @@ class _Trainer:
             self.kept = KeptModel(
                 spec.checkpoint_callback, directory, spec.run.checkpoint_path, spec.store
             )
-        self._restore()
+        self.restored = self._restore()
         optimizers = model_optimizers(self.model)
         broadcast_variables(
             [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
@@ -136,7 +137,10 @@ class _Trainer:
         self._weight_batches()
 
     def run(self) -> TrainResult:
-        spec, done = self.spec, len(self.history)
+        spec, state = self.spec, self.restored
+        done = 0 if state is None else state.epoch
+        history = () if state is None else state.history
+        states = () if state is None else state.parts["callbacks"]
         data = open_data_module(
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
@@ -144,7 +148,7 @@ class _Trainer:
         with data, self.logs, EventWriter(self.logs.path) as writer, progress:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
-            end = EpochEnd(stateful, self.history, self.restored, writer, self._save)
+            end = EpochEnd(stateful, history, states, writer, self._save)
             if done < spec.epochs:
                 self._fit(data, done, end, progress)
         return TrainResult(_digest(self.model), self._final_state(), tuple(end.history))
@@ -163,8 +167,8 @@ class _Trainer:
         if steps % self.model.steps_per_execution:
             # Several batches at a time would end an epoch within the next.
             self.model.steps_per_execution = 1
-        streams = RandomStreams(self.model, spec.data.random_seed, self.rank, done)
-        turns = Turns(
+        streams = self.streams = RandomStreams(self.model, spec.data.random_seed, self.rank, done)
+        turns = self.turns = Turns(
             self.model,
             spec.data.num_shards,
             self.rank,
@@ -220,36 +224,38 @@ class _Trainer:
 
         self.model.train_step = train_step
 
-    def _restore(self) -> None:
+    def _restore(self) -> RunState | None:
         """Load the newest checkpoint of the run on all ranks, where there is one."""
-        path, store = self.spec.run.checkpoint_path, self.spec.store
-        local, digest = None, None
-        if self.rank == 0 and path is not None and store.exists(path):
-            local, digest = fetch(store, path)
-        # Every rank reads the file by itself, and rank 0 tells what it has to hold.
-        digest = exchange.broadcast(digest, "checkpoint")
-        if digest is None or path is None:
-            return
-        if local is None:
-            local, _ = fetch(store, path, digest)
-        state = read_checkpoint(self.model, local.path)
-        local.close()
-        self.history, self.restored = state.history, state.callbacks
-        if self.kept is not None:
-            self.kept.fetch()
-        if self.rank == 0:
-            logger.info("Resuming run %s after %d epochs", self.spec.run.run_id, len(self.history))
+        run, store = self.spec.run, self.spec.store
+
+        def load(file: IO[bytes]) -> None:
+            load_weights(self.model, file)
+
+        state = restore(store, run.checkpoint_path, exchange, self.rank, load)
+        if state is not None:
+            if self.kept is not None:
+                self.kept.fetch()
+            if self.rank == 0:
+                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
+        return state
 
     def _save(
-        self, history: tuple[EpochMetrics, ...], callbacks: tuple[Mapping[str, Any], ...]
+        self, history: tuple[EpochMetrics, ...], callbacks: Callable[[], Sequence[Any]]
     ) -> None:
+        """Save the run after its newest epoch. Called by all ranks."""
         self.logs.sync()
         if self.kept is not None:
             self.kept.upload()
-        path = self.spec.run.checkpoint_path
-        if path is not None:
-            with self.spec.store.open_atomic(path) as file:
-                write_checkpoint(self.model, RunState(history, callbacks), file)
+        path, data = self.spec.run.checkpoint_path, self.spec.data
+        if path is None:
+            return
+        own = captured(self.turns.shards, self.streams.capture)
+        streams = exchange.gather(own, "checkpoint.streams")
+        if self.rank == 0:
+            random = of_shards(streams, data.num_shards)
+            parts = {"callbacks": list(callbacks())}
+            state = RunState(len(history), 0, data.num_shards, history, random, parts)
+            write_state(self.spec.store, path, state, lambda file: save_file(self.model, file))
 
     def _final_state(self) -> LocalFile | None:
         if self.rank != 0:
@@ -259,7 +265,7 @@ class _Trainer:
         if kept is not None:
             shutil.move(kept, state.path)
         else:
-            write_checkpoint(self.model, RunState((), ()), state.path)
+            save_file(self.model, state.path)
         return state
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import pickle
 import shutil
@@ -210,9 +209,10 @@ def _append(file: IO[bytes], state: RunState) -> None:
     with zipfile.ZipFile(file, "a") as archive:
         folder = _folder(archive.namelist())
         for number, array in enumerate(arrays):
-            content = io.BytesIO()
-            np.save(content, array, allow_pickle=False)
-            archive.writestr(zipfile.ZipInfo(folder + _ARRAY.format(number)), content.getbuffer())
+            info = zipfile.ZipInfo(folder + _ARRAY.format(number))
+            # It may be large: the best weights that a callback keeps.
+            with archive.open(info, "w", force_zip64=array.nbytes > _COPIED_BYTES) as member:
+                np.save(member, array, allow_pickle=False)
         # Last, so that whatever has it has all.
         archive.writestr(zipfile.ZipInfo(folder + _STATE), json.dumps(document))
 
@@ -238,8 +238,8 @@ def _read(file: IO[bytes]) -> tuple[RunState, str]:
         folder = names[0].removesuffix(_STATE)
         arrays = []
         for number in range(document["arrays"]):
-            member = io.BytesIO(archive.read(folder + _ARRAY.format(number)))
-            arrays.append(np.load(member, allow_pickle=False))
+            with archive.open(folder + _ARRAY.format(number)) as member:
+                arrays.append(np.lib.format.read_array(member, allow_pickle=False))
     fields = decode(document["state"], arrays)
     history = tuple(EpochMetrics(**record) for record in fields["history"])
     return RunState(**{**fields, "history": history}), hashlib.sha256(content).hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import threading
 import time
@@ -25,17 +26,20 @@ class StandingBackend(Backend):
         Number of ranks.
     directory : Path
         Where calls and results are exchanged.
+    framework : str
+        Horovod's name for the framework that trains.
     """
 
-    def __init__(self, ranks: int, directory: Path) -> None:
+    def __init__(self, ranks: int, directory: Path, framework: str = "torch") -> None:
         self.ranks = ranks
+        self._framework = framework
         self.results: list[Any] = []
         self._directory = directory
         self._calls = 0
 
     def __enter__(self) -> StandingBackend:
         self._directory.mkdir(parents=True, exist_ok=True)
-        serve = (_serve, (str(self._directory),))
+        serve = (_serve, (str(self._directory), self._framework))
         self._thread = threading.Thread(target=LocalBackend(self.ranks).run, args=serve)
         self._thread.start()
         return self
@@ -68,9 +72,8 @@ class StandingBackend(Backend):
         return self.results
 
 
-def _serve(directory: str) -> None:
-    import horovod.torch as hvd
-
+def _serve(directory: str, framework: str) -> None:
+    hvd = importlib.import_module(f"horovod.{framework}")
     hvd.init()
     # Ranks that leave would find each other's old addresses when they come back.
     hvd.shutdown = lambda: None
