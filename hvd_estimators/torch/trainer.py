@@ -121,7 +121,7 @@ class _Trainer:
         parts = (self.streams, self.buffers)
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
         self.callback_states: Sequence[Any] = saved.get("callbacks", ())
-        if self.restored is not None:
+        if self.restored is not None and self.restored.canonical_shards == spec.data.num_shards:
             self.shards.for_each(lambda shard: self.buffers.restore(saved["buffers"][shard]))
         self.progress = Progress(spec, self.rank)
 

@@ -28,7 +28,7 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.training.encoding import decode, encode
 from hvd_estimators.training.objects import ObjectExchange
 
-__all__ = ["RunState", "read_state", "reading", "restore", "write_state"]
+__all__ = ["RunState", "check_state", "read_state", "reading", "restore", "write_state"]
 
 _FORMAT = 1
 _STATE = "hvd_estimators/state.json"
@@ -99,8 +99,22 @@ def write_state(
         _append(file, state)
 
 
+def check_state(store: Store, path: str) -> None:
+    """Make sure that a checkpoint can be gone on from, as far as little of it tells.
+
+    Runs on the driver; the ranks read all of it.
+
+    Raises
+    ------
+    StoreError
+        If the file is none of this package's checkpoints, or is damaged.
+    """
+    with reading(store, path) as file, zipfile.ZipFile(file) as archive:
+        _document(archive)
+
+
 def read_state(store: Store, path: str) -> RunState:
-    """Return the state in a checkpoint, of which little more is read. Runs on both sides.
+    """Return the state in a checkpoint, without reading the model. Runs on both sides.
 
     Raises
     ------
@@ -148,12 +162,11 @@ def restore(
     """
     found = None
     if rank == 0 and path is not None and store.exists(path):
-        with reading(store, path) as file:
-            with zipfile.ZipFile(file) as archive:
-                damaged = archive.testzip()
+        with reading(store, path) as file, zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()
             if damaged is not None:
                 raise zipfile.BadZipFile(f"the content of {damaged} has changed")
-            found = _read(file)[1]
+            found = _document(archive)[1]
     found = exchange.broadcast(found, "checkpoint")
     if found is None or path is None:
         return None
@@ -225,21 +238,29 @@ def _folder(names: Sequence[str]) -> str:
     return ""
 
 
+def _document(archive: zipfile.ZipFile) -> tuple[dict[str, Any], str]:
+    """Return what is JSON, arrays not read yet, and a digest: of each checkpoint another one."""
+    names = [name for name in archive.namelist() if name.endswith(_STATE)]
+    if len(names) != 1:
+        raise ValueError(f"it has no {_STATE}")
+    content = archive.read(names[0])
+    document = json.loads(content)
+    if document["format"] != _FORMAT:
+        raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
+    folder = names[0].removesuffix(_STATE)
+    document["members"] = [folder + _ARRAY.format(n) for n in range(document["arrays"])]
+    if not {*document["members"]} <= {*archive.namelist()}:
+        raise ValueError("some of its arrays are missing")
+    return document, hashlib.sha256(content).hexdigest()
+
+
 def _read(file: IO[bytes]) -> tuple[RunState, str]:
-    """Return the state and a digest, which is another one for each checkpoint."""
     with zipfile.ZipFile(file) as archive:
-        names = [name for name in archive.namelist() if name.endswith(_STATE)]
-        if len(names) != 1:
-            raise ValueError(f"it has no {_STATE}")
-        content = archive.read(names[0])
-        document = json.loads(content)
-        if document["format"] != _FORMAT:
-            raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
-        folder = names[0].removesuffix(_STATE)
+        document, digest = _document(archive)
         arrays = []
-        for number in range(document["arrays"]):
-            with archive.open(folder + _ARRAY.format(number)) as member:
+        for name in document["members"]:
+            with archive.open(name) as member:
                 arrays.append(np.lib.format.read_array(member, allow_pickle=False))
     fields = decode(document["state"], arrays)
     history = tuple(EpochMetrics(**record) for record in fields["history"])
-    return RunState(**{**fields, "history": history}), hashlib.sha256(content).hexdigest()
+    return RunState(**{**fields, "history": history}), digest

@@ -20,7 +20,13 @@ from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.training.encoding import encode, is_encodable
 from hvd_estimators.training.objects import ObjectExchange
 from hvd_estimators.training.randomness import HostStreams, of_shards
-from hvd_estimators.training.state import RunState, read_state, restore, write_state
+from hvd_estimators.training.state import (
+    RunState,
+    check_state,
+    read_state,
+    restore,
+    write_state,
+)
 
 
 class OneRank:
@@ -207,6 +213,11 @@ def test_what_cannot_be_gone_on_from_is_told_with_what_to_do(
     if kind in KINDS:
         with pytest.raises(StoreError, match="delete this file"):
             read_state(store, str(path))
+        with pytest.raises(StoreError, match="delete this file"):
+            check_state(store, str(path))
+    else:
+        # Only a look at all of it tells.
+        check_state(store, str(path))
 
 
 def test_ranks_that_see_another_file_than_rank_0_are_told(store: Any, tmp_path: Path) -> None:

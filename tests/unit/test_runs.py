@@ -15,11 +15,12 @@ import torch
 from pyarrow import parquet
 
 from hvd_estimators import Store
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.runs import in_use
 from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.training.state import RunState, write_state
 
 
 class Started(Exception):
@@ -104,7 +105,9 @@ def leave_checkpoint_of(store: Any, framework: str) -> None:
 
 
 def leave_checkpoint(store: Any) -> None:
-    store.write_text(store.run_paths("mine").checkpoint_path, "of an earlier part")
+    state = RunState(epoch=1, rows=0, canonical_shards=1, history=())
+    path = store.run_paths("mine").checkpoint_path
+    write_state(store, path, state, lambda file: torch.save({}, file))
 
 
 CHANGES: list[Any] = [
@@ -163,6 +166,18 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_war
     # From now on it does.
     with pytest.raises(ParamError, match=r"batch_size 32 \(now 8\).*delete '.*mine/metadata.json'"):
         start(store, "torch", batch_size=8)
+
+
+def test_a_checkpoint_that_is_damaged_is_told_before_anything_starts(store: Any) -> None:
+    write(store)
+    leave_checkpoint(store)
+    path = store.run_paths("mine").checkpoint_path
+    store.write_text(path, "of an earlier version")
+    with pytest.raises(StoreError, match=r"The checkpoint '.*mine/.*Set another run_id, or none"):
+        start(store, "torch")
+    # As the message says.
+    store.delete(path)
+    start(store, "torch")
 
 
 def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
