@@ -33,7 +33,9 @@ class TrainingParams(DeclaredParams):
     callbacks = declare(
         "Objects whose methods are called on every rank, with keyword arguments: "
         "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
-        "on_train_end(), as far as they have them.",
+        "on_train_end(), as far as they have them. What state_dict() returns, tensors and plain "
+        "values, is kept with the run; load_state_dict(state) gets it after on_train_begin() where "
+        "a run goes on.",
         default=[],
     )
     gradient_compression = declare("Horovod compressor of gradients.")
