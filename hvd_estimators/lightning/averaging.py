@@ -39,7 +39,7 @@ class BackwardAverager:
 
     @property
     def pending(self) -> bool:
-        """Whether gradients were computed that have not been averaged."""
+        """Whether there are gradients that have not been averaged."""
         return self._pending
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class BackwardAverager:
         self._buckets(optimizers)
 
     def _buckets(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Bucket]:
-        """Return the buckets of what trains now."""
+        """Return the buckets of the parameters that are being trained."""
         trained = {
             id(parameter): parameter
             for optimizer in optimizers
@@ -86,7 +86,7 @@ class BackwardAverager:
         }
         key = tuple(trained)
         if key not in self._plans:
-            # In the module's order, which the ranks share; what it does not hold comes last.
+            # In the module's order, which the ranks share; parameters outside the module come last.
             named = [(n, p) for n, p in self._module.named_parameters() if id(p) in trained]
             known = {id(parameter) for _, parameter in named}
             others = [parameter for parameter in trained.values() if id(parameter) not in known]

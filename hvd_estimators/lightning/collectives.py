@@ -22,7 +22,7 @@ __all__ = [
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Horovod does not carry these, or does not add them up.
+# Horovod does not support these, or cannot add them up.
 _CARRIED_AS = {
     torch.bfloat16: torch.float32,
     torch.bool: torch.int32,
@@ -80,7 +80,7 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @outside_inference_mode
 def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
-    """Overwrite tensors, by name, with those of rank 0; what is no tensor is left alone."""
+    """Overwrite tensors, by name, with those of rank 0; anything else is left alone."""
     if hvd.size() == 1:
         return
     given = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
@@ -93,7 +93,7 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
 
 @outside_inference_mode
 def gather_metric_state(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Return a tensor of every rank, of any shapes; what torchmetrics reduces its states with."""
+    """Return a tensor of every rank, of any shapes; torchmetrics reduces its states with this."""
     return [value.to(tensor.device) for value in gather_objects(_usable(tensor).cpu())]
 
 

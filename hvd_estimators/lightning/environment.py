@@ -1,4 +1,4 @@
-"""Where Lightning learns its rank from: Horovod."""
+"""Tells Lightning its rank, as Horovod has it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HorovodEnvironment"]
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """The ranks of a Horovod job, which somebody else has started."""
+    """The ranks of a Horovod job that something else has started."""
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -26,7 +26,7 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        """The port at which Horovod's ranks meet; 0 where there is one rank."""
+        """The port at which Horovod's ranks meet; 0 if there is only one rank."""
         return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
 
     @staticmethod

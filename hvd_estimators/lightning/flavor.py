@@ -1,4 +1,4 @@
-"""The two packages that Lightning 2 comes as, and classes of ours that work with either.
+"""The two packages in which Lightning 2 is published, and our classes that work with either.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code in different classes, and each
 Trainer accepts those of its own package only. What we derive from a class of Lightning's is written
@@ -78,7 +78,7 @@ def imported_flavors() -> list[Flavor]:
 
 
 def default_flavor() -> Flavor:
-    """Return the package to use where no object of the user's belongs to one.
+    """Return the package to use if none of the user's objects belongs to one.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def flavor_of(given: Any) -> Flavor | None:
 
 
 def is_lightning(given: Any, path: str) -> bool:
-    """Return whether an object, or a class, is one of Lightning's kind, of whichever package.
+    """Return whether an object, or a class, is of a kind of Lightning's, in either package.
 
     Parameters
     ----------
@@ -125,7 +125,7 @@ def is_lightning(given: Any, path: str) -> bool:
 
 
 def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
-    """Return the package that all objects belong to; the default one where none belongs to any.
+    """Return the package that all objects belong to; the default one if none belongs to any.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ __all__ = ["Share", "TrainLoader", "ValidationLoader", "with_dtypes"]
 
 TensorBatch = Mapping[str, torch.Tensor]
 
-# Batch normalization cannot do with fewer.
+# Batch normalization needs at least so many.
 _STAND_IN_ROWS = 2
 
 

@@ -1,4 +1,4 @@
-"""Averages gradients over ranks while the backward pass still runs."""
+"""Averages gradients over the ranks while the backward pass is still running."""
 
 from __future__ import annotations
 

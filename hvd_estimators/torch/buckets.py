@@ -46,7 +46,7 @@ class Bucket:
         return self._handle is not None
 
     def launch(self) -> None:
-        """Send the gradients; one that this rank lacks counts as zero."""
+        """Send the gradients; a gradient that this rank lacks counts as zero."""
         self._lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
         for index in self._lacking:
             self.parameters[index].grad = self._zero_gradient(self.parameters[index])
@@ -84,7 +84,7 @@ class Bucket:
         self.waiting = len(self.parameters)
 
     def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
-        # Horovod does not carry bfloat16.
+        # Horovod does not support bfloat16.
         if gradient.dtype == torch.bfloat16:
             gradient = gradient.float()
         tensor, context = self._compression.compress(gradient)

@@ -1,4 +1,4 @@
-"""Calls of users' functions with those arguments that they take."""
+"""Calls users' functions with only the arguments that they take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["call_with_known", "call_with_leading"]
 
 
 def call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    """Call a function with those of the offered arguments that it takes."""
+    """Call a function with only those offered arguments that it takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return function(**offered)
@@ -18,7 +18,7 @@ def call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> An
 
 
 def call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with as many of the arguments as it takes, the first ones."""
+    """Call a function with the first arguments, as many as it takes."""
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return function(*arguments)

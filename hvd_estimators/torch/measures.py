@@ -15,7 +15,7 @@ __all__ = ["Measures"]
 
 
 class Measures:
-    """Adds up the loss and the metrics of batches, each of which counts for its rows.
+    """Adds up the loss and the metrics of batches, each weighted by its rows.
 
     Parameters
     ----------
@@ -34,7 +34,8 @@ class Measures:
         rows = evaluation.rows
         self._rows += rows
         values = [evaluation.loss.detach(), *self._metrics(evaluation).values()]
-        # Stays on the GPU, so that steps do not wait for it. In 64 bits before it is multiplied.
+        # It stays on the GPU, so that steps do not wait for it, and becomes 64 bits before it is
+        # multiplied.
         total = torch.stack([value.reshape(()).double() * rows for value in values])
         self._sums = total if self._sums is None else self._sums.to(total.device) + total
 

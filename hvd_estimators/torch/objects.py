@@ -1,4 +1,4 @@
-"""Objects and flags from rank to rank, over ``horovod.torch``."""
+"""Objects and flags sent between ranks by ``horovod.torch``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a module returns, as one tensor per label."""
+"""A module's outputs as one tensor per label."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hvd_estimators.exceptions import ShapeError
 
 __all__ = ["as_list"]
 
-# What Hugging Face's models call their prediction.
+# The names that Hugging Face's models give to their prediction.
 _PREDICTION = "logits"
 
 
@@ -56,7 +56,7 @@ def as_list(outputs: Any, labels: Sequence[str] = ()) -> list[torch.Tensor]:
 
 
 def _named(outputs: Any) -> Mapping[Any, Any] | None:
-    """Return outputs by name; None if they have none."""
+    """Return outputs by name; None if they have no names."""
     if isinstance(outputs, Mapping):
         return outputs
     if dataclasses.is_dataclass(outputs):

@@ -14,7 +14,7 @@ __all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
 
 
 def choose_device(use_gpu: bool) -> torch.device:
-    """Return this rank's GPU, or the CPU where no rank has a GPU. Called by all ranks.
+    """Return this rank's GPU, or the CPU if no rank has a GPU. Called by all ranks.
 
     Raises
     ------
@@ -24,7 +24,7 @@ def choose_device(use_gpu: bool) -> torch.device:
     available = gather_numbers(use_gpu and torch.cuda.is_available(), "cuda")
     if not check_gpus([bool(has_gpu) for has_gpu in available]):
         return torch.device("cpu")
-    # Pinned ranks see one GPU; the others choose by their number on the machine.
+    # Pinned ranks see one GPU; others choose by their local rank.
     index = hvd.local_rank() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
@@ -37,7 +37,7 @@ def sum_over_ranks(value: float) -> float:
 
 
 def weights_digest(module: torch.nn.Module) -> str:
-    """Return a digest of a module's parameters; equal where they are, bit by bit."""
+    """Return a digest of a module's parameters, which is equal if all their bits are."""
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)

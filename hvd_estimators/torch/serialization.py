@@ -34,7 +34,7 @@ def plain_module(module: torch.nn.Module) -> torch.nn.Module:
 
     Both have the same parameters; the names of a compiled one's carry a prefix.
     """
-    # Where torch.compile keeps it, and what it prefixes names with.
+    # torch.compile keeps the module there, and prefixes names with this.
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
@@ -60,7 +60,7 @@ def dump_module(module: torch.nn.Module) -> bytes:
                 type(error).__name__,
                 error,
             )
-    # Where Lightning is imported, torch.compile notes its arguments on the module it is given.
+    # If Lightning is imported, torch.compile notes its arguments on the module that it is given.
     if "_compile_kwargs" in vars(plain):
         plain = copy.copy(plain)
         del vars(plain)["_compile_kwargs"]
@@ -77,7 +77,7 @@ def load_module(document: bytes) -> torch.nn.Module:
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
-    """Return an optimizer as bytes in which the module's parameters stand as their names.
+    """Return an optimizer as bytes that hold names instead of the module's parameters.
 
     Parameter groups, options and state come back as they are, for any optimizer class.
 

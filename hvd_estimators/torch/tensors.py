@@ -1,4 +1,4 @@
-"""Batches of columns to the tensors that a model and its loss take.
+"""Turns batches of columns into the tensors that a model and its loss take.
 
 Used on both sides: by the trainer, by the driver's dry run, and by ``transform``.
 """
@@ -61,7 +61,7 @@ class TensorSpec:
         return with_form(module, inputs, self.feature_cols, self.input_form)
 
     def arguments(self, inputs: list[torch.Tensor]) -> Any:
-        """Return inputs as a user's function gets them: a list, or a dict where they have names."""
+        """Return inputs as a user's function gets them: a list, or a dict if they have names."""
         if self.input_form == "positional":
             return inputs
         return dict(zip(self.feature_cols, inputs, strict=True))
@@ -97,7 +97,7 @@ class TensorSpec:
         tensors = [_tensor(columns[name], self.dtype(name), device) for name in names]
         if shapes is None:
             return tensors
-        # Not -1: it stands for nothing in particular where a batch has no rows.
+        # Not -1, whose meaning is ambiguous if a batch has no rows.
         return [
             tensor.reshape(len(tensor), *shape[1:])
             for tensor, shape in zip(tensors, shapes, strict=True)
@@ -142,7 +142,7 @@ def tensor_batches(
 
 
 def _from_numpy(array: Array) -> torch.Tensor:
-    # torch has no read-only tensors, and warns.
+    # torch has no read-only tensors, and warns about read-only arrays.
     return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
