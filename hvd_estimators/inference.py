@@ -263,9 +263,10 @@ def _to_array(series: pd.Series, name: str) -> Array:
 
 def _stacked(rows: list[Any], name: str) -> Array:
     """Return arrays, or arrays of arrays, as one."""
-    if any(row is None for row in rows):
-        raise _has_nulls(name)
-    lengths = set(map(len, rows))
+    try:
+        lengths = set(map(len, rows))
+    except TypeError:  # None has no length
+        raise _has_nulls(name) from None
     if len(lengths) != 1:
         raise DataError(f"Column {name!r} is ragged: its arrays differ in length.")
     # Several times as fast as np.stack, which makes a view of each row first.
