@@ -110,6 +110,18 @@ def test_a_state_comes_back_bit_by_bit(store: Any, seed: int) -> None:
     assert (found.epoch, found.rows, found.canonical_shards) == (3, state.rows, 2)
 
 
+def test_a_checkpoint_lies_in_any_store() -> None:
+    store = Store.create("memory://run-state")
+    state, path = some_state(), f"{store.prefix_path}/checkpoint"
+    write_state(store, path, state, torch_file)
+    found = restored(store, path)
+    assert found is not None
+    assert_same(found.parts, state.parts)
+    store.fs.pipe_file(path, store.read(path)[:-100])
+    with pytest.raises(StoreError, match=r"checkpoint 'memory://.*delete this file"):
+        check_state(store, path)
+
+
 @pytest.mark.parametrize("value", [object(), {1, 2}, np.array([None]), [lambda: None]])
 def test_what_is_not_plain_is_refused(value: Any) -> None:
     assert not is_encodable(value)
