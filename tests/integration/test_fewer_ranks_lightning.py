@@ -32,7 +32,7 @@ class Module(LightningModule):
             torch.nn.BatchNorm1d(8),
             torch.nn.Dropout(0.5),
             torch.nn.Linear(8, 1),
-        )
+        ).double()
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         import horovod.torch as hvd
@@ -51,16 +51,17 @@ class Module(LightningModule):
         return loss
 
     def loss(self, batch: Any) -> torch.Tensor:
-        return torch.nn.functional.mse_loss(self.layers(batch["features"])[:, 0], batch["label"])
+        output = self.layers(batch["features"].double())[:, 0]
+        return torch.nn.functional.mse_loss(output, batch["label"].double())
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.001, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         return [optimizer], [{"scheduler": scheduler, "interval": "step", "frequency": 2}]
 
 
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
-    write_rows(Path(store.get_train_data_path()), 49)
+    write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
     found = {}
     for ranks in (4, 3, 2, 1):
@@ -85,7 +86,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
         found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
     steps, module, history = found[4]
     assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(49))
+    assert sorted(number for step in steps[:3] for number in step) == list(range(58))
     assert steps[:3] != steps[3:]
     for ranks in (3, 2, 1):
         same_steps, same_module, same_history = found[ranks]
@@ -96,4 +97,4 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
             torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-6, msg=f"{ranks}: {name}")
         for epoch, same_epoch in zip(history, same_history, strict=True):
             for stage in ("train", "validation"):
-                assert same_epoch[stage] == pytest.approx(epoch[stage], rel=1e-6), ranks
+                assert same_epoch[stage] == pytest.approx(epoch[stage], rel=1e-5), ranks
