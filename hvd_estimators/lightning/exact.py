@@ -132,9 +132,9 @@ def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iter
         if metric.is_tensor
     }
     yield
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
+    for buffer, value in buffers:
+        # Without autograd's notice: the backward pass, whose gradients count zero, is still to come.
+        buffer.data.copy_(value)
     for metric, state, count in metrics:
         for name, before in state.items():
             setattr(metric, name, before)
