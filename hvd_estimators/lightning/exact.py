@@ -133,7 +133,7 @@ def _no_trace(module: LightningModule, results: ResultCollection | None) -> Iter
     }
     yield
     for buffer, value in buffers:
-        # Without autograd's notice: the backward pass, whose gradients count zero, is still to come.
+        # Past autograd: the backward pass, whose gradients count zero, is still to come.
         buffer.data.copy_(value)
     for metric, state, count in metrics:
         for name, before in state.items():
