@@ -105,6 +105,9 @@ class HorovodEstimator(EstimatorHooks):
         run = self._run_paths(
             self._framework, self._fingerprint(manifest, self._model_identity(tried))
         )
+        store, checkpoint = self.getOrDefault("store"), run.checkpoint_path
+        if checkpoint is not None and store.exists(checkpoint):
+            self._check_checkpoint(checkpoint)
         given = self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
 

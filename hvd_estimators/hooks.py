@@ -100,6 +100,18 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
         finds the same.
         """
 
+    def _check_checkpoint(self, path: str) -> None:
+        """Make sure that the ranks can go on from the checkpoint of a run that is there already.
+
+        Called before anything starts, with the checkpoint's file. A framework whose ranks write it
+        with `hvd_estimators.training.state.write_state` calls `check_state`.
+
+        Raises
+        ------
+        StoreError
+            If it is damaged, or not of this version.
+        """
+
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         """Refuse what the ranks would fail at: batches that a model cannot take, for example.
 

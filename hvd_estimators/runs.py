@@ -20,7 +20,6 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.parquet.manifest import DatasetManifest, Split
 from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
-from hvd_estimators.training.state import check_state
 
 __all__ = [
     "Fits",
@@ -46,15 +45,12 @@ def check_run(store: Store, run: RunPaths) -> None:
 
     Raises
     ------
-    StoreError
-        If it is damaged, or nobody's of this version.
     ParamError
         If it is of other data, another model or other settings.
     """
     path = run.checkpoint_path
     if path is None or not store.exists(path):
         return
-    check_state(store, path)
     notes = _notes_path(run)
     if not store.exists(notes):
         logger.warning(

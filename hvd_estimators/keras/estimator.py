@@ -30,6 +30,7 @@ from hvd_estimators.results import RunResults
 from hvd_estimators.runs import named
 from hvd_estimators.spec import TrainSpec
 from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.state import check_state
 from hvd_estimators.trials import Trial
 
 __all__ = ["KerasEstimator"]
@@ -113,6 +114,9 @@ class KerasEstimator(KerasParams):
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_identity(trial.dry_run.model, other_rate)
         return {**identity, "loss": named(trial.settings.loss)}
+
+    def _check_checkpoint(self, path: str) -> None:
+        check_state(self.getOrDefault("store"), path)
 
     def _check_spec(self, common: TrainSpec, trial: Any) -> None:
         check_batches(trial.dry_run.model, common.data)

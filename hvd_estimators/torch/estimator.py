@@ -22,6 +22,7 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.state import check_state
 from hvd_estimators.trials import Trial
 
 __all__ = ["TorchEstimator"]
@@ -61,6 +62,9 @@ class TorchEstimator(TorchParams):
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault
         return model_identity(get("model"), get("optimizer"), get("learning_rate") is not None)
+
+    def _check_checkpoint(self, path: str) -> None:
+        check_state(self.getOrDefault("store"), path)
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault
