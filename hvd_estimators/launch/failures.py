@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.errors import PySparkException
@@ -24,7 +24,7 @@ from hvd_estimators.launch.barrier import LESS_RESULTS
 from hvd_estimators.launch.output import shortened
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from hvd_estimators.launch.cluster import Cluster
 
 __all__ = ["typed_failure"]
 
@@ -92,7 +92,7 @@ _LOST = [
 
 
 def typed_failure(
-    error: BaseException, context: SparkContext, tag: str, *, all_failures: bool
+    error: BaseException, cluster: Cluster, tag: str, *, all_failures: bool
 ) -> HvdEstimatorsError | None:
     """Return the error to raise instead of Spark's.
 
@@ -100,7 +100,7 @@ def typed_failure(
     ----------
     error : BaseException
         What was raised while the jobs ran.
-    context : SparkContext
+    cluster : Cluster
         Knows on which machine a task failed.
     tag : str
         A tag that these jobs alone have.
@@ -124,7 +124,7 @@ def typed_failure(
     cause = next((says for pattern, says in _LOST if re.search(pattern, message)), None)
     if cause is None and not all_failures:
         return None
-    host, executor = _failed_on(context, tag)
+    host, executor = _failed_on(cluster, tag)
     where = f" on {host} (executor {executor})" if host else ""
     return WorkerFailedError(
         f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}", host=host
@@ -143,36 +143,16 @@ def _message(error: BaseException) -> str:
     return shortened("\n".join(kept), _MESSAGE_CHARS)
 
 
-def _failed_on(context: SparkContext, tag: str) -> tuple[str | None, str | None]:
+def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
     """Return the host and executor of the task that failed first; None if Spark has forgotten."""
     deadline = time.monotonic() + _STATUS_SECONDS
     try:
         while True:
-            failed = _failed_tasks(context, tag)
+            failed = cluster.failed_tasks(tag)
             if failed:
-                return min(failed)[1:]
+                return min(failed).host, min(failed).executor
             if time.monotonic() > deadline:
                 return None, None
             time.sleep(_POLL_SECONDS)
     except Exception:
         return None, None  # the context has been stopped
-
-
-def _failed_tasks(context: SparkContext, tag: str) -> list[tuple[int, str, str]]:
-    """Return when tasks failed (milliseconds since the epoch), their hosts and executors."""
-    scala_context = context._jsc.sc()
-    store: Any = scala_context.statusStore()
-    found = []
-    for job_id in scala_context.statusTracker().getJobIdsForTag(tag):
-        job = context.statusTracker().getJobInfo(job_id)
-        for stage_id in job.stageIds if job else []:
-            attempt = store.lastStageAttempt(stage_id).attemptId()
-            tasks = store.taskList(stage_id, attempt, 2**31 - 1)
-            for task in (tasks.apply(i) for i in range(tasks.size())):
-                if task.status() == "FAILED":
-                    duration = task.duration()
-                    ended = task.launchTime().getTime() + (
-                        duration.get() if duration.isDefined() else 0
-                    )
-                    found.append((ended, task.host(), task.executorId()))
-    return found

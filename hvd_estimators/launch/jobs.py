@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.failures import typed_failure
-from hvd_estimators.launch.slots import task_slots
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -76,7 +76,7 @@ def spark_job(
         # The context may have been stopped.
         with contextlib.suppress(Exception):
             context.cancelJobsWithTag(tag)
-        typed = typed_failure(error, context, tag, all_failures=ranks)
+        typed = typed_failure(error, Cluster(context), tag, all_failures=ranks)
         if typed is None:
             raise
         raise typed from error
@@ -94,7 +94,7 @@ def jobs_on(frame: DataFrame) -> contextlib.AbstractContextManager[object]:
 
 
 @contextlib.contextmanager
-def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> Iterator[None]:
+def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterator[None]:
     """Run the block's barrier job as `spark_job` does, and end it if its tasks do not start.
 
     Time during which our other jobs hold the task slots does not count, since fits that run side by
@@ -105,19 +105,20 @@ def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> I
     SlotsError
         If the tasks have not started in time.
     """
+    context = cluster.context
     timed_out, finished = threading.Event(), threading.Event()
 
     def cancel_late_start(tag: str) -> None:
         waited, last = 0.0, time.monotonic()
         while not finished.wait(_POLL_SECONDS):
             try:
-                if _active_tasks(context, _job_ids(context, tag), ended=True) >= num_proc:
+                if cluster.active_tasks(cluster.jobs(tag), ended=True) >= num_proc:
                     return
                 if waited > start_timeout:
                     timed_out.set()
                     context.cancelJobsWithTag(tag)
                     return
-                held = _held_by_others(context, tag, num_proc)
+                held = _held_by_others(cluster, tag, num_proc)
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
@@ -142,31 +143,8 @@ def barrier_job(context: SparkContext, num_proc: int, start_timeout: float) -> I
         ) from error
 
 
-def _held_by_others(context: SparkContext, tag: str, num_proc: int) -> bool:
+def _held_by_others(cluster: Cluster, tag: str, num_proc: int) -> bool:
     """Return whether our other jobs leave too few task slots."""
-    active = set(context.statusTracker().getActiveJobsIds())
-    others = (active & _job_ids(context, _TAG)) - _job_ids(context, tag)
-    held = _active_tasks(context, others)
-    return held > 0 and task_slots(context) - held < num_proc
-
-
-def _job_ids(context: SparkContext, tag: str) -> set[int]:
-    # PySpark's own status tracker knows only groups.
-    return set(context._jsc.sc().statusTracker().getJobIdsForTag(tag))
-
-
-def _active_tasks(context: SparkContext, jobs: set[int], ended: bool = False) -> int:
-    """Return how many tasks of some jobs run, or have run."""
-    tracker = context.statusTracker()
-    wanted = {
-        stage_id
-        for job_id in jobs
-        for stage_id in getattr(tracker.getJobInfo(job_id), "stageIds", ())
-    }
-    # PySpark's own status tracker hears of started tasks only with the next event.
-    stages = context._jsc.sc().statusStore().activeStages()
-    active = 0
-    for stage in (stages.apply(i) for i in range(stages.size())):
-        if stage.stageId() in wanted:
-            active += stage.numActiveTasks() + (stage.numCompleteTasks() if ended else 0)
-    return active
+    others = (cluster.active_jobs() & cluster.jobs(_TAG)) - cluster.jobs(tag)
+    held = cluster.active_tasks(others)
+    return held > 0 and cluster.task_slots() - held < num_proc

@@ -1,4 +1,4 @@
-"""How many tasks a Spark cluster can run at the same time, now and soon. Runs on the driver."""
+"""Waits until a cluster can run as many tasks at once as are needed. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
+    from hvd_estimators.launch.cluster import Cluster
 
-__all__ = ["await_slots", "expected_executors", "is_local", "task_slots"]
+__all__ = ["await_slots", "expected_executors"]
 
 logger = logging.getLogger(__name__)
 
@@ -21,17 +21,12 @@ _SETTLED_SECONDS = 10.0
 _LATE_SECONDS = 60.0
 
 
-def is_local(context: SparkContext) -> bool:
-    """Return whether tasks run in the driver's own process."""
-    return str(context.master).split("[")[0] == "local"
-
-
-def await_slots(context: SparkContext, wanted: int | None, timeout: float) -> int:
+def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
     """Return the task slots, once there are enough or no more executors will come.
 
     Parameters
     ----------
-    context : SparkContext
+    cluster : Cluster
         The application.
     wanted : int or None
         How many are enough; None asks for all of them.
@@ -41,15 +36,14 @@ def await_slots(context: SparkContext, wanted: int | None, timeout: float) -> in
     started = time.monotonic()
     patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
     # Executors of an application that has been there for a while have registered.
-    age = max(time.time() - context.startTime / 1000, 0)
-    last_change = started - age if wanted is None else started
-    expected = expected_executors(str(context.master), dict(context.getConf().getAll()))
+    last_change = started - cluster.age if wanted is None else started
+    expected = expected_executors(cluster.master, cluster.conf)
     told = False
-    slots = task_slots(context)
+    slots = cluster.task_slots()
     while wanted is None or slots < wanted:
         now = time.monotonic()
-        if expected is not None and _registered_executors(context) >= expected:
-            slots = task_slots(context)
+        if expected is not None and cluster.executors() >= expected:
+            slots = cluster.task_slots()
             break
         if now - started >= timeout:
             break
@@ -63,21 +57,9 @@ def await_slots(context: SparkContext, wanted: int | None, timeout: float) -> in
                 *(slots, wanted, timeout),
             )
         time.sleep(_POLL_SECONDS)
-        before, slots = slots, task_slots(context)
+        before, slots = slots, cluster.task_slots()
         last_change = now if slots != before else last_change
     return slots
-
-
-def task_slots(context: SparkContext) -> int:
-    """Return how many tasks the executors that are registered now can run at the same time."""
-    scala_context = context._jsc.sc()
-    profile = scala_context.resourceProfileManager().defaultResourceProfile()
-    return int(scala_context.maxNumConcurrentTasks(profile))
-
-
-def _registered_executors(context: SparkContext) -> int:
-    # The driver is among them.
-    return int(context._jsc.sc().getExecutorMemoryStatus().size()) - 1
 
 
 def expected_executors(master: str, conf: dict[str, str]) -> int | None:

@@ -6,25 +6,24 @@ import contextlib
 import functools
 import logging
 import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark import Broadcast
-from pyspark.sql import SparkSession
 
-from hvd_estimators.exceptions import DependencyError, ParamError, SlotsError, StoreError
+from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
+from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, print_output, receive_events
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.process import pickle_call, results_in_order
-from hvd_estimators.launch.slots import await_slots, is_local
+from hvd_estimators.launch.slots import await_slots
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -37,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 # Well below the size at which PySpark makes a broadcast variable of a function.
 _INLINE_BYTES = 2**19
-# A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
-_COPIES_OF_RESULTS = 6
 
 
 class SparkBackend(Backend):
@@ -96,20 +93,17 @@ class SparkBackend(Backend):
 
     def _all_slots(self) -> int:
         """Return the cluster's task slots, the same number for as long as the application lives."""
-        context = _context()
-        application = str(context.applicationId)
+        cluster = Cluster.current()
+        application = cluster.application
         if self._slots is None or self._slots[0] != application:
-            timeout = 0 if is_local(context) else self._start_timeout
+            timeout = 0 if cluster.is_local else self._start_timeout
             # Without any, `check` says so.
-            self._slots = application, max(await_slots(context, None, timeout), 1)
+            self._slots = application, max(await_slots(cluster, None, timeout), 1)
         return self._slots[1]
 
     def driver_host(self) -> str:
         """Return the address at which executors reach the driver."""
-        context = _context()
-        if is_local(context):
-            return "127.0.0.1"
-        return str(context.getConf().get("spark.driver.host", "127.0.0.1"))
+        return Cluster.current().driver_host()
 
     def check(self) -> None:
         """Make sure that the cluster has a task slot for every rank.
@@ -122,26 +116,25 @@ class SparkBackend(Backend):
             If a local session's Python tasks run another Python, or if Horovod was not built by
             ``hvd-estimators build-horovod``.
         """
-        context = _context()
-        conf = context.getConf()
-        if conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        cluster = Cluster.current()
+        if cluster.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
             raise SlotsError(
                 "Spark starts barrier tasks only with a fixed set of executors, and "
                 "spark.dynamicAllocation.enabled is true. Set it to false."
             )
-        _check_executor_python(context)
+        cluster.check_python()
         require_mends()
         wanted = self.num_processes()
-        slots = await_slots(context, wanted, 0 if is_local(context) else self._start_timeout)
+        slots = await_slots(cluster, wanted, 0 if cluster.is_local else self._start_timeout)
         if slots == 0:
             raise SlotsError(
-                f"No executor has registered with the cluster (master {context.master}) within "
+                f"No executor has registered with the cluster (master {cluster.master}) within "
                 f"{self._start_timeout:g} seconds. See its logs, or set a longer start_timeout."
             )
         if slots < wanted:
             raise SlotsError(
                 f"num_proc: {wanted} ranks need as many task slots at the same time, and the "
-                f"cluster (master {context.master}) has {slots}. Set num_proc to {slots} or less, "
+                f"cluster (master {cluster.master}) has {slots}. Set num_proc to {slots} or less, "
                 "or start Spark with more cores (spark.executor.instances, spark.executor.cores; "
                 "for a local master the number in local[N]) or with a smaller spark.task.cpus."
             )
@@ -154,9 +147,10 @@ class SparkBackend(Backend):
         StoreError
             If a machine does not.
         """
-        if is_local(_context()):
+        cluster = Cluster.current()
+        if cluster.is_local:
             return
-        session, num_proc = _session(), self.num_processes()
+        session, num_proc = cluster.session(), self.num_processes()
         probe = f"{store.prefix_path}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:
@@ -165,7 +159,7 @@ class SparkBackend(Backend):
                 "host string",
                 barrier=True,
             )
-            with barrier_job(session.sparkContext, num_proc, self._start_timeout):
+            with barrier_job(cluster, num_proc, self._start_timeout):
                 rows = frame.collect()
         finally:
             store.delete(probe)
@@ -186,20 +180,20 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         self.check()
-        session = _session()
+        cluster = Cluster.current()
         if on_event is None and self._verbose >= 2:
             on_event = print_output
         with contextlib.ExitStack() as stack:
             document = pickle_call(fn, args, kwargs or {})
-            call = stack.enter_context(_shared(session.sparkContext, document))
+            call = stack.enter_context(_shared(cluster.context, document))
             events = {}
             if on_event is not None:
-                events = stack.enter_context(receive_events(on_event, self.driver_host()))
-            return self._run(session, call, env, events)
+                events = stack.enter_context(receive_events(on_event, cluster.driver_host()))
+            return self._run(cluster, call, env, events)
 
     def _run(
         self,
-        session: SparkSession,
+        cluster: Cluster,
         call: bytes | Broadcast[bytes],
         env: Mapping[str, str | None] | None,
         events: dict[str, str],
@@ -207,9 +201,9 @@ class SparkBackend(Backend):
         num_proc = self.num_processes()
         job = Job(
             call=call,
-            max_bytes=_collectable_bytes(session.sparkContext) // num_proc,
+            max_bytes=cluster.collectable_bytes() // num_proc,
             secret=new_secret(),
-            one_machine=is_local(session.sparkContext),
+            one_machine=cluster.is_local,
             driver_env=shared_environment(os.environ) if self._env is None else {},
             env={**(self._env or {}), **(env or {})},
             events=events,
@@ -217,12 +211,16 @@ class SparkBackend(Backend):
             executable=self._executable,
             verbose=self._verbose,
         )
-        frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
-            functools.partial(run_task, job=job),
-            OUTCOME_SCHEMA,
-            barrier=True,
+        frame = (
+            cluster.session()
+            .range(0, num_proc, 1, num_proc)
+            .mapInArrow(
+                functools.partial(run_task, job=job),
+                OUTCOME_SCHEMA,
+                barrier=True,
+            )
         )
-        with barrier_job(session.sparkContext, num_proc, self._start_timeout):
+        with barrier_job(cluster, num_proc, self._start_timeout):
             rows = frame.collect()
         return results_in_order(outcomes(rows, num_proc))
 
@@ -242,51 +240,3 @@ def _shared(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[by
         yield broadcast
     finally:
         broadcast.destroy()
-
-
-def _collectable_bytes(context: SparkContext) -> int:
-    """Return how many bytes of results the driver's JVM can collect."""
-    assert context._jvm is not None
-    limit = int(context._jvm.java.lang.Runtime.getRuntime().maxMemory()) // _COPIES_OF_RESULTS
-    given = context._jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
-    # What Spark counts is somewhat more than what a rank returned.
-    return min(limit, int(given * 0.9) if given > 0 else limit)
-
-
-def _session() -> SparkSession:
-    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
-
-
-def _context() -> SparkContext:
-    return _session().sparkContext
-
-
-def _check_executor_python(context: SparkContext) -> None:
-    """Make sure that executors on this machine run this environment's Python.
-
-    Raises
-    ------
-    DependencyError
-        If they run another one: it lacks the packages that are installed here.
-    """
-    if not is_local(context) or context.pythonExec == sys.executable:
-        return
-    try:
-        found = subprocess.run(
-            [context.pythonExec, "-c", "import sys; print(sys.prefix)"],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
-    except OSError as error:
-        raise DependencyError(
-            f"Spark is to run {context.pythonExec!r} for its Python tasks, which does not start: "
-            f"{error.strerror}. Set PYSPARK_PYTHON={sys.executable} in the environment before the "
-            "Spark session is made."
-        ) from error
-    if found != sys.prefix:
-        raise DependencyError(
-            f"Spark runs {context.pythonExec!r} ({found or 'which does not start'}) for its "
-            f"Python tasks, not this Python ({sys.executable}). Set PYSPARK_PYTHON="
-            f"{sys.executable} in the environment before the Spark session is made."
-        )

@@ -112,10 +112,11 @@ def images(spark: SparkSession, folder: Path, rows: int) -> None:
 
 def results(spark: SparkSession, folder: Path, ranks: int) -> None:
     """Return what the driver's JVM can collect, and more than that, which leaves it alive."""
-    from hvd_estimators.launch.spark import SparkBackend, _collectable_bytes
+    from hvd_estimators.launch.cluster import Cluster
+    from hvd_estimators.launch.spark import SparkBackend
 
     backend = SparkBackend(ranks)
-    most = _collectable_bytes(spark.sparkContext) // ranks
+    most = Cluster(spark.sparkContext).collectable_bytes() // ranks
     for size in (most // 4, most - 2**10):
         assert list(map(len, backend.run(bytes, [size]))) == [size] * ranks
     with pytest.raises(ResultsError, match="Return less"):

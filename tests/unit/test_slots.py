@@ -11,30 +11,23 @@ from hvd_estimators.launch.slots import await_slots, expected_executors
 
 
 class Cluster:
-    """A SparkContext whose executors, of two task slots each, register at given seconds."""
+    """A cluster whose executors, of two task slots each, register at given seconds."""
 
     def __init__(self, arrivals: list[float], conf: dict[str, str], master: str) -> None:
         self.arrivals, self.conf, self.master = arrivals, conf, master
         self.now = 1000.0
-        self.startTime = 1000 * 1000
 
-    def getConf(self) -> Any:
-        return self
+    @property
+    def age(self) -> float:
+        return self.now - 1000
 
-    def getAll(self) -> Any:
-        return self.conf.items()
-
-    def executors(self, context: Any) -> int:
-        assert context is self
+    def executors(self) -> int:
         return sum(self.now - 1000 >= arrival for arrival in self.arrivals)
 
-    def task_slots(self, context: Any) -> int:
-        return 2 * self.executors(context)
+    def task_slots(self) -> int:
+        return 2 * self.executors()
 
     def monotonic(self) -> float:
-        return self.now
-
-    def time(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
@@ -71,11 +64,10 @@ def test_executors_that_are_still_coming_are_waited_for(
     seconds: float,
 ) -> None:
     cluster = Cluster(arrivals, conf, master)
-    monkeypatch.setattr(slots, "task_slots", cluster.task_slots)
-    monkeypatch.setattr(slots, "_registered_executors", cluster.executors)
+    given: Any = cluster
     monkeypatch.setattr(slots, "time", cluster)
 
-    assert await_slots(cluster, wanted, 600.0) == slots_then
+    assert await_slots(given, wanted, 600.0) == slots_then
     assert cluster.now - 1000 == pytest.approx(seconds, abs=1)
 
 
