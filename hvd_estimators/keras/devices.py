@@ -8,7 +8,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from hvd_estimators.keras.objects import gather_numbers
-from hvd_estimators.training.rank import check_gpus
+from hvd_estimators.launch.gpu import check_gpus, gpu_index
 
 __all__ = ["choose_devices", "limit_threads"]
 
@@ -23,12 +23,13 @@ def choose_devices(use_gpu: bool) -> None:
     """
     limit_threads()
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
-    # Pinned ranks see one GPU; the others choose by their number on the machine.
-    chosen = gpus[hvd.local_rank() % len(gpus)] if gpus else None
-    tf.config.set_visible_devices([chosen] if chosen else [], "GPU")
-    if chosen:
-        tf.config.experimental.set_memory_growth(chosen, True)
-    available = gather_numbers(bool(gpus), "hvd_estimators.gpus")
+    index = gpu_index(len(gpus), hvd.local_rank())
+    chosen = [] if index is None else [gpus[index]]
+    # Before the first exchange, with which TensorFlow takes what it sees.
+    tf.config.set_visible_devices(chosen, "GPU")
+    for gpu in chosen:
+        tf.config.experimental.set_memory_growth(gpu, True)
+    available = gather_numbers(bool(chosen), "hvd_estimators.gpus")
     check_gpus([bool(has_gpu) for has_gpu in available])
 
 

@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torchmetrics import Metric
 
+from hvd_estimators.launch.gpu import gpu_index
 from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
@@ -120,8 +121,7 @@ class HorovodStrategy(ParallelStrategy):
         devices = self.parallel_devices or [torch.device("cpu")]
         if devices[0].type != "cuda":
             return devices[0]
-        # A rank that is pinned to its GPU sees no other.
-        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
+        return torch.device("cuda", gpu_index(torch.cuda.device_count(), self.local_rank) or 0)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:

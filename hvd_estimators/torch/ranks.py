@@ -7,8 +7,8 @@ import hashlib
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.launch.gpu import check_gpus, gpu_index
 from hvd_estimators.torch.objects import gather_numbers
-from hvd_estimators.training.rank import check_gpus
 
 __all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
 
@@ -21,11 +21,11 @@ def choose_device(use_gpu: bool) -> torch.device:
     RuntimeError
         If some ranks have a GPU and others have none.
     """
-    available = gather_numbers(use_gpu and torch.cuda.is_available(), "cuda")
-    if not check_gpus([bool(has_gpu) for has_gpu in available]):
+    visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
+    index = gpu_index(visible, hvd.local_rank())
+    has_gpu = gather_numbers(index is not None, "cuda")
+    if not check_gpus([bool(has) for has in has_gpu]):
         return torch.device("cpu")
-    # Pinned ranks see one GPU; others choose by their local rank.
-    index = hvd.local_rank() % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 

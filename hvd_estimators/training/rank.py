@@ -6,14 +6,14 @@ import contextlib
 import multiprocessing
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from hvd_estimators.launch.parent import tell_parent
 
-__all__ = ["check_gpus", "horovod_session", "rank_seed", "seed_rank"]
+__all__ = ["horovod_session", "rank_seed", "seed_rank"]
 
 
 @contextlib.contextmanager
@@ -59,23 +59,6 @@ def horovod_session(
 def _adds_process_sets() -> bool:
     """Return whether Horovod was told that process sets, which ranks join, are added later."""
     return os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
-
-
-def check_gpus(available: Sequence[bool]) -> bool:
-    """Return whether the ranks have GPUs, given the answer of each rank in order.
-
-    Raises
-    ------
-    RuntimeError
-        If some ranks have a GPU and others have none.
-    """
-    if any(available) and not all(available):
-        lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
-        raise RuntimeError(
-            f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
-            "(spark.task.resource.gpu.amount), or set use_gpu=False."
-        )
-    return any(available)
 
 
 def rank_seed(seed: int, rank: int, epoch: int = 0) -> int:

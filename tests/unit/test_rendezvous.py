@@ -1,13 +1,10 @@
 """Who is which rank, and what a rank's environment says."""
 
-import itertools
 import os
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,
     child_environment,
@@ -86,31 +83,3 @@ def test_import_paths_are_joined_each_once_in_order():
     joined = python_path(["/a", "", "/b"], ["/b", "/c", "/a"])
 
     assert joined.split(os.pathsep) == ["/a", "/b", "/c"]
-
-
-@pytest.mark.parametrize(
-    ("addresses", "local_rank", "env", "expected"),
-    [
-        ([], 1, {}, None),
-        ([], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, None),
-        (["3"], 1, {}, "3"),
-        (["3", "5"], 1, {}, "3"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "0"}, "3"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, "1"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": None}, "3"),
-    ],
-)
-def test_a_rank_sees_the_gpu_that_spark_assigned(addresses, local_rank, env, expected):
-    pinned = visible_gpu(addresses, local_rank, env)
-
-    assert pinned == ({} if expected is None else {"CUDA_VISIBLE_DEVICES": expected})
-
-
-def test_ranks_of_one_host_see_different_gpus_by_local_rank():
-    env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
-
-    slots = assign_ranks(["a", "b", "a", "b"])
-
-    for host, group in itertools.groupby(sorted(slots, key=lambda s: s.rank), lambda s: s.hostname):
-        gpus = [visible_gpu(["0"], s.local_rank, env)["CUDA_VISIBLE_DEVICES"] for s in group]
-        assert gpus == ["0", "1"], host
