@@ -165,8 +165,10 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             server.store.expect(hosts)
             server.listen(lambda address: address == places.addresses[0])
         else:
-            endpoints = [(a, port) for a, port in peers[0]["endpoints"] if a == places.addresses[0]]
-            link = stack.enter_context(RemoteLink(endpoints, job.secret, slot.rank, hosts[0]))
+            address = places.addresses[0]
+            # Where the server could not take a port, connections are refused.
+            endpoint = (address, dict(peers[0]["endpoints"]).get(address, 0))
+            link = stack.enter_context(RemoteLink(endpoint, job.secret, slot.rank, hosts[0]))
         outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
         if outcome.failed:
             link.told("failed", host=slot.hostname, why=failure_of(outcome).why)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from hvd_estimators.launch.channel import Channel, new_secret
-from hvd_estimators.launch.listener import Listener
+from hvd_estimators.launch.listener import Listener, bound_socket
 
 __all__ = [
     "EVENTS_VARIABLE",
@@ -185,13 +185,12 @@ def _listening_address(host: str) -> str:
     """Return the address to listen on: that of a host, or all where it is no address of ours."""
     if host == "localhost":
         return "127.0.0.1"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as trial:
-        try:
-            socket.inet_pton(family, host)  # a name may be another address for the ranks
-            trial.bind((host, 0))
-        except OSError:
-            return ""
+    try:
+        # A name may be another address for the ranks.
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+        bound_socket(host).close()
+    except OSError:
+        return ""
     return host
 
 

@@ -13,13 +13,40 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-__all__ = ["Listener"]
+__all__ = ["BACKLOG", "Listener", "bound_socket"]
 
-_BACKLOG = 1024
+BACKLOG = 1024
+"""How many connections wait to be taken."""
+
 _MOST_STRANGERS = 256
 _PAUSE_SECONDS = 0.05
 
 logger = logging.getLogger(__name__)
+
+
+def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
+    """Return a TCP socket with a free port of an address of this machine.
+
+    Parameters
+    ----------
+    address : str
+        A numeric address; an empty one means all.
+    is_ipv6 : bool, optional
+        Which addresses are meant by an empty one. Default: what the address is.
+
+    Raises
+    ------
+    OSError
+        If it is no address of this machine, or of a kind that cannot be bound.
+    """
+    is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
+    bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.bind((address, 0))
+    except OSError:
+        bound.close()
+        raise
+    return bound
 
 
 class Listener:
@@ -46,14 +73,7 @@ class Listener:
         is_ipv6: bool | None = None,
     ) -> None:
         self._serve = serve
-        is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
-        family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            self._socket.bind((address, 0))
-        except OSError:
-            self._socket.close()
-            raise
+        self._socket = bound_socket(address, is_ipv6)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
         self._lock = threading.Lock()
@@ -67,7 +87,7 @@ class Listener:
         """Let others connect, unless they already can."""
         if self._thread is not None:
             return self
-        self._socket.listen(_BACKLOG)
+        self._socket.listen(BACKLOG)
         self._thread = threading.Thread(target=self._accept, daemon=True)
         self._thread.start()
         return self

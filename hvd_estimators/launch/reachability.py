@@ -31,6 +31,7 @@ from hvd_estimators.launch.addresses import (
     candidate_addresses,
     host_identity,
 )
+from hvd_estimators.launch.listener import BACKLOG, bound_socket
 
 __all__ = ["Offer", "Places", "ProbeListener", "agree", "choose"]
 
@@ -106,7 +107,10 @@ class ProbeListener:
         self._sockets: list[socket.socket] = []
         for address in addresses:
             with contextlib.suppress(OSError):
-                self._sockets.append(_listen(address))
+                listening = bound_socket(address)
+                listening.listen(BACKLOG)
+                listening.setblocking(False)
+                self._sockets.append(listening)
         self._stop, self._stopped = socket.socketpair()
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
@@ -323,18 +327,6 @@ async def _answer_of(address: str, port: int) -> bytes:
         return await reader.read(2 * _NONCE_BYTES)
     finally:
         writer.close()
-
-
-def _listen(address: str) -> socket.socket:
-    listening = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    try:
-        listening.bind((address, 0))
-        listening.listen(1024)
-        listening.setblocking(False)
-    except OSError:
-        listening.close()
-        raise
-    return listening
 
 
 def _safe(name: str) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from typing_extensions import Self
 
@@ -21,9 +19,6 @@ from hvd_estimators.launch.patience import Patience
 
 __all__ = ["Link", "LocalLink", "PeerLostError", "RemoteLink"]
 
-Endpoint = tuple[str, int]
-
-_STAGGER_SECONDS = 0.25
 # Nobody listens there, or somebody else.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
@@ -84,8 +79,8 @@ class RemoteLink:
 
     Parameters
     ----------
-    endpoints : sequence of (str, int)
-        Where rank 0's task may be reached, the likeliest first. What answers first is used.
+    endpoint : (str, int)
+        The address and port at which rank 0's task is reached.
     secret : bytes
         The job's secret.
     rank : int
@@ -94,24 +89,17 @@ class RemoteLink:
         The machine of rank 0, for errors.
     patience : Patience
         How long to wait.
-
-    Attributes
-    ----------
-    endpoint : (str, int) or None
-        The address and port that are used.
-    local_address : str or None
-        This machine's address on the way there.
     """
 
     def __init__(
         self,
-        endpoints: Sequence[Endpoint],
+        endpoint: tuple[str, int],
         secret: bytes,
         rank: int,
         server_host: str,
         patience: Patience | None = None,
     ) -> None:
-        self._endpoints = list(endpoints)
+        self._endpoint = endpoint
         self._secret = secret
         self._rank = rank
         self._server_host = server_host
@@ -121,8 +109,6 @@ class RemoteLink:
         self._failure: Failure | None = None
         self._ended = threading.Event()
         self._beating = threading.Thread(target=self._beat, daemon=True)
-        self.endpoint: Endpoint | None = None
-        self.local_address: str | None = None
 
     def __enter__(self) -> Self:
         self._beating.start()
@@ -187,11 +173,10 @@ class RemoteLink:
             time.sleep(self._patience.pause)
 
     def _lost(self, why: str, cause: OSError) -> PeerLostError:
-        asked = [self.endpoint] if self.endpoint is not None else self._endpoints
-        places = ", ".join(f"{address} port {port}" for address, port in asked)
+        address, port = self._endpoint
         # What the system says begins with a number that tells users nothing.
         said = cause.strerror or str(cause)
-        why = f"{why} (at {places or 'no address'}: {said})"
+        why = f"{why} (at {address} port {port}: {said})"
         return PeerLostError(Failure(0, self._server_host, why, lost=True))
 
     def _since(self, started: float) -> float:
@@ -217,20 +202,10 @@ class RemoteLink:
         return answer
 
     def _open(self) -> Channel:
-        if self.endpoint is not None:
-            return self._connect(self.endpoint)[0]
-        endpoint, channel, local_address = _first(
-            [(e, functools.partial(self._connect, e)) for e in self._endpoints]
-        )
-        self.endpoint, self.local_address = endpoint, local_address
-        return channel
-
-    def _connect(self, endpoint: Endpoint) -> tuple[Channel, str]:
-        connection = socket.create_connection(endpoint, self._patience.attempt)
+        connection = socket.create_connection(self._endpoint, self._patience.attempt)
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            local_address = str(connection.getsockname()[0])
-            return Channel.connect(connection, self._secret, self._patience.attempt), local_address
+            return Channel.connect(connection, self._secret, self._patience.attempt)
         except BaseException:
             connection.close()
             raise
@@ -245,36 +220,3 @@ class RemoteLink:
                 return
             if answer["failure"] is not None:
                 self._failure = Failure(**answer["failure"])
-
-
-def _first(
-    attempts: Sequence[tuple[Endpoint, Callable[[], tuple[Channel, str]]]],
-) -> tuple[Endpoint, Channel, str]:
-    """Return the first connection that comes about; a further one is tried as soon as one waits."""
-    found: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    chosen = threading.Lock()
-
-    def run(endpoint: Endpoint, attempt: Callable[[], tuple[Channel, str]]) -> None:
-        try:
-            channel, local_address = attempt()
-        except OSError as error:
-            found.put(error)
-            return
-        if chosen.acquire(blocking=False):
-            found.put((endpoint, channel, local_address))
-        else:
-            channel.close()
-
-    errors: list[OSError] = []
-    for index, (endpoint, attempt) in enumerate(attempts):
-        threading.Thread(target=run, args=(endpoint, attempt), daemon=True).start()
-        is_last = index + 1 == len(attempts)
-        while len(errors) <= index:
-            try:
-                result = found.get(timeout=None if is_last else _STAGGER_SECONDS)
-            except queue.Empty:
-                break
-            if not isinstance(result, OSError):
-                return cast(tuple[Endpoint, Channel, str], result)
-            errors.append(result)
-    raise errors[-1] if errors else OSError("There is no address to connect to.")

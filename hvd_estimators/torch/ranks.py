@@ -24,7 +24,8 @@ def choose_device(use_gpu: bool) -> torch.device:
     visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
     index = gpu_index(visible, hvd.local_rank())
     has_gpu = gather_numbers(index is not None, "cuda")
-    if not check_gpus([bool(has) for has in has_gpu]):
+    check_gpus([bool(has) for has in has_gpu])
+    if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

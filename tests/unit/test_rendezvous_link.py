@@ -32,8 +32,8 @@ def served(addresses=("127.0.0.1",), ranks=2, patience=PATIENCE):
         yield server
 
 
-def link_to(endpoints, rank=1, secret=SECRET, patience=PATIENCE):
-    return RemoteLink(endpoints, secret, rank, "host-0", patience)
+def link_to(endpoint, rank=1, secret=SECRET, patience=PATIENCE):
+    return RemoteLink(endpoint, secret, rank, "host-0", patience)
 
 
 def eventually(condition):
@@ -42,13 +42,12 @@ def eventually(condition):
     return condition()
 
 
-def unused_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def test_what_one_rank_writes_another_one_reads():
-    with served() as server, link_to(server.endpoints) as one, link_to(server.endpoints, 0) as two:
+    with (
+        served() as server,
+        link_to(server.endpoints[0]) as one,
+        link_to(server.endpoints[0], 0) as two,
+    ):
         assert one.request("put", b"\0value", **PLACE)[0]["status"] == 200
         assert two.request("get", **PLACE) == ({"status": 200}, b"\0value")
 
@@ -56,8 +55,8 @@ def test_what_one_rank_writes_another_one_reads():
 def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
     with (
         served(ranks=3) as server,
-        link_to(server.endpoints, 1) as failing,
-        link_to(server.endpoints, 2) as other,
+        link_to(server.endpoints[0], 1) as failing,
+        link_to(server.endpoints[0], 2) as other,
     ):
         failing.told("failed", host="host-1", why="had failed (ValueError: no)")
         failure = eventually(other.failure)
@@ -68,7 +67,7 @@ def test_two_jobs_do_not_hear_of_each_other():
     with served() as server, RendezvousServer(new_secret(), ["127.0.0.1"], PATIENCE) as other:
         other.listen()
         with pytest.raises(PeerLostError, match="has refused connections"):
-            link_to(other.endpoints).request("failed", host="h", why="w")
+            link_to(other.endpoints[0]).request("failed", host="h", why="w")
         assert other.store.failure() is None
         assert server.store.failure() is None
 
@@ -81,24 +80,13 @@ def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_
         server.listen(lambda address: address == "127.0.0.2")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(server.endpoints[0])
-        with link_to(server.endpoints) as link:
+        with link_to(server.endpoints[1]) as link:
             assert link.told("alive")
-            assert link.endpoint == server.endpoints[1]
         # Of this machine's other addresses none answers either.
         host = socket.gethostbyname_ex(socket.gethostname())[2]
         for address in {*host, "127.0.0.3"} - {"127.0.0.1", "127.0.0.2"}:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, server.endpoints[1][1]))
-
-
-@pytest.mark.parametrize("first", ["refuses", "is silent"])
-def test_of_several_addresses_the_one_that_answers_is_used(first):
-    with served() as server, socket.create_server(("127.0.0.1", 0)) as silent:
-        port = silent.getsockname()[1] if first == "is silent" else unused_port()
-        with link_to([("127.0.0.1", port), *server.endpoints]) as link:
-            assert link.told("alive")
-            assert link.endpoint == server.endpoints[0]
-            assert link.local_address == "127.0.0.1"
 
 
 def test_strangers_are_told_nothing_and_keep_nobody_out():
@@ -107,7 +95,7 @@ def test_strangers_are_told_nothing_and_keep_nobody_out():
             stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
             if index % 3:
                 stranger.sendall(b"GET /global/0 HTTP/1.1\r\n\r\n" + b"\0" * 100 * (index % 2))
-        with link_to(server.endpoints) as link:
+        with link_to(server.endpoints[0]) as link:
             assert link.request("put", b"v", **PLACE)[0]["status"] == 200
         stranger = stack.enter_context(socket.create_connection(server.endpoints[0]))
         stranger.sendall(b"\0" * 64)
@@ -121,7 +109,7 @@ def test_strangers_are_told_nothing_and_keep_nobody_out():
 
 
 def test_a_server_that_has_gone_is_told_of_with_rank_host_and_time():
-    with served() as server, link_to(server.endpoints) as link:
+    with served() as server, link_to(server.endpoints[0]) as link:
         link.told("alive")
         server.__exit__(None, None, None)
         failure = eventually(link.failure)
@@ -135,7 +123,7 @@ def test_a_server_that_does_not_answer_is_told_of_after_the_time_of_silence():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         started = time.monotonic()
         with pytest.raises(PeerLostError, match=r"rank 0 on host-0 has not answered for 2 s"):
-            link_to([silent.getsockname()]).request("alive")
+            link_to(silent.getsockname()).request("alive")
         assert 1.2 < time.monotonic() - started < 10
 
 
@@ -183,7 +171,7 @@ def cable_to(server):
 
 
 def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
-    with served() as server, cable_to(server) as cable, link_to([cable.endpoint]) as link:
+    with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
         link.told("alive")
         cable.cut()
         threading.Timer(1.0, cable.mend).start()
@@ -195,7 +183,7 @@ def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
 
 
 def test_a_link_that_stays_down_ends_the_job_on_both_sides():
-    with served() as server, cable_to(server) as cable, link_to([cable.endpoint]) as link:
+    with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
         link.told("alive")
         server.store.handle({"kind": "done", "rank": 0})
         cable.cut()
@@ -230,7 +218,7 @@ def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
         process.stdin.write(f"{SECRET.hex()}\n")
         process.stdin.flush()
         endpoint = ("127.0.0.1", int(process.stdout.readline()))
-        with link_to([endpoint], patience=Patience(1.0, 2.0, 8.0, 0.02, 0.05)) as link:
+        with link_to(endpoint, patience=Patience(1.0, 2.0, 8.0, 0.02, 0.05)) as link:
             link.told("alive")
             os.kill(process.pid, signal.SIGSTOP)
             # Longer than the ranks may be silent for the server, whose time stands still.
@@ -260,7 +248,7 @@ def test_a_message_whose_answer_is_lost_is_handled_once():
             return answer
 
         server.store.handle = answers_the_second_time
-        with link_to(server.endpoints) as link:
+        with link_to(server.endpoints[0]) as link:
             link.request("put", b"old", **PLACE)
             assert link.request("delete", **PLACE)[0]["status"] == 200
             assert link.request("get", **PLACE)[1] == b"new"
@@ -271,7 +259,7 @@ def test_a_message_whose_answer_is_lost_is_handled_once():
 def test_the_last_word_of_a_task_is_answered_before_the_server_ends():
     answered = []
     for _ in range(20):
-        with served() as server, link_to(server.endpoints) as link:
+        with served() as server, link_to(server.endpoints[0]) as link:
             server.store.handle({"kind": "done", "rank": 0})
             telling = threading.Thread(target=lambda link=link: answered.append(link.told("done")))
             telling.start()
@@ -298,7 +286,7 @@ def test_one_who_took_the_servers_port_is_told_nothing():
 
         threading.Thread(target=answer, daemon=True).start()
         with pytest.raises(PeerLostError, match="does not know the job's secret"):
-            link_to([impostor.getsockname()]).request("put", b"value of mine", **PLACE)
+            link_to(impostor.getsockname()).request("put", b"value of mine", **PLACE)
         assert all(b"value" not in part for part in heard)
         assert heard
 
