@@ -139,13 +139,21 @@ def in_use(store: Store, run: RunPaths, order: RowOrder | None = None) -> Iterat
         _note(store, run, order)
         yield
     finally:
-        if run.checkpoint_path is not None and not store.exists(run.checkpoint_path):
-            # Nothing was trained that could be gone on from.
-            store.delete(_notes_path(run))
-            if store.exists(run.run_path):
-                store.delete_empty(run.run_path)
+        try:
+            _tidy(store, run)
+        except OSError as error:
+            logger.warning("What a fit has left could not be deleted: %s", error)
         with _lock:
             _in_use.discard(key)
+
+
+def _tidy(store: Store, run: RunPaths) -> None:
+    """Delete the notes of a run from which nothing is left, and its folder if it is empty."""
+    if run.checkpoint_path is not None:
+        if store.exists(run.checkpoint_path):
+            return
+        store.delete(_notes_path(run))
+    store.delete_empty(run.run_path)
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:

@@ -127,9 +127,6 @@ class Handover:
         with _logged("The files of a fit could not be deleted"):
             if exc is None or not self._is_only_copy():
                 self._store.delete(self._folder)
-                run = self._spec.run
-                if run.checkpoint_path is None:
-                    self._store.delete_empty(run.run_path)
             else:
                 self._store.delete(f"{self._folder}/call")
 

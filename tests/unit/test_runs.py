@@ -190,6 +190,19 @@ def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
     start(store, "torch")
 
 
+@pytest.mark.parametrize("save_runs", [True, False])
+def test_a_run_of_which_nothing_is_kept_leaves_no_folder(tmp_path: Path, save_runs: bool) -> None:
+    store = Store.create(str(tmp_path), save_runs=save_runs)
+    run = store.run_paths("mine")
+    only_copy = f"{run.run_path}/handover/state"
+    with in_use(store, run):
+        store.write_text(only_copy, "state")
+    assert store.exists(only_copy)
+    with in_use(store, run):
+        store.delete(f"{run.run_path}/handover")
+    assert not store.exists(run.run_path)
+
+
 def test_a_store_that_keeps_no_runs_has_nothing_to_go_on_from(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path), save_runs=False)
     write(store)
