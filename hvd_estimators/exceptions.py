@@ -5,6 +5,9 @@ Every message says what was expected, what was found and what to set or run.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 __all__ = [
     "BuildError",
     "ColumnError",
@@ -20,7 +23,17 @@ __all__ = [
     "StoreError",
     "UnreachableError",
     "WorkerFailedError",
+    "did_you_mean",
 ]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the known one that is most like it.
+
+    Empty where none is.
+    """
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""
 
 
 class HvdEstimatorsError(Exception):

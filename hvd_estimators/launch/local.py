@@ -11,6 +11,7 @@ from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
+from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.events import (
@@ -53,6 +54,14 @@ class LocalBackend(Backend):
         Environment variables of the ranks; None deletes one. Ranks inherit this process's.
     verbose : int
         2 and above shows what the ranks print.
+    **further
+        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
+        their place.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or is unknown.
     """
 
     def __init__(
@@ -60,9 +69,11 @@ class LocalBackend(Backend):
         num_proc: int | None = 1,
         env: Mapping[str, str | None] | None = None,
         verbose: int = 1,
+        **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
             raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
+        check_further_arguments(LocalBackend, further)
         self._num_proc = num_proc or _cores()
         self._env = dict(env or {})
         self._verbose = verbose
@@ -78,8 +89,10 @@ class LocalBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
+        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        check_run_arguments(self.run, unknown)
         require_mends()
         call = pickle_call(fn, args, kwargs or {})
         slots = assign_ranks([socket.gethostname()] * self._num_proc)

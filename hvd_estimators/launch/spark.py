@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import sys
 import uuid
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import Broadcast
 
 from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
+from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
 __all__ = ["SparkBackend"]
-
-logger = logging.getLogger(__name__)
 
 # Well below the size at which PySpark makes a broadcast variable of a function.
 _INLINE_BYTES = 2**19
@@ -58,8 +56,14 @@ class SparkBackend(Backend):
         2 and above shows what the ranks print on the driver as well as in the executors' logs.
     executable : str, optional
         The Python of the ranks. Default: the one that runs the executors' Python workers.
-    **unused
-        Further arguments of ``horovod.spark.run``, accepted with a warning.
+    **further
+        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
+        their place.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or is unknown.
     """
 
     def __init__(
@@ -69,16 +73,11 @@ class SparkBackend(Backend):
         start_timeout: float | None = None,
         verbose: int = 1,
         executable: str | None = None,
-        **unused: Any,
+        **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
             raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
-        if unused:
-            logger.warning(
-                "SparkBackend does not use %s: Gloo is the controller, and verbose=2 shows the "
-                "ranks' output on the driver. Leave the arguments out.",
-                ", ".join(sorted(unused)),
-            )
+        check_further_arguments(SparkBackend, further)
         self._num_proc = num_proc
         self._slots: tuple[str, int] | None = None
         self._env = None if env is None else dict(env)
@@ -177,8 +176,10 @@ class SparkBackend(Backend):
         kwargs: Mapping[str, Any] | None = None,
         env: Mapping[str, str | None] | None = None,
         on_event: Handler | None = None,
+        **unknown: Any,
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        check_run_arguments(self.run, unknown)
         self.check()
         cluster = Cluster.current()
         if on_event is None and self._verbose >= 2:

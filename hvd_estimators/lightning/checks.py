@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.dryrun import leave_to_ranks
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError, did_you_mean
 from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.checks import torch_traceless
@@ -103,8 +102,7 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
                 _GONE[name],
             )
         elif name not in known or name == "self":
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
         else:
             adapted.setdefault(name, value)

@@ -6,7 +6,6 @@ and its setter come from that line. Runs on the driver.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from typing import Any, ClassVar
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.params.converters import Converter
 from hvd_estimators.plain import plain
 
@@ -97,8 +96,7 @@ class DeclaredParams(Params):
     def _set(self, **kwargs: Any) -> Self:
         for name, value in kwargs.items():
             if not self.hasParam(name):
-                near = difflib.get_close_matches(name, self._declarations, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
+                hint = did_you_mean(name, self._declarations)
                 raise ParamError(f"{type(self).__name__} has no parameter {name!r}.{hint}")
             if value is None:
                 self.clear(self.getParam(name))

@@ -37,7 +37,9 @@ ROOMS = {
 """Files of the package's root that do not belong to ``estimator``, the driver's side of a fit."""
 
 SPARK = ("pyspark", "py4j")
-SPARK_FILES = {f"launch.{name}" for name in ("barrier", "failures", "jobs", "slots", "spark")}
+SPARK_FILES = {
+    f"launch.{name}" for name in ("barrier", "cluster", "failures", "jobs", "slots", "spark")
+}
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
 
 FRAMEWORKS = {

@@ -61,9 +61,10 @@ def test_the_public_names_come_when_they_are_first_used_and_without_a_framework(
 
 def test_a_name_that_does_not_exist_is_the_usual_error():
     import hvd_estimators
+    import hvd_estimators.launch
     import hvd_estimators.torch
 
-    for package in (hvd_estimators, hvd_estimators.torch):
+    for package in (hvd_estimators, hvd_estimators.launch, hvd_estimators.torch):
         assert set(package.__all__) <= set(dir(package))
         for name in package.__all__:
             assert getattr(package, name) is not None

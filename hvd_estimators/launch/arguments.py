@@ -1,0 +1,91 @@
+"""Arguments that backends do not have: those of ``horovod.spark`` are explained, others refused."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError, did_you_mean
+
+__all__ = ["check_further_arguments", "check_run_arguments"]
+
+logger = logging.getLogger(__name__)
+
+_GLOO = "Gloo is always the controller. Leave it out"
+_OUTPUT = "verbose=2 shows what ranks print on the driver's standard error. Leave it out"
+
+# Those of horovod.spark.run(): what takes their place, and the values that say what is so anyway.
+_OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+    "use_gloo": (_GLOO, (True,)),
+    "use_mpi": (_GLOO, (False,)),
+    "extra_mpi_args": (_GLOO, ()),
+    "nics": (
+        "An interface that all hosts reach each other by is found by trying. To name it set "
+        "env={'HOROVOD_GLOO_IFACE': 'eth1'}",
+        (),
+    ),
+    "stdout": (_OUTPUT, ()),
+    "stderr": (_OUTPUT, ()),
+    "prefix_output_with_timestamp": ("Lines of ranks begin with the rank. Leave it out", (False,)),
+    "start_timeout": ("Ranks on this machine start at once. Leave it out", ()),
+    "executable": ("Ranks on this machine run the driver's Python. Leave it out", ()),
+}
+
+
+def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
+    """Tell about the arguments that a backend's class does not have.
+
+    Those of ``horovod.spark.run`` have no effect: a warning says what takes their place.
+
+    Parameters
+    ----------
+    backend : type
+        The class.
+    given : mapping
+        Further arguments and their values.
+
+    Raises
+    ------
+    ParamError
+        If there is an argument that ``horovod.spark.run`` does not have either.
+    """
+    known = _parameters(backend)
+    _refuse_unknown(backend.__name__, given.keys() - _OF_HOROVOD_SPARK.keys(), known)
+    for name, value in given.items():
+        instead, as_it_is = _OF_HOROVOD_SPARK[name]
+        if value is not None and value not in as_it_is:
+            logger.warning("%s: %s has no effect. %s.", backend.__name__, name, instead)
+
+
+def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse the arguments that a backend's ``run`` does not have.
+
+    Raises
+    ------
+    ParamError
+        If there is one.
+    """
+    if not given:
+        return
+    backend = type(getattr(run, "__self__", None))
+    of_backend = sorted(given.keys() & {*_OF_HOROVOD_SPARK, *_parameters(backend)})
+    if of_backend:
+        raise ParamError(
+            f"{backend.__name__}.run() has no argument {of_backend[0]!r}. It belongs to the "
+            f"backend: {backend.__name__}({of_backend[0]}=...).run(fn)"
+        )
+    hint = " Arguments of the function go in args=(...) and kwargs={...}."
+    _refuse_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    """Return the names of the arguments that a function, or a class, has."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def _refuse_unknown(where: str, names: Iterable[str], known: list[str], hint: str = "") -> None:
+    for name in sorted(names):
+        raise ParamError(f"{where} has no argument {name!r}.{did_you_mean(name, known)}{hint}")

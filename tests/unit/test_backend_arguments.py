@@ -1,0 +1,77 @@
+"""Arguments that backends do not have, of horovod.spark's and of nobody's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.launch import LocalBackend, SparkBackend
+
+BACKENDS = [LocalBackend, SparkBackend]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_unknown_argument_is_an_error_with_a_hint(backend: Any) -> None:
+    name = backend.__name__
+    with pytest.raises(ParamError, match=rf"{name} has no argument 'num_procs'\. Did you"):
+        backend(num_procs=2)
+    with pytest.raises(ParamError, match=r"has no argument 'colour'\.$"):
+        backend(2, colour="red")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "value", "instead"),
+    [
+        ("use_mpi", True, "Gloo is always the controller"),
+        ("use_gloo", False, "Gloo is always the controller"),
+        ("extra_mpi_args", "-v", "Gloo is always the controller"),
+        ("nics", {"eth1"}, "HOROVOD_GLOO_IFACE"),
+        ("stdout", sys.stdout, "verbose=2"),
+        ("stderr", sys.stderr, "verbose=2"),
+        ("prefix_output_with_timestamp", True, "begin with the rank"),
+    ],
+)
+def test_arguments_of_horovod_spark_are_known_by_name(
+    caplog: pytest.LogCaptureFixture, backend: Any, name: str, value: Any, instead: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        backend(2, **{name: value})
+    assert f"{backend.__name__}: {name} has no effect. " in caplog.text
+    assert instead in caplog.text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_values_that_say_what_is_so_anyway_are_taken_in_silence(
+    caplog: pytest.LogCaptureFixture, backend: Any
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        backend(2, use_gloo=True, use_mpi=False, nics=None, prefix_output_with_timestamp=False)
+    assert not caplog.records
+
+
+def test_what_only_spark_has_is_told_of_on_one_machine(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        LocalBackend(1, start_timeout=5, executable="/usr/bin/python3")
+    assert "start_timeout has no effect" in caplog.text
+    assert "executable has no effect" in caplog.text
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_arguments_of_run_are_those_that_it_has(backend: Any) -> None:
+    for name in ("num_proc", "verbose", "stdout"):
+        with pytest.raises(ParamError, match=rf"{name}.*It belongs to the backend: .*\({name}="):
+            backend(1).run(print, **{name: 2})
+    with pytest.raises(ParamError, match=r"run\(\) has no argument 'arg'\. Did you mean 'args'\?"):
+        backend(1).run(print, arg=(1,))
+    with pytest.raises(ParamError, match=r"'rate'\. Arguments of the function go in args="):
+        backend(1).run(print, rate=0.1)
+
+
+def test_a_hint_is_given_where_a_name_is_like_a_known_one() -> None:
+    assert did_you_mean("batchsize", ["epochs", "batch_size"]) == " Did you mean 'batch_size'?"
+    assert did_you_mean("colour", ["epochs", "batch_size"]) == ""
