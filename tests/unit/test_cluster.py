@@ -1,0 +1,70 @@
+"""What is known of a Spark application without asking its JVM."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_estimators import launch
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.cluster import Cluster, FailedTask
+
+
+def application(master: str, python: str = sys.executable, **conf: str) -> Cluster:
+    found = {f"spark.{name.replace('_', '.')}": value for name, value in conf.items()}
+    context: Any = SimpleNamespace(
+        master=master,
+        pythonExec=python,
+        getConf=lambda: SimpleNamespace(getAll=lambda: list(found.items())),
+    )
+    return Cluster(context)
+
+
+@pytest.mark.parametrize(
+    ("master", "is_local"),
+    [
+        ("local", True),
+        ("local[2]", True),
+        ("local[*, 3]", True),
+        ("local-cluster[2,1,1024]", False),
+        ("spark://localhost:7077", False),
+        ("yarn", False),
+    ],
+)
+def test_executors_reach_the_driver_at_its_host_unless_they_are_in_its_process(
+    master: str, is_local: bool
+) -> None:
+    cluster = application(master, driver_host="10.0.0.7")
+
+    assert cluster.is_local == is_local
+    assert cluster.driver_host() == ("127.0.0.1" if is_local else "10.0.0.7")
+
+
+def test_a_local_session_has_to_run_this_python() -> None:
+    application("local[2]").check_python()
+    # That of other machines is not known here.
+    application("spark://host:7077", "/no/such/python").check_python()
+    with pytest.raises(DependencyError, match=r"'/no/such/python'.*PYSPARK_PYTHON"):
+        application("local[2]", "/no/such/python").check_python()
+    with pytest.raises(DependencyError, match=r"runs '.*false' \(which does not start\)"):
+        application("local[2]", "/bin/false").check_python()
+
+
+def test_of_failed_tasks_the_first_counts() -> None:
+    tasks = [FailedTask(30, "a", "1"), FailedTask(20, "b", "9"), FailedTask(20, "b", "8")]
+
+    assert min(tasks) == FailedTask(20, "b", "8")
+
+
+def test_nobody_else_in_this_room_looks_into_sparks_jvm() -> None:
+    """A session of another kind (Spark Connect) has none."""
+    folder = Path(launch.__path__[0])
+    private = re.compile(r"\._(?:jsc|jvm|gateway|jsparkSession|jdf|sc)\b")
+
+    found = {path.name for path in folder.glob("*.py") if private.search(path.read_text())}
+    assert found == {"cluster.py"}
