@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import two_hosts
@@ -41,6 +42,15 @@ def run_job(env: dict[str, str | None] | None = None) -> list[tuple[str, int, fl
     return SparkBackend(2, env=env).run(sum_over_ranks)
 
 
+def lines_of_ranks() -> list[tuple[int, str]]:
+    """Return what the driver hears that ranks have printed."""
+    from hvd_estimators.launch import SparkBackend
+
+    heard: list[Any] = []
+    SparkBackend(2, verbose=2).run(print, ["hello"], on_event=heard.append)
+    return sorted((event.rank, event.line) for event in heard)
+
+
 @pytest.mark.parametrize(
     ("names", "address"),
     [
@@ -64,6 +74,10 @@ def test_ranks_reduce_whatever_their_hosts_names_are(
         (names[0], 1, 3.0, {cluster.first.address}),
         (names[1], 1, 3.0, {cluster.second.address}),
     ]
+
+
+def test_the_driver_hears_what_ranks_print_on_other_hosts(cluster: Cluster) -> None:
+    assert cluster.run(lines_of_ranks) == [(0, "hello\n"), (1, "hello\n")]
 
 
 def test_ranks_reduce_over_ipv6(cluster: Cluster) -> None:
