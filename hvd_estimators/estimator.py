@@ -10,7 +10,11 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.hooks import EstimatorHooks
+from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.progress import show_progress
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.runs import RowOrder, in_use
+from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.jobs import jobs_on
@@ -22,13 +26,9 @@ from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
 from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
-from hvd_estimators.progress import show_progress
-from hvd_estimators.results import RunResults
-from hvd_estimators.runs import RowOrder, in_use
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store import Store
 from hvd_estimators.training.handover import Handover, train_stored
-from hvd_estimators.trials import Trial, rows_of_frame, zeros
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["HorovodEstimator"]
 

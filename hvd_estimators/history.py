@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hvd_estimators.spec import EpochMetrics
+from hvd_estimators.training.spec import EpochMetrics
 
 __all__ = ["HistoryRow", "as_keras_history", "as_records", "history_rows"]
 

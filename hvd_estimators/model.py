@@ -17,18 +17,18 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.batch_bytes import spread
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.history import history_rows
-from hvd_estimators.inference import Inference, Predictor, is_scalar, make_udf
-from hvd_estimators.opaque import with_opaque
+from hvd_estimators.inference.batch_bytes import spread
+from hvd_estimators.inference.opaque import with_opaque
+from hvd_estimators.inference.shared import SharedBytes
+from hvd_estimators.inference.udf import Inference, Predictor, is_scalar, make_udf
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.transformation import TransformationParams
-from hvd_estimators.persistence import FileReadable, FileWritable
 from hvd_estimators.prepare.column_names import clashing, quoted, require_columns
 from hvd_estimators.prepare.schema import feature_array
-from hvd_estimators.shared import SharedBytes
+from hvd_estimators.saving.persistence import FileReadable, FileWritable
 
 __all__ = ["HorovodModel", "Predictor"]
 

@@ -12,8 +12,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.losses import (

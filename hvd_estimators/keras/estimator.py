@@ -10,6 +10,9 @@ import keras
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.runs import named
+from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.checks import DryRun, check_batches, kept_random_state
@@ -26,12 +29,9 @@ from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.results import RunResults
-from hvd_estimators.runs import named
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.spec import TrainSpec
 from hvd_estimators.training.state import check_state
-from hvd_estimators.trials import Trial
 
 __all__ = ["KerasEstimator"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import keras
 
+from hvd_estimators.fitting.runs import named
 from hvd_estimators.keras.backend import all_layers, model_optimizers
-from hvd_estimators.runs import named
 
 __all__ = ["model_identity"]
 

@@ -16,11 +16,11 @@ from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.shards import Turns
-from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.store import Store
 from hvd_estimators.store.local_file import CHUNK_BYTES
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [

@@ -42,12 +42,12 @@ from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
+from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.tensorboard import EventWriter
 

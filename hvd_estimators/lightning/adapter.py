@@ -9,10 +9,10 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.bases import LightningModule
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
 from hvd_estimators.torch.serialization import load_optimizer
 from hvd_estimators.torch.tensors import Batch
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["ModuleAdapter"]
 

@@ -15,12 +15,12 @@ from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
-from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.torch.checkpoint import unequal_buffers
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import EpochMetrics
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

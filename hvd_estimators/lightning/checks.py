@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.dryrun import leave_to_ranks
 from hvd_estimators.exceptions import ParamError, ShapeError, did_you_mean
+from hvd_estimators.fitting.dry_run import leave_to_ranks
 from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.checks import torch_traceless

@@ -10,6 +10,9 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.runs import named
+from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
 from hvd_estimators.lightning.checks import (
     adapted_trainer_args,
@@ -23,12 +26,9 @@ from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_
 from hvd_estimators.lightning.trainer import LightningTrainSpec, TrainerObjects, train
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.results import RunResults
-from hvd_estimators.runs import named
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.torch.serialization import dump_module, load_module, load_state
 from hvd_estimators.training.handover import Trainer
-from hvd_estimators.trials import Trial
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["LightningEstimator", "TorchEstimator"]
 

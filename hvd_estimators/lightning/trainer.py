@@ -28,7 +28,6 @@ from hvd_estimators.lightning.users_data import (
 )
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.loading.sharding import played_shards
-from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
@@ -40,6 +39,7 @@ from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.weighted_batches import WeightedBatches
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.lightning.flavor import is_lightning
-from hvd_estimators.spec import TrainSpec
+from hvd_estimators.training.spec import TrainSpec
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningDataModule

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_estimators.classification import ClassScores
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.params import DeclaredParams, declare, one_of, text
 
 __all__ = ["ClassificationParams"]

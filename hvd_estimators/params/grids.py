@@ -19,8 +19,8 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, declare
-from hvd_estimators.persistence import FileReadable, FileWritable, dump_param, is_json
 from hvd_estimators.plain import plain
+from hvd_estimators.saving.persistence import FileReadable, FileWritable, dump_param, is_json
 
 __all__ = ["GridParams", "GridValue"]
 

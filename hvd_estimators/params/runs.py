@@ -12,11 +12,11 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.runs import Fits, check_run, data_identity, digest, named
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, text
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.runs import Fits, check_run, data_identity, digest, named
 from hvd_estimators.store import RunPaths, Store
 
 __all__ = ["RunParams"]

@@ -35,7 +35,7 @@ class RunPaths:
     logs_path : str or None
         Directory of the TensorBoard event files; None where the store keeps no runs.
     fingerprint : mapping
-        What the run is of, see `hvd_estimators.runs`.
+        What the run is of, see `hvd_estimators.fitting.runs`.
     """
 
     run_id: str

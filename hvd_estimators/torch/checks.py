@@ -11,8 +11,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators.dryrun import leave_to_ranks, traceless
 from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.loss import Loss

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
 from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.results import RunResults
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.torch.checks import check_batches, check_fit
 from hvd_estimators.torch.identity import model_identity
 from hvd_estimators.torch.model import TorchModel
@@ -22,8 +22,8 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.spec import TrainSpec
 from hvd_estimators.training.state import check_state
-from hvd_estimators.trials import Trial
 
 __all__ = ["TorchEstimator"]
 

@@ -13,7 +13,6 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.checkpoint import (
@@ -41,6 +40,7 @@ from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState, restore, write_state
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches

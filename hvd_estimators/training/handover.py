@@ -22,7 +22,6 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
-from hvd_estimators.spec import TrainResult, TrainSpec
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.local_file import (
     CHUNK_BYTES,
@@ -31,6 +30,7 @@ from hvd_estimators.store.local_file import (
     copy_from,
     fetch,
 )
+from hvd_estimators.training.spec import TrainResult, TrainSpec
 
 __all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 

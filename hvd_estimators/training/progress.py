@@ -9,7 +9,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.launch.events import EventSender, RankProgress
-from hvd_estimators.spec import TrainSpec
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["Progress"]
 

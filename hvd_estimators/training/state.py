@@ -23,10 +23,10 @@ import numpy as np
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.parquet.columns import Array
-from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.store.base import Store
 from hvd_estimators.training.encoding import decode, encode
 from hvd_estimators.training.objects import ObjectExchange
+from hvd_estimators.training.spec import EpochMetrics
 
 __all__ = ["RunState", "check_state", "read_state", "reading", "restore", "write_state"]
 

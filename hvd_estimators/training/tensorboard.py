@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from hvd_estimators.spec import EpochMetrics
+from hvd_estimators.training.spec import EpochMetrics
 
 __all__ = ["EventWriter", "epoch_scalars"]
 

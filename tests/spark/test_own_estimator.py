@@ -19,13 +19,13 @@ from pyarrow import parquet
 from hvd_estimators import Store
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError, ShapeError
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, number
-from hvd_estimators.results import RunResults
-from hvd_estimators.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.trials import Trial
+from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 
 pytestmark = pytest.mark.spark
 

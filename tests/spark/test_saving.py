@@ -13,7 +13,7 @@ from pyspark.ml.feature import VectorAssembler
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.folders import Folder, open_folder
+from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark

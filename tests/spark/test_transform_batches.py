@@ -14,7 +14,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators import batch_bytes, shared
+from hvd_estimators.inference import batch_bytes, shared
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark

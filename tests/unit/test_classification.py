@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.classification import ClassScores
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 ALL = ("prediction", "probability", "raw")

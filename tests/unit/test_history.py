@@ -10,8 +10,8 @@ import pytest
 from hvd_estimators.history import as_keras_history, as_records, history_rows
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
-from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.torch import TorchModel
+from hvd_estimators.training.spec import EpochMetrics
 
 KERAS = {
     "loss": [0.5, 0.25],

@@ -9,12 +9,12 @@ import pytest
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
-from hvd_estimators.hooks import EstimatorHooks
+from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.results import RunResults
-from hvd_estimators.spec import EpochMetrics, TrainResult
 from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 ESTIMATORS = (TorchEstimator, KerasEstimator, LightningEstimator)
 HOOKS = {name: hook for name, hook in vars(EstimatorHooks).items() if inspect.isfunction(hook)}

@@ -28,13 +28,16 @@ ROOMS = {
     "__init__": "base",
     "__main__": "commands",
     "exceptions": "base",
+    "fitting": "estimator",
+    "inference": "estimator",
     "lazy": "base",
+    "model": "estimator",
     "params": "estimator",
     "plain": "base",
     "remedies": "base",
-    "spec": "training",
+    "saving": "estimator",
 }
-"""Files of the package's root that do not belong to ``estimator``, the driver's side of a fit."""
+"""What is not a room of its own: files of the package's root, and the rooms around the recipe."""
 
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = {

@@ -11,9 +11,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hvd_estimators import inference
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference import Inference
+from hvd_estimators.inference import udf as inference
+from hvd_estimators.inference.udf import Inference
 
 
 def nested(array: Any) -> Any:

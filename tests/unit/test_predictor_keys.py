@@ -10,7 +10,7 @@ import numpy as np
 import pytorch_lightning
 import torch
 
-from hvd_estimators.inference import _cached_predictor, predictor_key
+from hvd_estimators.inference.udf import _cached_predictor, predictor_key
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel

@@ -15,11 +15,11 @@ import torch
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.spec import EpochMetrics
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.training.encoding import encode, is_encodable
 from hvd_estimators.training.objects import ObjectExchange
 from hvd_estimators.training.randomness import HostStreams, of_shards
+from hvd_estimators.training.spec import EpochMetrics
 from hvd_estimators.training.state import (
     RunState,
     check_state,

@@ -16,9 +16,9 @@ from pyarrow import parquet
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.fitting.runs import in_use
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.runs import in_use
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.state import RunState, write_state
 

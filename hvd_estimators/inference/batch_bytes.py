@@ -21,7 +21,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.opaque import with_opaque
+from hvd_estimators.inference.opaque import with_opaque
 from hvd_estimators.prepare.column_names import clashing, quoted
 
 __all__ = ["BATCH_BYTES", "Spread", "spread"]

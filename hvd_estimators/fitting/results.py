@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, overload
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
-from hvd_estimators.spec import EpochMetrics, TrainResult
+from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 __all__ = ["RunResults"]
 

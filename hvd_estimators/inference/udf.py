@@ -20,11 +20,11 @@ from pyspark.sql import Column
 from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
-from hvd_estimators.classification import ClassScores
 from hvd_estimators.exceptions import DataError
+from hvd_estimators.inference.classification import ClassScores
+from hvd_estimators.inference.shared import content
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.parquet.columns import Array
-from hvd_estimators.shared import content
 
 __all__ = ["Inference", "Predictor", "is_scalar", "make_udf", "predictor_key"]
 

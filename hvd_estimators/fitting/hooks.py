@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.planning import TrainPlanning
+from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.grids import GridParams
 from hvd_estimators.params.writing import WritingParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.planning import TrainPlanning
-from hvd_estimators.results import RunResults
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.training.handover import Trainer
-from hvd_estimators.trials import Trial
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["EstimatorHooks"]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from hvd_estimators.fitting.runs import RowOrder, recorded_order
+from hvd_estimators.fitting.trials import DRY_RUN_ROWS
 from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.readers import check_shards
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
@@ -18,10 +20,8 @@ from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import first_rows
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.runs import RowOrder, recorded_order
-from hvd_estimators.spec import TrainSpec
 from hvd_estimators.store import RunPaths
-from hvd_estimators.trials import DRY_RUN_ROWS
+from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]
 

@@ -29,8 +29,8 @@ from pyspark.ml.util import (
 )
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
-from hvd_estimators.folders import Folder, open_folder
 from hvd_estimators.params import DeclaredParams
+from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.store import Store
 
 __all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]

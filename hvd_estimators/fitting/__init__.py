@@ -1,0 +1,1 @@
+"""What the recipe of a fit is made of, on the driver."""

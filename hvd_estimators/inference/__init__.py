@@ -1,0 +1,1 @@
+"""What ``transform`` does with rows: its UDF and the columns around it."""

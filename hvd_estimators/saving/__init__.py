@@ -1,0 +1,1 @@
+"""Estimators and models as directories of files."""
