@@ -20,7 +20,7 @@ from hvd_estimators.exceptions import (
     ResultsError,
     WorkerFailedError,
 )
-from hvd_estimators.launch import spark as spark_module
+from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.torch import TorchEstimator
@@ -206,7 +206,7 @@ def test_a_python_that_does_not_start_is_told_of(
     python = str(tmp_path / path)
     monkeypatch.setattr(spark.sparkContext, "pythonExec", python)
     if where == "on executors":
-        monkeypatch.setattr(spark_module, "_check_executor_python", lambda context: None)
+        monkeypatch.setattr(Cluster, "check_python", lambda cluster: None)
     with pytest.raises(DependencyError, match=rf"(?s){python}.*") as caught:
         SparkBackend(1).run(int)
     assert "PYSPARK_PYTHON" in str(caught.value)
