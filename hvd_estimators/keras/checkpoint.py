@@ -15,7 +15,9 @@ from hvd_estimators.training.encoding import is_encodable
 
 __all__ = ["callback_state", "restore_callback", "save_file"]
 
-_NOT_STATE = ("_model", "params")
+_NOT_STATE: tuple[str, ...] = ("_model", "params")
+_OF_FILES = ("append_header",)
+"""What a callback finds out about its file when training begins."""
 
 
 def save_file(model: keras.Model, file: str | IO[bytes]) -> None:
@@ -32,7 +34,10 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
 
     Functions of Keras's own, by which values are compared, go by their names.
     """
-    attributes = {name: v for name, v in vars(callback).items() if name not in _NOT_STATE}
+    left_out = _NOT_STATE
+    if isinstance(callback, keras.callbacks.CSVLogger):
+        left_out = (*left_out, *_OF_FILES)
+    attributes = {name: v for name, v in vars(callback).items() if name not in left_out}
     plain = {name: _plain(value) for name, value in attributes.items()}
     functions = {
         name: f"{value.__module__}:{value.__qualname__}"

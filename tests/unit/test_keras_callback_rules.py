@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -11,6 +12,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import LearningRateScheduleCallback
+from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks
@@ -170,6 +172,21 @@ def test_copies_assign_the_same_variables_to_the_same_optimizers() -> None:
     assert not any("d_kernel_velocity" in path for path in paths)
     for a, b in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+
+
+def test_a_csv_log_that_a_resumed_run_appends_to_has_one_header(tmp_path: Path) -> None:
+    state: Any = None
+    for epoch in range(2):
+        log = keras.callbacks.CSVLogger(str(tmp_path / "log.csv"), append=True)
+        restore = keras.callbacks.LambdaCallback(
+            on_train_begin=lambda logs, log=log, state=state: state and restore_callback(log, state)
+        )
+        model = linear(keras.optimizers.SGD(0.1))
+        given = {"initial_epoch": epoch, "epochs": epoch + 1, "callbacks": [log, restore]}
+        model.fit(ROWS, ROWS, verbose=0, **given)
+        state = callback_state(log)
+    lines = (tmp_path / "log.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in lines] == ["epoch", "0", "1"]
 
 
 def test_a_list_of_callbacks_is_asked_for() -> None:
