@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.events import Handler, receive_events
+from hvd_estimators.plain import plain
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -50,7 +51,7 @@ class _Foreign(Backend):
         self._given = given
 
     def num_processes(self) -> int:
-        count = self._given.num_processes()
+        count = plain(self._given.num_processes())
         if not isinstance(count, int) or count < 1:
             raise ParamError(
                 f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "

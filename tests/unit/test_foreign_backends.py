@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
@@ -40,6 +41,8 @@ def test_any_object_that_runs_functions_is_a_backend() -> None:
     assert backend.num_processes() == 1
     assert backend.run(max, args=(1, 5), kwargs={}, env={"A": "b"}) == [5]
     assert given.env == {"A": "b"}
+    # Counted with NumPy, and a plain number for what is made of it.
+    assert type(as_backend(HereBackend(np.int64(1))).num_processes()) is int
     own = LocalBackend(2)
     assert as_backend(own) is own
 
