@@ -68,7 +68,8 @@ class KerasEstimator(KerasParams):
     The gradient of a step is that of the loss over the rows of all ranks. Callbacks run on every
     rank and see what was measured on all of them; those that write files (TensorBoard,
     ModelCheckpoint, CSVLogger, and your own with an attribute ``rank_zero_only = True``) run on
-    rank 0. ``stop_training`` ends training after the epoch in which a callback sets it.
+    rank 0; relative paths of a ModelCheckpoint and a CSVLogger are below the run's logs.
+    ``stop_training`` ends training after the epoch in which a callback sets it.
 
     Raises
     ------

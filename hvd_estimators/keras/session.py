@@ -48,8 +48,9 @@ def for_rank(
     """Return the callbacks that run on a rank.
 
     Those that write files, and those of the user's that have a true attribute ``rank_zero_only``,
-    run on rank 0 alone. TensorBoard's write where the run keeps its logs, and so does a CSVLogger
-    with a relative path, whose file nobody would find in a rank's working directory.
+    run on rank 0 alone. TensorBoard's write where the run keeps its logs, and so do a CSVLogger
+    and a ModelCheckpoint with a relative path, whose files nobody would find in a rank's working
+    directory.
 
     Parameters
     ----------
@@ -67,12 +68,21 @@ def for_rank(
                 continue
             if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
                 callback.log_dir = logs_path
-            if isinstance(callback, keras.callbacks.CSVLogger) and logs_path is not None:
-                # An absolute one stays as it is.
-                callback.filename = os.path.join(logs_path, callback.filename)
-                os.makedirs(os.path.dirname(callback.filename), exist_ok=True)
+            if isinstance(callback, keras.callbacks.CSVLogger):
+                callback.filename = _kept(callback.filename, logs_path)
+            if isinstance(callback, keras.callbacks.ModelCheckpoint):
+                callback.filepath = _kept(callback.filepath, logs_path)
         chosen.append(callback)
     return chosen
+
+
+def _kept(path: str, logs_path: str | None) -> str:
+    """Return a relative path below the run's logs; others, and URLs, stay as they are."""
+    if logs_path is None or os.path.isabs(path) or "://" in path:
+        return path
+    kept = os.path.join(logs_path, path)
+    os.makedirs(os.path.dirname(kept), exist_ok=True)
+    return kept
 
 
 class StreamsCallback(keras.callbacks.Callback):

@@ -15,7 +15,7 @@ from hvd_estimators.keras import LearningRateScheduleCallback
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
-from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks
+from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks, for_rank
 from hvd_estimators.keras.shards import Turns
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
@@ -172,6 +172,20 @@ def test_copies_assign_the_same_variables_to_the_same_optimizers() -> None:
     assert not any("d_kernel_velocity" in path for path in paths)
     for a, b in zip(model.optimizer.variables, copy.optimizer.variables, strict=True):
         np.testing.assert_array_equal(a.numpy(), b.numpy(), err_msg=a.path)
+
+
+def test_relative_paths_are_below_the_logs_of_the_run(tmp_path: Path) -> None:
+    given: list[Any] = [
+        *(keras.callbacks.CSVLogger(path) for path in ("own/log.csv", "/tmp/log.csv", "gs://b/c")),
+        *(keras.callbacks.ModelCheckpoint(path) for path in ("of {epoch}/m.keras", "/a/m.keras")),
+    ]
+    found = [
+        str(getattr(callback, "filename", None) or callback.filepath)
+        for callback in for_rank(given, 0, str(tmp_path))
+    ]
+    own, best = f"{tmp_path}/own/log.csv", f"{tmp_path}/of {{epoch}}/m.keras"
+    assert found == [own, "/tmp/log.csv", "gs://b/c", best, "/a/m.keras"]
+    assert for_rank(given, 1, None) == []
 
 
 def test_a_csv_log_that_a_resumed_run_appends_to_has_one_header(tmp_path: Path) -> None:
