@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from hvd_estimators.fitting.run_params import RunParams
 from hvd_estimators.fitting.runs import RowOrder, recorded_order
 from hvd_estimators.fitting.trials import DRY_RUN_ROWS
 from hvd_estimators.loading.order import order_warning
@@ -14,7 +15,6 @@ from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.params.ranks import RankParams
 from hvd_estimators.params.reading import ReadingParams
-from hvd_estimators.params.runs import RunParams
 from hvd_estimators.params.training import TrainingParams
 from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.parquet.columns import Columns
