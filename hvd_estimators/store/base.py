@@ -205,11 +205,15 @@ class Store(ABC):
             file.write(text.encode())
 
     def get_train_data_path(self, idx: str | None = None) -> str:
-        """Return where the training part of a dataset lies."""
+        """Return where the training part of a dataset lies.
+
+        With ``idx`` that is a prepared dataset's manifest, and its rows if it has no validation
+        part; `list_prepared_data` tells the folders of both parts.
+        """
         return _numbered(self._train_path, idx)
 
     def get_val_data_path(self, idx: str | None = None) -> str:
-        """Return where the validation part of a dataset lies."""
+        """Return where the validation part of a dataset lies that `prepare_data` did not write."""
         return _numbered(self._val_path, idx)
 
     def get_test_data_path(self, idx: str | None = None) -> str:
