@@ -17,6 +17,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.training.state import RunState, write_state
 
 
 class Started(Exception):
@@ -26,8 +27,9 @@ class Started(Exception):
 class OneEpoch(Backend):
     """Its ranks fail after an epoch."""
 
-    def __init__(self, ranks: int, checkpoint: str | None) -> None:
+    def __init__(self, ranks: int, store: Any, checkpoint: str | None) -> None:
         self.ranks = ranks
+        self.store = store
         self.checkpoint = checkpoint
 
     def num_processes(self) -> int:
@@ -35,8 +37,8 @@ class OneEpoch(Backend):
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         if self.checkpoint is not None:
-            Path(self.checkpoint).parent.mkdir(parents=True, exist_ok=True)
-            Path(self.checkpoint).write_text("of an epoch")
+            state = RunState(epoch=1, rows=0, canonical_shards=self.ranks, history=())
+            write_state(self.store, self.checkpoint, state, lambda file: torch.save({}, file))
         raise Started
 
 
@@ -60,7 +62,7 @@ def start(store: Any, ranks: int, checkpoint: bool = True, **params: Any) -> Any
     net = params.get("model") or torch.nn.Linear(1, 1)
     path = store.run_paths("mine").checkpoint_path if checkpoint else None
     given = {
-        "backend": OneEpoch(ranks, path),
+        "backend": OneEpoch(ranks, store, path),
         "store": store,
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
