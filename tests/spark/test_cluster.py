@@ -49,7 +49,7 @@ def test_ranks_on_executors_end_when_the_driver_is_killed(tmp_path: Path) -> Non
     job = Path(__file__).with_name("cluster_failures_job.py")
     driver = subprocess.Popen([sys.executable, str(job), str(tmp_path), "be killed"])
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 240
         while len(list(tmp_path.glob("*.pids"))) < 2:
             assert time.monotonic() < deadline, "the ranks have not started"
             time.sleep(0.1)
