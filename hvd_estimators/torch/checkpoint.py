@@ -13,7 +13,7 @@ import torch
 from hvd_estimators.plain import plain
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.shards import BufferState
-from hvd_estimators.training.randomness import captured
+from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.shards import ShardStates
 
 __all__ = [
@@ -41,7 +41,9 @@ def load_file(file: IO[bytes]) -> dict[str, Any]:
     return saved
 
 
-def unequal_buffers(module: torch.nn.Module, shards: ShardStates) -> list[dict[str, torch.Tensor]]:
+def unequal_buffers(
+    module: torch.nn.Module, shards: ShardStates
+) -> list[Mapping[str, torch.Tensor]]:
     """Return the buffers of each shard that are not the same for all of them. Called by all ranks.
 
     Each counts its own rows in them: batch normalization does, until an epoch is over.
@@ -61,19 +63,14 @@ def unequal_buffers(module: torch.nn.Module, shards: ShardStates) -> list[dict[s
         shard: {name: _digest(value) for name, value in buffers.items() if name in saved}
         for shard, buffers in own.items()
     }
-    of_shards = _in_order(exchange.gather(digests, "checkpoint.digests"))
-    unequal = [name for name in of_shards[0] if len({found[name] for found in of_shards}) > 1]
+    gathered = of_shards(exchange.gather(digests, "checkpoint.digests"), shards.num_shards)
+    unequal = [name for name in gathered[0] if len({found[name] for found in gathered}) > 1]
     if not unequal:
-        return [{} for _ in of_shards]
+        return [{} for _ in gathered]
     needed = {
         shard: {name: buffers[name].cpu() for name in unequal} for shard, buffers in own.items()
     }
-    return _in_order(exchange.gather(needed, "checkpoint.buffers"))
-
-
-def _in_order(of_ranks: Sequence[Mapping[int, Any]]) -> list[Any]:
-    found = {shard: value for of_rank in of_ranks for shard, value in of_rank.items()}
-    return [found[shard] for shard in sorted(found)]
+    return list(of_shards(exchange.gather(needed, "checkpoint.buffers"), shards.num_shards))
 
 
 def callback_states(callbacks: Sequence[Any]) -> list[Any]:

@@ -24,7 +24,7 @@ from hvd_estimators.parquet.columns import Array, Columns, num_rows
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store.base import Store
 
-__all__ = ["DataModule", "PlannedDataModule"]
+__all__ = ["ChunkedDataModule", "DataModule", "PlannedDataModule"]
 
 Batch = dict[str, Array]
 _CHUNKS_AHEAD = 2
@@ -146,7 +146,27 @@ class DataModule(ABC):
         return None
 
 
-class PlannedDataModule(DataModule):
+class ChunkedDataModule(DataModule):
+    """A data module that makes chunks; single batches are cut from these."""
+
+    def train_data(self) -> Iterator[Batch]:
+        """Return the batches of `train_chunks`, one by one."""
+        return _batches(self.train_chunks())
+
+    def val_data(self) -> Iterator[Batch]:
+        """Return the batches of `val_chunks`, one by one."""
+        return _batches(self.val_chunks())
+
+    @abstractmethod
+    def train_chunks(self) -> Iterator[Chunk]:
+        """Return the training batches in chunks, without end."""
+
+    @abstractmethod
+    def val_chunks(self) -> Iterator[Chunk]:
+        """Return the validation batches of one pass in chunks, anew each time."""
+
+
+class PlannedDataModule(ChunkedDataModule):
     """A data module that delivers exactly the rows of a `ShardPlan`.
 
     A subclass only reads: it turns row ranges into columns, in the order that it is given. Order,
@@ -245,20 +265,12 @@ class PlannedDataModule(DataModule):
             The columns of one or more parts of each slice; no part has rows of two ranges.
         """
 
-    def train_data(self) -> Iterator[Batch]:
-        """Return training batches, pass after pass, each pass in its own order."""
-        return _batches(self.train_chunks())
-
-    def val_data(self) -> Iterator[Batch]:
-        """Return one pass over this rank's validation rows, in stored order."""
-        return _batches(self.val_chunks())
-
     def train_chunks(self) -> Iterator[Chunk]:
-        """Return the training batches in chunks, for those who take several at a time."""
+        """Return the training batches in chunks, pass after pass, each in its own order."""
         return self._ahead(self._train_chunks(), "training rows")
 
     def val_chunks(self) -> Iterator[Chunk]:
-        """Return the validation batches of one pass in chunks."""
+        """Return the validation batches of one pass in chunks, in stored order."""
         return self._ahead(self._val_chunks(), "validation rows")
 
     def _train_chunks(self) -> Generator[Chunk, None, None]:

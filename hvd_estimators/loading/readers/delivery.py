@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from types import TracebackType
-from typing import Any
 
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading.batching import Chunk
-from hvd_estimators.loading.readers.base import DataModule
+from hvd_estimators.loading.readers.base import ChunkedDataModule, DataModule
 
 __all__ = ["HeldDataModule"]
 
 
-class HeldDataModule(DataModule):
+class HeldDataModule(ChunkedDataModule):
     """Passes on what a data module delivers, and raises if it ends too early.
 
     Training would go on without rows, or wait for the other ranks, and a mean over nothing is nan.
@@ -56,16 +55,6 @@ class HeldDataModule(DataModule):
     ) -> None:
         """Leave the user's module."""
         self.module.__exit__(exc_type, exc, traceback)
-
-    def train_data(self) -> Iterator[Any]:
-        """Return the training batches; raise `DataError` if they end."""
-        for chunk in self.train_chunks():
-            yield from chunk.batches()
-
-    def val_data(self) -> Iterator[Any]:
-        """Return the batches of one pass over the validation rows."""
-        for chunk in self.val_chunks():
-            yield from chunk.batches()
 
     def train_chunks(self) -> Iterator[Chunk]:
         """Return the training batches in chunks; raise `DataError` if they end."""

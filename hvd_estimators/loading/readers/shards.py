@@ -6,17 +6,16 @@ import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from types import TracebackType
-from typing import Any
 
 from typing_extensions import Self
 
 from hvd_estimators.loading.batching import Chunk
-from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
+from hvd_estimators.loading.readers.base import ChunkedDataModule, PlannedDataModule
 
 __all__ = ["PlayedShards"]
 
 
-class PlayedShards(DataModule):
+class PlayedShards(ChunkedDataModule):
     """The batches of several shards: for each step those of all shards, one after the other.
 
     A rank with one shard fewer than others gets an empty batch in each step, so that all ranks
@@ -51,16 +50,6 @@ class PlayedShards(DataModule):
     ) -> None:
         """Close all readers."""
         self._opened.__exit__(exc_type, exc, traceback)
-
-    def train_data(self) -> Iterator[Any]:
-        """Return the training batches, without end."""
-        for chunk in self.train_chunks():
-            yield from chunk.batches()
-
-    def val_data(self) -> Iterator[Any]:
-        """Return the batches of one pass over the validation rows."""
-        for chunk in self.val_chunks():
-            yield from chunk.batches()
 
     def train_chunks(self) -> Generator[Chunk, None, None]:
         """Return the training batches, each in a chunk of its own."""
