@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.loading.spec import DataSpec
 
 SHARDS = 4
+
+Fitted = TypeVar("Fitted")
 
 
 class FourShards:
@@ -43,3 +45,29 @@ def noted_steps(folder: Path, ranks: int) -> list[list[int]]:
             of_shards[shard] = iter(batches[turn :: len(shards)])
     steps = zip(*(of_shards[shard] for shard in range(SHARDS)), strict=True)
     return [[number for batch in batches for number in batch] for batches in steps]
+
+
+def fits_of_the_same_steps(tmp_path: Path, fit: Callable[[int, Path], Fitted]) -> dict[int, Fitted]:
+    """Fit with 4, 3, 2 and 1 ranks, which have to train on the same rows in each global step.
+
+    Parameters
+    ----------
+    tmp_path : Path
+        Holds the ids of the batches.
+    fit : callable
+        Given the number of ranks, and the folder of their notes, fits 2 epochs of 3 steps
+        over 58 rows with ids.
+    """
+    fitted, noted = {}, {}
+    for ranks in (SHARDS, 3, 2, 1):
+        folder = tmp_path / f"{ranks}"
+        folder.mkdir()
+        fitted[ranks] = fit(ranks, folder)
+        noted[ranks] = noted_steps(folder, ranks)
+    steps = noted[SHARDS]
+    assert len(steps) == 6
+    assert sorted(number for step in steps[:3] for number in step) == list(range(58))
+    assert steps[:3] != steps[3:]
+    for ranks in (3, 2, 1):
+        assert noted[ranks] == steps, ranks
+    return fitted

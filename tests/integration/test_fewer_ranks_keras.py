@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from fewer_ranks import FourShards, note, noted_steps
+from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from keras_reference import QUIET
 from reference import WIDTH, RecordingBackend, write_rows
 
@@ -74,10 +74,8 @@ def make_net(folder: str) -> keras.Model:
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
-    found = {}
-    for ranks in (4, 3, 2, 1):
-        folder = tmp_path / f"{ranks}"
-        folder.mkdir()
+
+    def fit(ranks: int, folder: Path) -> Any:
         estimator = FourShardsEstimator(
             backend=RecordingBackend(ranks, env=QUIET),
             store=store,
@@ -97,15 +95,12 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
             random_seed=3,
             verbose=0,
         )
-        model = estimator.fit_on_parquet()
-        found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
-    steps, net, history = found[4]
-    assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(58))
-    assert steps[:3] != steps[3:]
+        return estimator.fit_on_parquet()
+
+    found = fits_of_the_same_steps(tmp_path, fit)
+    net, history = found[4].getModel(), found[4].getHistory()
     for ranks in (3, 2, 1):
-        same_steps, same_net, same_history = found[ranks]
-        assert same_steps == steps
+        same_net, same_history = found[ranks].getModel(), found[ranks].getHistory()
         for value, same in zip(net.weights, same_net.weights, strict=True):
             np.testing.assert_allclose(
                 same.numpy(), value.numpy(), rtol=1e-6, atol=1e-6, err_msg=f"{ranks}: {value.path}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fewer_ranks import FourShards, note, noted_steps
+from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from pytorch_lightning import LightningModule
 from reference import WIDTH, RecordingBackend, write_rows
 
@@ -63,10 +63,8 @@ class Module(LightningModule):
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
-    found = {}
-    for ranks in (4, 3, 2, 1):
-        folder = tmp_path / f"{ranks}"
-        folder.mkdir()
+
+    def fit(ranks: int, folder: Path) -> Any:
         estimator = FourShardsEstimator(
             backend=RecordingBackend(ranks),
             store=store,
@@ -82,15 +80,12 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
             dry_run=False,
             verbose=0,
         )
-        model = estimator.fit_on_parquet()
-        found[ranks] = noted_steps(folder, ranks), model.getModel(), model.getHistory()
-    steps, module, history = found[4]
-    assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(58))
-    assert steps[:3] != steps[3:]
+        return estimator.fit_on_parquet()
+
+    found = fits_of_the_same_steps(tmp_path, fit)
+    module, history = found[4].getModel(), found[4].getHistory()
     for ranks in (3, 2, 1):
-        same_steps, same_module, same_history = found[ranks]
-        assert same_steps == steps
+        same_module, same_history = found[ranks].getModel(), found[ranks].getHistory()
         for (name, value), same in zip(
             module.state_dict().items(), same_module.state_dict().values(), strict=True
         ):

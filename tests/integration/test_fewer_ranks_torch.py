@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fewer_ranks import FourShards, note, noted_steps
+from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from reference import WIDTH, RecordingBackend, write_rows
 
 from hvd_estimators.exceptions import ParamError
@@ -86,19 +86,12 @@ def assert_same(model: Any, expected: Any, told: str) -> None:
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
-    found = {}
-    for ranks in (4, 3, 2, 1):
-        folder = tmp_path / f"{ranks}"
-        params = {"cls": FourShardsEstimator, "backward_passes_per_step": 2}
-        found[ranks] = fit(store, ranks, folder, **params), noted_steps(folder, ranks)
-    model, steps = found[4]
-    assert len(steps) == 6
-    assert sorted(number for step in steps[:3] for number in step) == list(range(58))
-    assert steps[:3] != steps[3:]
+    params = {"cls": FourShardsEstimator, "backward_passes_per_step": 2}
+    models = fits_of_the_same_steps(
+        tmp_path, lambda ranks, folder: fit(store, ranks, folder, **params)
+    )
     for ranks in (3, 2, 1):
-        same, same_steps = found[ranks]
-        assert same_steps == steps
-        assert_same(same, model, f"{ranks} ranks")
+        assert_same(models[ranks], models[4], f"{ranks} ranks")
 
 
 def test_a_run_of_two_ranks_goes_on_with_one(store: Any, tmp_path: Path) -> None:
