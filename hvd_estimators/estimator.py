@@ -74,7 +74,7 @@ class HorovodEstimator(EstimatorHooks):
                 allow_text=self._allowed_text(),
             )
             return self._train(manifest, backend)
-        with hold(dataset_idx):
+        with hold(store, dataset_idx):
             manifest = load_manifest(store, dataset_idx)
             if validation and manifest.validation is None:
                 raise ParamError(

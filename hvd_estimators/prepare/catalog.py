@@ -8,28 +8,32 @@ from __future__ import annotations
 import datetime
 import posixpath
 import re
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.parquet.manifest import MANIFEST_FILE, DatasetManifest
-from hvd_estimators.prepare.owners import SUFFIX, owner_path
 from hvd_estimators.store import Store
 
 __all__ = [
     "PreparedDataset",
     "dataset_paths",
+    "hold_paths",
     "is_whole",
     "list_prepared_data",
     "load_manifest",
     "manifest_path",
+    "new_hold_path",
+    "owner_path",
     "split_path",
     "stored_datasets",
     "stored_indices",
 ]
 
 _SPLIT = ".split"
+_OWNER = ".owner"
+_HOLD = ".hold-"
 
 
 @dataclass(frozen=True)
@@ -144,6 +148,23 @@ def split_path(store: Store, index: str) -> str:
     return store.get_train_data_path(index) + _SPLIT
 
 
+def owner_path(store: Store, index: str) -> str:
+    """Return the path of the file that tells a dataset's owner, see `read_claim`."""
+    return store.get_train_data_path(index) + _OWNER
+
+
+def new_hold_path(store: Store, index: str) -> str:
+    """Return a path for the file by which an application says that it reads a dataset."""
+    return store.get_train_data_path(index) + _HOLD + uuid.uuid4().hex
+
+
+def hold_paths(store: Store, index: str) -> list[str]:
+    """Return the paths of such files that there are."""
+    store.fs.invalidate_cache()
+    parent, name = posixpath.split(store.get_train_data_path(index) + _HOLD)
+    return [f"{parent}/{entry}" for entry in store.names(parent) if entry.startswith(name)]
+
+
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
     """Return all paths of a dataset: the manifest's folder first, the owner's file last."""
     return (
@@ -157,7 +178,7 @@ def _numbered(store: Store, path: str) -> Iterator[str]:
     """Yield the indices of the datasets whose names begin as a path does."""
     parent, name = posixpath.split(path)
     # An index is 12 hexadecimal digits, so that no other file is taken for a dataset.
-    endings = "|".join(map(re.escape, (_SPLIT, SUFFIX)))
+    endings = rf"{re.escape(_SPLIT)}|{re.escape(_OWNER)}|{re.escape(_HOLD)}[0-9a-f]+"
     pattern = re.compile(rf"{re.escape(name)}\.([0-9a-f]{{12}})(?:{endings})?")
     for entry in store.names(parent):
         match = pattern.fullmatch(entry)
@@ -181,19 +202,7 @@ def _describe(store: Store, index: str) -> PreparedDataset:
         manifest.validation.rows if manifest.validation else 0,
         tuple(column.name for column in manifest.columns),
         num_bytes,
-        _modified(store, manifest_path(store, index)),
+        store.modified(manifest_path(store, index)),
         manifest.train.path,
         manifest.validation.path if manifest.validation else None,
     )
-
-
-def _modified(store: Store, path: str) -> datetime.datetime | None:
-    try:
-        modified: Any = store.fs.modified(path)
-    except (NotImplementedError, OSError):
-        return None
-    if not isinstance(modified, datetime.datetime):
-        return None
-    if modified.tzinfo is None:
-        return modified.replace(tzinfo=datetime.timezone.utc)
-    return modified.astimezone(datetime.timezone.utc)

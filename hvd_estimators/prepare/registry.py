@@ -13,10 +13,25 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from hvd_estimators.prepare.catalog import dataset_paths, is_whole, stored_indices
+from hvd_estimators.prepare.catalog import (
+    dataset_paths,
+    hold_paths,
+    is_whole,
+    manifest_path,
+    new_hold_path,
+    owner_path,
+    stored_indices,
+)
 from hvd_estimators.prepare.lineage import SourcePlan
-from hvd_estimators.prepare.owners import is_dead, owner_of
 from hvd_estimators.store import Store
+from hvd_estimators.store.owners import (
+    Claim,
+    Heartbeat,
+    Owner,
+    StoreClock,
+    is_abandoned,
+    read_claim,
+)
 
 __all__ = ["KEPT_DATASETS", "Loan", "Registry", "delete_orphans"]
 
@@ -39,6 +54,8 @@ class Entry:
     """None if nothing tells whether another DataFrame holds the same rows."""
     options: Hashable
     writer: weakref.ref[Loan]
+    heartbeat: Heartbeat
+    """Tells others that this application lives."""
     written: bool = False
     last_used: int = 0
 
@@ -76,7 +93,8 @@ class Registry:
                 entry = self._find(source, options)
                 if entry is None:
                     index = uuid.uuid4().hex[:12]
-                    entry = Entry(store, index, source, options, weakref.ref(loan))
+                    heartbeat = Heartbeat(store, owner_path(store, index))
+                    entry = Entry(store, index, source, options, weakref.ref(loan), heartbeat)
                     loan.entry = entry
                     self._own.add(index)
                     self._use(index, loan)
@@ -113,15 +131,29 @@ class Registry:
             self._trim()
             self._changed.notify_all()
 
-    def hold(self, loan: Loan, index: str) -> None:
-        """Keep a dataset, whoever wrote it, from being deleted by this process."""
+    def hold(self, loan: Loan, store: Store, index: str) -> Heartbeat | None:
+        """Keep a dataset, whoever wrote it, from being deleted by this process.
+
+        Returns
+        -------
+        Heartbeat or None
+            To be started so that its owner does not delete it either; None where that is this
+            process, or where there is no such dataset.
+        """
         with self._lock:
             self._use(index, loan)
+            is_own = index in self._own
+        if is_own or not store.exists(manifest_path(store, index)):
+            return None
+        return Heartbeat(store, new_hold_path(store, index))
 
-    def clear(self, datasets: Sequence[tuple[Store, str]], force: bool) -> list[str]:
+    def clear(
+        self, datasets: Sequence[tuple[Store, str]], *, all_owners: bool, force: bool
+    ) -> list[str]:
         """Delete datasets that are not in use, and return their indices.
 
-        Those of other processes are deleted only if these are certainly dead, or with ``force``.
+        Those of other processes are deleted if these are gone, or with ``all_owners``; what others
+        hold, only with ``force``.
         """
         with self._lock:
             self._drop_abandoned()
@@ -129,14 +161,18 @@ class Registry:
             for store, index in datasets:
                 if self._in_use(index):
                     continue
-                if force or index in self._own or is_dead(owner_of(store, index)):
-                    for entry in self._entries:
-                        if entry.index == index:
-                            entry.source = None
-                    for path in dataset_paths(store, index):
-                        store.delete(path)
-                    self._entries = [entry for entry in self._entries if entry.index != index]
-                    deleted.append(index)
+                clock = StoreClock(store)
+                if not (all_owners or index in self._own or _is_abandoned(store, index, clock)):
+                    continue
+                if not force and _is_held(store, index, clock):
+                    continue
+                for entry in self._entries:
+                    if entry.index == index:
+                        entry.source = None
+                        entry.heartbeat.stop(delete=False)
+                _delete_files(store, index)
+                self._entries = [entry for entry in self._entries if entry.index != index]
+                deleted.append(index)
         return deleted
 
     def store_of(self, index: str) -> Store | None:
@@ -148,11 +184,12 @@ class Registry:
         """Delete what this application wrote and does not use."""
         with self._lock:
             own = [(entry.store, entry.index) for entry in self._entries]
-        self.clear(own, force=True)
+        self.clear(own, all_owners=False, force=False)
 
     def end(self) -> None:
-        """Delete everything that this application wrote. Nothing can be in use any more."""
+        """Delete everything that this application wrote, unless others hold it."""
         for entry in self._entries:
+            entry.heartbeat.stop(delete=False)
             _delete(entry.store, entry.index)
         self._entries = []
 
@@ -187,15 +224,34 @@ class Registry:
         # In this order, an interruption leaves nothing that others would use, and it is deleted
         # later.
         entry.source = None
+        entry.heartbeat.stop(delete=False)
         _delete(entry.store, entry.index)
         self._entries.remove(entry)
         self._loans.pop(entry.index, None)
 
 
+def _is_abandoned(store: Store, index: str, clock: StoreClock) -> bool:
+    path = owner_path(store, index)
+    return is_abandoned(store, path, read_claim(store, path), clock)
+
+
+def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
+    """Return whether an application reads a dataset, as far as its files tell."""
+    for path in hold_paths(store, index):
+        # Who holds it may be unknown, but not for how long it has been held.
+        claim = read_claim(store, path) or Claim(Owner("", 0, ""))
+        if store.exists(path) and not is_abandoned(store, path, claim, clock):
+            return True
+    return False
+
+
 def _delete(store: Store, index: str) -> None:
+    """Delete a dataset unless it is held: then that is left to an application that comes later."""
     try:
-        for path in dataset_paths(store, index):
-            store.delete(path)
+        if _is_held(store, index, StoreClock(store)):
+            logger.info("The prepared dataset %s stays: another application reads it.", index)
+        else:
+            _delete_files(store, index)
     except Exception as error:
         logger.warning(
             "The prepared dataset %s could not be deleted (%s). "
@@ -205,12 +261,21 @@ def _delete(store: Store, index: str) -> None:
         )
 
 
+def _delete_files(store: Store, index: str) -> None:
+    # The manifest first: who is interrupted leaves nothing that looks whole. The owner's file last,
+    # so that what is left is recognised.
+    paths = [manifest_path(store, index), *hold_paths(store, index), *dataset_paths(store, index)]
+    for path in paths:
+        store.delete(path)
+
+
 def delete_orphans(store: Store) -> None:
-    """Delete what processes of this machine left behind that were killed or ended by a signal."""
+    """Delete what processes left behind that are gone, see `is_abandoned`."""
     try:
+        clock = StoreClock(store)
         for index in stored_indices(store):
-            if is_dead(owner_of(store, index)):
-                logger.info("Deleting the prepared dataset %s, whose process is dead.", index)
+            if _is_abandoned(store, index, clock) and not _is_held(store, index, clock):
+                logger.info("Deleting the prepared dataset %s, whose process is gone.", index)
                 _delete(store, index)
     except Exception as error:
         logger.warning("Looking for data that dead processes left in %r failed: %s", store, error)

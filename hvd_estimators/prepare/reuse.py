@@ -12,9 +12,9 @@ from collections.abc import Callable, Hashable, Iterator
 
 from hvd_estimators.prepare.catalog import PreparedDataset, stored_datasets
 from hvd_estimators.prepare.lineage import SourcePlan
-from hvd_estimators.prepare.owners import mark
 from hvd_estimators.prepare.registry import KEPT_DATASETS, Loan, Registry, delete_orphans
 from hvd_estimators.store import Store
+from hvd_estimators.store.owners import Heartbeat
 
 __all__ = [
     "KEPT_DATASETS",
@@ -62,7 +62,7 @@ def lend(
         entry = _registry.take(loan, store, source, options)
         if not entry.written:
             delete_orphans(store)
-            mark(store, entry.index)
+            entry.heartbeat.start()
             write(entry.index)
             _registry.written(entry)
         yield entry.index
@@ -72,15 +72,23 @@ def lend(
 
 
 @contextlib.contextmanager
-def hold(index: str) -> Iterator[None]:
-    """Keep a dataset, whoever wrote it, from being deleted by this process until a block ends."""
+def hold(store: Store, index: str) -> Iterator[None]:
+    """Keep a dataset, whoever wrote it, from being deleted until a block ends.
+
+    Neither by this process nor by others: a file beside the dataset tells them.
+    """
     loan = Loan()
+    heartbeat: Heartbeat | None = None
     try:
-        _registry.hold(loan, index)
+        heartbeat = _registry.hold(loan, store, index)
+        if heartbeat is not None:
+            heartbeat.start()
         yield
     finally:
         loan.over = True
         _registry.give_back(loan)
+        if heartbeat is not None:
+            heartbeat.stop()
 
 
 def store_of(index: str) -> Store | None:
@@ -93,18 +101,21 @@ def clear_prepared_data(
 ) -> list[PreparedDataset]:
     """Delete prepared datasets that are not in use. Runs on the driver.
 
-    This deletes what this application wrote and no longer uses, and what dead processes of this
-    machine left behind. The data of other applications that are running is kept, and so is all data
-    from other machines, since nothing tells whether its writers are dead.
+    This deletes what this application wrote and no longer uses, and what applications left behind
+    that are gone: on this machine as soon as their process has ended, on other machines when they
+    have given no sign of life for five minutes (they do so every 30 seconds). The data of
+    applications that are running is kept, and so is what a running application trains on by
+    ``fit_on_parquet(dataset_idx=…)``, whoever wrote it.
 
     Parameters
     ----------
     store : Store
         Where `prepare_data` wrote.
     dataset_idx : str, optional
-        The only one to delete, whoever wrote it, if this process does not use it. Default: all.
+        The only one to delete, whoever wrote it, unless this process or one that only reads it
+        uses it. Default: all.
     force : bool
-        Also delete the data of other applications. Make sure that none of them is running.
+        Also delete the data of other applications that are running, and what they read.
 
     Returns
     -------
@@ -113,7 +124,8 @@ def clear_prepared_data(
     """
     datasets = [d for d in stored_datasets(store) if dataset_idx in (None, d.index)]
     chosen = [(store, dataset.index) for dataset in datasets]
-    deleted = set(_registry.clear(chosen, force or dataset_idx is not None))
+    all_owners = force or dataset_idx is not None
+    deleted = set(_registry.clear(chosen, all_owners=all_owners, force=force))
     return [dataset for dataset in datasets if dataset.index in deleted]
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import datetime
 import posixpath
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -18,6 +20,9 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.registry import store_class
 
 __all__ = ["RunPaths", "Store"]
+
+_REQUESTS = 8
+"""Requests for parts of one file at a time."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +203,58 @@ class Store(ABC):
             return bytes(self.fs.cat_file(path))
         except OSError as error:
             raise StoreError(f"The store holds no file {path!r} ({error}).") from error
+
+    def read_ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
+        """Return parts of a file, each by one request, several at a time.
+
+        Parameters
+        ----------
+        path : str
+            The file.
+        ranges : sequence of (int, int or None)
+            First byte of each part, and the byte after its last; None: up to the end. A negative
+            first byte counts from the end: ``(-8, None)`` are the last eight bytes, or all of a
+            file with less. Parts end where the file ends.
+
+        Raises
+        ------
+        OSError
+            If there is no such file, or it cannot be read.
+        """
+        fs = self.fs
+        starts = [start for start, _ in ranges]
+        if min(starts, default=0) < 0 and not self._takes_suffixes():
+            size = int(fs.size(path))
+            starts = [start if start >= 0 else max(size + start, 0) for start in starts]
+        stops = [stop for _, stop in ranges]
+        if fs.async_impl:
+            found = fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
+        elif len(starts) == 1:
+            found = [fs.cat_file(path, starts[0], stops[0])]
+        else:
+            with ThreadPoolExecutor(min(len(starts), _REQUESTS) or 1) as pool:
+                found = list(pool.map(lambda part: fs.cat_file(path, *part), zip(starts, stops)))
+        return [bytes(part) for part in found]
+
+    def _takes_suffixes(self) -> bool:
+        """Return whether a request can ask for the end of a file whose size is not known."""
+        return False
+
+    def modified(self, path: str) -> datetime.datetime | None:
+        """Return when a file was written, by the store's clock, in UTC.
+
+        None if there is no such file, or the store does not note it.
+        """
+        fs = self.fs
+        # Others write, too, and do not tell this process's cache.
+        fs.invalidate_cache(path)
+        try:
+            found = fs.modified(path)
+        except (FileNotFoundError, NotImplementedError):
+            return None
+        # Without a zone it is local time, as everywhere in Python.
+        is_time = isinstance(found, datetime.datetime)
+        return found.astimezone(datetime.timezone.utc) if is_time else None
 
     def write_text(self, path: str, text: str) -> None:
         """Write a file that appears whole or not at all."""

@@ -95,6 +95,11 @@ class FilesystemStore(Store):
             return io.BytesIO(self.read(path))
         return super().open(path)
 
+    def _takes_suffixes(self) -> bool:
+        protocols = self.fs.protocol
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        return bool(names & {"s3", "s3a", "gs", "gcs", "memory"})
+
     def delete(self, path: str) -> None:
         """Delete a file or directory; nothing happens where there is none."""
         if self.fs.isfile(path):

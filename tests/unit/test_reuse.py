@@ -20,9 +20,15 @@ import pytest
 from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepared_data
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
-from hvd_estimators.prepare.catalog import dataset_paths, load_manifest, manifest_path
-from hvd_estimators.prepare.owners import Owner, is_dead, owner_path, this_process
+from hvd_estimators.prepare.catalog import (
+    dataset_paths,
+    load_manifest,
+    manifest_path,
+    new_hold_path,
+    owner_path,
+)
 from hvd_estimators.prepare.reuse import KEPT_DATASETS, hold, lend
+from hvd_estimators.store.owners import STALE_SECONDS, Claim, Owner, this_process
 
 
 @dataclass
@@ -185,7 +191,7 @@ def test_clearing_leaves_what_is_in_use(store):
 def test_one_dataset_is_cleared_and_one_that_is_held_is_not(store):
     write = Writer(store)
     first, second = use(store, write, "1"), use(store, write, "2")
-    with hold(second):
+    with hold(store, second):
         assert clear_prepared_data(store, second) == []
         for i in range(KEPT_DATASETS + 1):
             use(store, write, f"more {i}")
@@ -217,9 +223,14 @@ PROGRAM = """
     from hvd_estimators import Store
     from hvd_estimators.prepare.catalog import dataset_paths
     from tests.unit.test_reuse import Source, Writer
-    from hvd_estimators.prepare.reuse import lend
+    from hvd_estimators.prepare.reuse import hold, lend
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
+    if len(what) == len("0123456789ab"):
+        with hold(store, what):
+            print("holding", flush=True)
+            sys.stdin.readline()
+        sys.exit()
 
     def killed(index):
         for path in dataset_paths(store, index)[:-1]:
@@ -232,7 +243,7 @@ PROGRAM = """
         pass
     print(index, flush=True)
     if what == "kept":
-        sys.stdin.read()
+        sys.stdin.readline()
 """
 
 
@@ -294,26 +305,6 @@ def test_what_cannot_be_known_to_be_left_is_left_alone(store, owner):
     assert [d.index for d in list_prepared_data(store)] == ["0123456789ab"]
     assert len(clear_prepared_data(store, force=True)) == 1
     assert folders(store) == []
-
-
-def test_a_process_is_dead_only_if_that_is_certain():
-    own = this_process()
-    assert own.machine
-    assert not is_dead(own)
-    assert not is_dead(None)
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    other = Owner(own.machine, child.pid, started)
-    assert not is_dead(other)
-    # The number of a process that is dead has been given to another one.
-    assert is_dead(dataclasses.replace(other, started="1"))
-    assert not is_dead(dataclasses.replace(other, machine="another", started="1"))
-    assert not is_dead(dataclasses.replace(other, machine="", started="1"))
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert is_dead(other)  # not even waited for
-    child.wait()
-    assert is_dead(other)
 
 
 DAMAGED = [
@@ -421,4 +412,126 @@ def test_what_a_killed_writer_left_is_not_listed_and_is_cleared(store):
     assert list_prepared_data(store) == []
     (left,) = clear_prepared_data(store)
     assert (left.rows, left.columns, left.num_bytes) == (0, (), 2 * len("half"))
+    assert folders(store) == []
+
+
+def hold_elsewhere(store, index):
+    process = start(store, index)
+    assert process.stdout.readline() == "holding\n"
+    return process
+
+
+def test_what_another_application_reads_stays_until_it_is_done(store):
+    write = Writer(store)
+    index = use(store, write)
+    reader = hold_elsewhere(store, index)
+    assert clear_prepared_data(store) == []
+    assert clear_prepared_data(store, index) == []
+    for i in range(KEPT_DATASETS + 1):
+        use(store, write, f"more {i}")
+    clear_training_cache()
+    assert [d.index for d in list_prepared_data(store)] == [index]
+    # It is paused, which is no end.
+    reader.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+    assert clear_prepared_data(store) == []
+    reader.send_signal(signal.SIGCONT)
+    reader.communicate("\n")
+    assert folders(store) == names(index)
+    assert [d.index for d in clear_prepared_data(store)] == [index]
+    assert folders(store) == []
+
+
+def test_a_killed_reader_holds_nothing(store):
+    index = use(store, Writer(store))
+    reader = hold_elsewhere(store, index)
+    reader.kill()
+    reader.communicate()
+    assert len(folders(store)) == len(names(index)) + 1
+    assert [d.index for d in clear_prepared_data(store)] == [index]
+    assert folders(store) == []
+
+
+def test_force_takes_what_others_read(store):
+    index = use(store, Writer(store))
+    with hold_elsewhere(store, index) as reader:
+        assert [d.index for d in clear_prepared_data(store, force=True)] == [index]
+        reader.communicate("\n")
+    assert folders(store) == []
+
+
+def test_what_others_read_outlives_the_application_that_wrote_it(store):
+    writer = start(store, "kept")
+    index = writer.stdout.readline().strip()
+    reader = hold_elsewhere(store, index)
+    writer.communicate("\n")
+    assert writer.returncode == 0
+    assert [d.index for d in list_prepared_data(store)] == [index]
+    use(store, Writer(store))
+    assert index in [d.index for d in list_prepared_data(store)]
+    reader.communicate("\n")
+    second = use(store, Writer(store), "other")
+    assert index not in [d.index for d in list_prepared_data(store)]
+    clear_prepared_data(store)
+    assert folders(store) == [] and second
+
+
+def make_foreign(store, path, seconds):
+    """Let a claim be of another machine, and its last heartbeat some time ago."""
+    claim = Claim.from_json(store.read(path))
+    other = dataclasses.replace(claim, owner=Owner("another", 1, "1"))
+    store.write_text(path, other.to_json())
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+@pytest.mark.parametrize("by", ["clearing", "the next application"])
+def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, by):
+    left = "0123456789ab"
+    Writer(store)(left)
+    owner, holder = owner_path(store, left), new_hold_path(store, left)
+    for path in (owner, holder):
+        store.write_text(path, Claim(this_process(), token="t").to_json())
+
+    def cleared():
+        if by == "clearing":
+            clear_prepared_data(store)
+        else:
+            use(store, Writer(store), name=None)
+        return left not in [d.index for d in list_prepared_data(store)]
+
+    # A minute of silence is a pause.
+    for owners_silence, readers_silence, gone in (
+        (60, 60, False),
+        (STALE_SECONDS + 1, 60, False),
+        (60, STALE_SECONDS + 1, False),
+        (STALE_SECONDS + 1, STALE_SECONDS + 1, True),
+    ):
+        make_foreign(store, owner, owners_silence)
+        make_foreign(store, holder, readers_silence)
+        assert cleared() is gone
+    clear_prepared_data(store)
+    assert folders(store) == []
+
+
+def test_who_deletes_a_dataset_and_is_interrupted_leaves_nothing_that_looks_whole(
+    store, monkeypatch
+):
+    index = use(store, Writer(store))
+    delete = type(store).delete
+
+    def fail_second(store, path):
+        if not deleted:
+            deleted.append(path)
+            return delete(store, path)
+        raise OSError("interrupted")
+
+    deleted = []
+    with monkeypatch.context() as patched:
+        patched.setattr(type(store), "delete", fail_second)
+        with pytest.raises(OSError, match="interrupted"):
+            clear_prepared_data(store)
+    assert list_prepared_data(store) == []
+    assert store.exists(store.get_train_data_path(index))
+    assert [d.index for d in clear_prepared_data(store)] == [index]
     assert folders(store) == []

@@ -1,0 +1,262 @@
+"""Who owns what lies in a store, and whether they are gone: with real processes. No Spark."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from processes import wait_until
+
+from hvd_estimators.store import LocalStore, owners
+from hvd_estimators.store.owners import (
+    STALE_SECONDS,
+    Claim,
+    Heartbeat,
+    Owner,
+    StoreClock,
+    is_abandoned,
+    is_dead,
+    read_claim,
+    this_process,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+PROGRAM = """
+    import os, sys, time
+    from hvd_estimators import Store
+    from hvd_estimators.store import owners
+
+    store, what = Store.create(sys.argv[1]), sys.argv[2]
+    owners.HEARTBEAT_SECONDS = 0.02
+    heartbeat = owners.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
+    heartbeat.start()
+    if what == "forks":
+        child = os.fork()
+        if child:
+            assert os.waitpid(child, 0)[1] == 0
+        else:
+            heartbeat.stop()
+            sys.exit()
+    print("started", flush=True)
+    if what == "watches":
+        while not heartbeat.lost:
+            time.sleep(0.01)
+        print("lost", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def start(store, what="waits"):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), store.prefix_path, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert process.stdout.readline() == "started\n"
+    return process
+
+
+def end(process):
+    process.kill()
+    process.communicate()
+
+
+def of_another(claim):
+    """Return a claim as if a process of another machine had made it."""
+    return dataclasses.replace(claim, owner=Owner("another machine", 1, "1"), token="")
+
+
+@pytest.fixture
+def path(store):
+    return f"{store.prefix_path}/claim"
+
+
+def written_ago(path, seconds):
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+def test_a_claim_is_written_anew_until_its_process_ends(store, path):
+    process = start(store)
+    claim = read_claim(store, path)
+    assert (claim.owner.pid, claim.owner.machine) == (process.pid, this_process().machine)
+    assert claim.details == {"run": "mine"}
+    assert str(claim.owner) == f"process {process.pid} on {this_process().host}"
+    wait_until(lambda: read_claim(store, path).beaten > claim.beaten)
+    assert read_claim(store, path).created == claim.created
+    assert not is_abandoned(store, path, claim)
+    process.communicate("\n")
+    assert process.returncode == 0
+    assert os.listdir(store.prefix_path) == []
+
+
+def test_a_killed_process_of_this_machine_is_gone_at_once_and_a_stopped_one_is_not(store, path):
+    process = start(store)
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    written_ago(path, 100 * STALE_SECONDS)
+    claim = dataclasses.replace(read_claim(store, path), beaten=None)
+    assert not is_abandoned(store, path, claim)
+    process.kill()
+    process.wait()
+    assert is_abandoned(store, path, claim)
+    process.communicate()
+
+
+def test_from_another_machine_only_the_age_of_the_heartbeat_tells(store, path):
+    process = start(store)
+    claim = of_another(read_claim(store, path))
+    assert not is_abandoned(store, path, claim)
+    end(process)
+    assert not is_abandoned(store, path, claim)
+    written_ago(path, STALE_SECONDS - 20)
+    assert not is_abandoned(store, path, claim)
+    written_ago(path, STALE_SECONDS + 1)
+    assert is_abandoned(store, path, claim)
+    # Nothing is left of asking the store what time it is.
+    assert os.listdir(store.prefix_path) == ["claim"]
+
+
+@pytest.mark.parametrize("skew", [-3600, 3600])
+def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
+    store, path, monkeypatch, skew
+):
+    with Heartbeat(store, path):
+        claim = of_another(read_claim(store, path))
+        right = owners._utc
+        monkeypatch.setattr(owners, "_utc", lambda: right() + timedelta(seconds=skew))
+        assert not is_abandoned(store, path, claim)
+        written_ago(path, STALE_SECONDS + 1)
+        assert is_abandoned(store, path, claim)
+
+
+class Timeless(LocalStore):
+    """Does not note when files were written."""
+
+    def modified(self, path):
+        return None
+
+
+def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
+    store = Timeless(str(tmp_path / "store"))
+    with Heartbeat(store, path):
+        claim = of_another(read_claim(store, path))
+    assert 0 <= StoreClock(store).age(path, claim) < 30
+    for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
+        beaten = owners._utc() - timedelta(seconds=seconds)
+        older = dataclasses.replace(claim, beaten=beaten)
+        assert is_abandoned(store, path, older) is expected
+    assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
+
+
+def test_what_this_process_no_longer_holds_is_abandoned(store, path):
+    heartbeat = Heartbeat(store, path)
+    heartbeat.start()
+    claim = read_claim(store, path)
+    assert not is_abandoned(store, path, claim)
+    heartbeat.stop(delete=False)
+    assert read_claim(store, path) == claim
+    assert is_abandoned(store, path, claim)
+    heartbeat.beat()
+    heartbeat.stop()
+    assert not store.exists(path)
+
+
+@pytest.mark.parametrize("event", ["taken", "deleted", "damaged"])
+def test_a_claim_that_was_lost_is_neither_written_nor_deleted(store, path, event):
+    with Heartbeat(store, path) as heartbeat:
+        heartbeat.beat()
+        assert not heartbeat.lost
+        if event == "deleted":
+            store.delete(path)
+        else:
+            other = Claim(Owner("another", 1, "1"), token="other").to_json()
+            store.write_text(path, other if event == "taken" else "{")
+        before = store.read(path) if store.exists(path) else None
+        heartbeat.beat()
+        assert heartbeat.lost
+    assert (store.read(path) if store.exists(path) else None) == before
+
+
+def test_a_process_that_was_paused_for_too_long_learns_that_it_lost_its_claim(store, path):
+    process = start(store, "watches")
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+    other = Claim(this_process(), token="other")
+    store.write_text(path, other.to_json())
+    process.send_signal(signal.SIGCONT)
+    assert process.stdout.readline() == "lost\n"
+    process.communicate("\n")
+    assert read_claim(store, path) == other
+
+
+def test_a_forked_child_leaves_the_claim_alone(store, path):
+    process = start(store, "forks")
+    claim = read_claim(store, path)
+    assert claim.owner.pid == process.pid
+    wait_until(lambda: read_claim(store, path).beaten > claim.beaten)
+    process.communicate("\n")
+    assert process.returncode == 0
+    assert not store.exists(path)
+
+
+def test_a_store_that_is_gone_for_a_while_costs_some_heartbeats(store, path, monkeypatch, caplog):
+    with Heartbeat(store, path) as heartbeat:
+        before = read_claim(store, path)
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStore, "read", lambda *_: (_ for _ in ()).throw(OSError("gone")))
+            heartbeat.beat()
+        assert "gone" in caplog.text
+        assert read_claim(store, path) == before
+        heartbeat.beat()
+        assert not heartbeat.lost
+        assert read_claim(store, path).beaten > before.beaten
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"machine": "m", "pid": "x"}'])
+def test_what_is_damaged_tells_nothing(store, path, text):
+    assert read_claim(store, path) is None
+    store.write_text(path, text)
+    assert read_claim(store, path) is None
+    assert not is_abandoned(store, path, None)
+
+
+def test_a_claim_reads_back_as_it_was_written(store, path):
+    claim = Claim(this_process(), owners._utc(), owners._utc(), "token", {"run": "ü"})
+    store.write_text(path, claim.to_json())
+    assert read_claim(store, path) == claim
+    # What an owner's file tells at least.
+    bare = {"machine": "m", "pid": 1, "started": "2"}
+    assert Claim.from_json(json.dumps(bare)).owner == Owner("m", 1, "2")
+
+
+def test_a_process_is_dead_only_if_that_is_certain():
+    own = this_process()
+    assert own.machine
+    assert not is_dead(own)
+    assert not is_dead(None)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    other = Owner(own.machine, child.pid, started)
+    assert not is_dead(other)
+    # The number of a process that is dead has been given to another one.
+    assert is_dead(dataclasses.replace(other, started="1"))
+    assert not is_dead(dataclasses.replace(other, machine="another", started="1"))
+    assert not is_dead(dataclasses.replace(other, machine="", started="1"))
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert is_dead(other)  # not even waited for
+    child.wait()
+    assert is_dead(other)
