@@ -233,7 +233,7 @@ class Store(ABC):
             found = [fs.cat_file(path, starts[0], stops[0])]
         else:
             with ThreadPoolExecutor(min(len(starts), _REQUESTS) or 1) as pool:
-                found = list(pool.map(lambda part: fs.cat_file(path, *part), zip(starts, stops)))
+                found = list(pool.map(fs.cat_file, [path] * len(starts), starts, stops))
         return [bytes(part) for part in found]
 
     def _takes_suffixes(self) -> bool:

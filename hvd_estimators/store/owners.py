@@ -208,7 +208,7 @@ def is_abandoned(
     if claim.token and claim.token in {heartbeat.token for heartbeat in list(_alive)}:
         return False
     if _is_here(claim.owner):
-        return bool(claim.token) and claim.owner == this_process() or is_dead(claim.owner)
+        return (bool(claim.token) and claim.owner == this_process()) or is_dead(claim.owner)
     age = (clock or StoreClock(store)).age(path, claim)
     return age is not None and age > STALE_SECONDS
 
