@@ -9,20 +9,24 @@ import posixpath
 import re
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import fsspec
 
-from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
+from hvd_estimators.store.errors import secret_values
 from hvd_estimators.store.registry import store_class
+from hvd_estimators.store.retries import with_retries
 
 __all__ = ["RunPaths", "Store"]
 
 _REQUESTS = 8
 """Requests for parts of one file at a time."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -147,6 +151,11 @@ class Store(ABC):
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Open a file for writing that appears whole when the block ends, or not at all."""
 
+    @property
+    def secrets(self) -> frozenset[str]:
+        """The texts of ``storage_options`` that no message may hold."""
+        return secret_values(self.storage_options)
+
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
         """Let code that opens the store's URLs without it use its options, until the block ends.
@@ -165,10 +174,8 @@ class Store(ABC):
         """
         probe = f"{self.prefix_path}/.probe-{uuid.uuid4().hex}"
         try:
-            self.fs.makedirs(self.prefix_path, exist_ok=True)
-            with self.fs.open(probe, "wb") as file:
-                file.write(b"probe")
-            self.fs.rm(probe)
+            self.write_text(probe, "probe")
+            self.delete(probe)
         except OSError as error:
             raise StoreError(
                 f"The store cannot be written to: prefix_path={self.prefix_path!r} ({error}). "
@@ -183,12 +190,26 @@ class Store(ABC):
         return copied
 
     def exists(self, path: str) -> bool:
-        """Return whether a file or directory exists."""
-        return bool(self.fs.exists(path))
+        """Return whether a file or directory exists.
+
+        Raises
+        ------
+        StoreError
+            If the storage does not tell.
+        """
+        return self._info(path) is not None
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading; several threads may, each has a position of its own."""
-        file: IO[bytes] = self.fs.open(path, "rb")
+        """Open a file for reading; several threads may, each has a position of its own.
+
+        Raises
+        ------
+        FileNotFoundError
+            If there is no such file.
+        StoreError
+            If it cannot be read.
+        """
+        file: IO[bytes] = self._retried(lambda: self.fs.open(path, "rb"), f"reading {path!r}")
         return file
 
     def read(self, path: str) -> bytes:
@@ -197,10 +218,12 @@ class Store(ABC):
         Raises
         ------
         StoreError
-            If there is no such file.
+            If there is no such file, or it cannot be read.
         """
         try:
-            return bytes(self.fs.cat_file(path))
+            return bytes(self._retried(lambda: self.fs.cat_file(path), f"reading {path!r}"))
+        except HvdEstimatorsError:
+            raise
         except OSError as error:
             raise StoreError(f"The store holds no file {path!r} ({error}).") from error
 
@@ -218,9 +241,14 @@ class Store(ABC):
 
         Raises
         ------
-        OSError
-            If there is no such file, or it cannot be read.
+        FileNotFoundError
+            If there is no such file.
+        StoreError
+            If it cannot be read.
         """
+        return self._retried(lambda: self._ranges(path, ranges), f"reading {path!r}")
+
+    def _ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
         fs = self.fs
         starts = [start for start, _ in ranges]
         if min(starts, default=0) < 0 and not self._takes_suffixes():
@@ -245,13 +273,15 @@ class Store(ABC):
 
         None if there is no such file, or the store does not note it.
         """
-        fs = self.fs
-        # Others write, too, and do not tell this process's cache.
-        fs.invalidate_cache(path)
-        try:
-            found = fs.modified(path)
-        except (FileNotFoundError, NotImplementedError):
-            return None
+
+        def ask() -> Any:
+            self._forget_listings(path)
+            try:
+                return self.fs.modified(path)
+            except (FileNotFoundError, NotImplementedError):
+                return None
+
+        found = self._retried(ask, f"looking for {path!r}")
         # Without a zone it is local time, as everywhere in Python.
         is_time = isinstance(found, datetime.datetime)
         return found.astimezone(datetime.timezone.utc) if is_time else None
@@ -332,28 +362,100 @@ class Store(ABC):
         """Return the full paths of all files below a path, in the order of their names.
 
         A file is below itself; there is nothing below a path that does not exist.
+
+        Raises
+        ------
+        StoreError
+            If the storage does not tell.
         """
-        return sorted(map(self.full_path, self.fs.find(path)))
+        fs = self.fs
+        # Walking a tree, fsspec leaves out by default what it cannot list.
+        walks = type(fs).find is fsspec.AbstractFileSystem.find
+        options = {"on_error": "raise"} if walks else {}
+
+        def list_files() -> list[str]:
+            self._forget_listings(path)
+            try:
+                return list(fs.find(path, **options))
+            except (FileNotFoundError, NotADirectoryError):
+                if self._info(path) is None:
+                    return []
+                raise
+
+        return sorted(map(self.full_path, self._retried(list_files, f"listing {path!r}")))
 
     def names(self, path: str) -> list[str]:
         """Return the names of what is in a directory, in alphabetical order.
 
-        There is nothing in a directory that does not exist.
+        There is nothing in a directory that does not exist, and in a file.
+
+        Raises
+        ------
+        StoreError
+            If the storage does not tell.
         """
-        if not self.fs.isdir(path):
-            return []
-        listed = self.fs.ls(path, detail=False)
+
+        def list_names() -> list[str]:
+            self._forget_listings(path)
+            try:
+                entries = self.fs.ls(path, detail=False)
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+            own = self._path_in_fs(path).rstrip("/")
+            return [entry for entry in entries if entry.rstrip("/") != own]
+
+        listed = self._retried(list_names, f"listing {path!r}")
         return sorted(posixpath.basename(entry.rstrip("/")) for entry in listed)
 
     def delete(self, path: str) -> None:
-        """Delete a file or directory; nothing happens where there is none."""
-        if self.exists(path):
-            self.fs.rm(path, recursive=True)
+        """Delete a file or directory; nothing happens where there is none.
+
+        Raises
+        ------
+        StoreError
+            If it cannot be deleted.
+        """
+
+        def remove() -> None:
+            info = self._info(path)
+            # A file not by rm, which takes some characters for patterns.
+            with contextlib.suppress(FileNotFoundError):  # somebody else did it meanwhile
+                if info is not None and info["type"] == "directory":
+                    self.fs.rm(path, recursive=True)
+                elif info is not None:
+                    self.fs.rm_file(path)
+
+        self._retried(remove, f"deleting {path!r}")
 
     def delete_empty(self, path: str) -> None:
         """Delete a directory if there is nothing in it."""
-        if self.fs.isdir(path) and not self.names(path):
-            self.fs.rmdir(path)
+        info = self._info(path)
+        if info is not None and info["type"] == "directory" and not self.names(path):
+            self._retried(lambda: self.fs.rmdir(path), f"deleting {path!r}")
+
+    def _info(self, path: str) -> dict[str, Any] | None:
+        """Return what fsspec tells of a file or directory; None where there is none."""
+
+        def ask() -> dict[str, Any] | None:
+            self._forget_listings(path)
+            try:
+                found: dict[str, Any] = self.fs.info(path)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            return found
+
+        return self._retried(ask, f"looking for {path!r}")
+
+    def _path_in_fs(self, path: str) -> str:
+        """Return a path as `fs` lists it; see `full_path`."""
+        return path
+
+    def _forget_listings(self, path: str) -> None:
+        """Let the filesystem ask the storage: others may have changed what it has listed."""
+        self.fs.invalidate_cache(path)
+
+    def _retried(self, action: Callable[[], T], what: str) -> T:
+        return with_retries(action, what, self.secrets)
 
     def _data_path(self, path: str | None, default: str) -> str:
         return self.get_full_path(path) if path else f"{self.prefix_path}/{default}"

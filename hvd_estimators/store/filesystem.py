@@ -7,14 +7,20 @@ import io
 import posixpath
 import tempfile
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, Any, cast
 
 import fsspec
 
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.registry import scheme_of
+from hvd_estimators.store.remote_file import RemoteFile
+from hvd_estimators.store.retries import typed_errors
 
 __all__ = ["FilesystemStore"]
+
+_OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
+"""Where there are no directories to make; s3fs would make the bucket."""
 
 
 class FilesystemStore(Store):
@@ -89,38 +95,52 @@ class FilesystemStore(Store):
         super().check()
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading; see `Store.open`."""
+        """Open a file for reading, which reads on after an error; see `Store.open`."""
         if self._is_memory():
             # Its files are one object each, with one position for all who open them.
             return io.BytesIO(self.read(path))
-        return super().open(path)
+        if self.local_path(path) is not None:
+            return super().open(path)
+        file: Any = RemoteFile(lambda: self._open(path), path, self.secrets)
+        return cast("IO[bytes]", file)
 
     def _takes_suffixes(self) -> bool:
         protocols = self.fs.protocol
         names = {protocols} if isinstance(protocols, str) else set(protocols)
         return bool(names & {"s3", "s3a", "gs", "gcs", "memory"})
 
-    def delete(self, path: str) -> None:
-        """Delete a file or directory; nothing happens where there is none."""
-        if self.fs.isfile(path):
-            # Not by rm, which takes some characters for patterns.
-            self.fs.rm_file(path)
-        else:
-            super().delete(path)
-
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a local file, and put that where it belongs when the block ends well.
 
-        An object store shows an object when all of it has come. Other filesystems may show the
-        beginning of it for a moment, unless a subclass does better.
+        An object store shows an object when all of it has come: what was there before stays until
+        then, also where an upload fails. Other filesystems may show the beginning of it for a
+        moment, unless a subclass does better.
         """
+        folder = tempfile.gettempdir()
+        what = f"writing {path!r} to a temporary file first, in {folder!r} (set TMPDIR)"
         with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
-            yield file
-            file.flush()
-            fs = self.fs
+            with typed_errors(what):
+                yield file
+                file.flush()
+            self._retried(lambda: self._upload(file.name, path), f"writing {path!r}")
+
+    def _open(self, path: str) -> IO[bytes]:
+        self._forget_listings(path)
+        file: IO[bytes] = self.fs.open(path, "rb")
+        return file
+
+    def _upload(self, local: str, path: str) -> None:
+        """Make a file of the store of a local one; is called again where it fails."""
+        fs = self.fs
+        if scheme_of(path) not in _OBJECT_STORES:
             fs.makedirs(posixpath.dirname(path), exist_ok=True)
-            fs.put_file(file.name, path)
+        fs.put_file(local, path)
+
+    def delete_empty(self, path: str) -> None:
+        """Delete a directory if there is nothing in it; an object store has no such thing."""
+        if scheme_of(path) not in _OBJECT_STORES:
+            super().delete_empty(path)
 
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
@@ -139,6 +159,9 @@ class FilesystemStore(Store):
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
         fs, path_in_fs = fsspec.core.url_to_fs(path, **self.storage_options)
         return fs, str(path_in_fs)
+
+    def _path_in_fs(self, path: str) -> str:
+        return self._opened(path)[1]
 
     def _is_memory(self) -> bool:
         return self.prefix_path.startswith("memory://")

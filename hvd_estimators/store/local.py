@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlparse
 import fsspec
 
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.retries import typed_errors
 
 __all__ = ["LocalStore"]
 
@@ -47,17 +48,27 @@ class LocalStore(Store):
         # Not percent-encoded: Hadoop takes the characters after the scheme as they are.
         return "file://" + path
 
+    def exists(self, path: str) -> bool:
+        """Return whether a file or directory exists."""
+        return os.path.exists(path)
+
+    def delete(self, path: str) -> None:
+        """Delete a file or directory; see `Store.delete`."""
+        if self.exists(path):
+            self._retried(lambda: self.fs.rm(path, recursive=True), f"deleting {path!r}")
+
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
         """Write to a file beside the target, sync it and rename it when the block ends well."""
         target = Path(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         try:
-            with open(partial, "x+b") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, target)
+            with typed_errors(f"writing {path!r}"):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with open(partial, "x+b") as file:
+                    yield file
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)

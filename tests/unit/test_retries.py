@@ -1,0 +1,238 @@
+"""Which errors of storage are tried again, which become typed errors, and what they say."""
+
+import asyncio
+import errno
+import io
+import logging
+import os
+import ssl
+
+import aiohttp
+import botocore.exceptions
+import pytest
+from s3fs.errors import translate_boto_error
+
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store import retries
+from hvd_estimators.store.errors import Kind, kind_of, redacted, secret_values
+from hvd_estimators.store.remote_file import RemoteFile
+from hvd_estimators.store.retries import is_transient, with_retries
+
+
+@pytest.fixture(autouse=True)
+def time_flies(monkeypatch):
+    """Waiting takes no time; returns how long there was to wait."""
+    clock = [0.0]
+    monkeypatch.setattr(retries.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(
+        retries.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds)
+    )
+    return clock
+
+
+def answer(code, status, operation="PutObject", message="why"):
+    """An error as s3fs makes it of an answer of S3."""
+    response = {
+        "Error": {"Code": code, "Message": message},
+        "ResponseMetadata": {"HTTPStatusCode": status},
+    }
+    return translate_boto_error(botocore.exceptions.ClientError(response, operation))
+
+
+TRANSIENT = [
+    answer("SlowDown", 503),
+    answer("503", 503, "HeadObject"),
+    answer("InternalError", 500),
+    answer("500", 500, "HeadObject"),
+    answer("RequestTimeout", 400),
+    answer("IncompleteBody", 400),
+    answer("SomethingNew", 502),
+    answer("SomethingNew", 429),
+    botocore.exceptions.EndpointConnectionError(endpoint_url="http://127.0.0.1:1"),
+    botocore.exceptions.ConnectionClosedError(endpoint_url="http://127.0.0.1:1"),
+    botocore.exceptions.ReadTimeoutError(endpoint_url="http://127.0.0.1:1"),
+    botocore.exceptions.ConnectTimeoutError(endpoint_url="http://127.0.0.1:1"),
+    botocore.exceptions.IncompleteReadError(actual_bytes=1, expected_bytes=2),
+    aiohttp.ClientPayloadError("Response payload is not completed"),
+    aiohttp.ServerDisconnectedError(),
+    asyncio.TimeoutError(),
+    ConnectionResetError(errno.ECONNRESET, "reset"),
+    OSError(errno.EHOSTUNREACH, "no route"),
+    BrokenPipeError(),
+    ssl.SSLEOFError(8, "EOF occurred in violation of protocol"),
+]
+
+NOT = [
+    (answer("NoSuchKey", 404), Kind.MISSING),
+    (answer("404", 404, "HeadObject"), Kind.MISSING),
+    (answer("NoSuchBucket", 404), Kind.MISSING),
+    (FileNotFoundError("a"), Kind.MISSING),
+    (answer("AccessDenied", 403), Kind.PERMISSION),
+    (answer("403", 403, "HeadObject"), Kind.PERMISSION),
+    (PermissionError(errno.EACCES, "denied", "a"), Kind.PERMISSION),
+    (OSError(errno.EROFS, "read-only"), Kind.PERMISSION),
+    (answer("ExpiredToken", 400), Kind.CREDENTIALS),
+    (answer("400", 400, "HeadObject"), Kind.CREDENTIALS),
+    (answer("InvalidAccessKeyId", 403), Kind.CREDENTIALS),
+    (answer("SignatureDoesNotMatch", 403), Kind.CREDENTIALS),
+    (botocore.exceptions.NoCredentialsError(), Kind.CREDENTIALS),
+    (OSError(errno.ENOSPC, "full"), Kind.SPACE),
+    (OSError(errno.EDQUOT, "quota"), Kind.SPACE),
+    (answer("InvalidRequest", 400), Kind.OTHER),
+    (answer("NotImplemented", 501), Kind.OTHER),
+    (IsADirectoryError(errno.EISDIR, "directory"), Kind.OTHER),
+    (ValueError("no"), Kind.OTHER),
+    (ssl.SSLCertVerificationError("self-signed"), Kind.OTHER),
+]
+
+
+@pytest.mark.parametrize("error", TRANSIENT, ids=repr)
+def test_what_may_pass_is_tried_again(error):
+    assert is_transient(error)
+
+
+@pytest.mark.parametrize(("error", "kind"), NOT, ids=repr)
+def test_what_does_not_pass_is_not_tried_again(error, kind):
+    assert not is_transient(error)
+    assert kind_of(error) is kind
+
+
+def failing(*errors, result="done"):
+    """A function that raises one error after the other, and returns something then."""
+    left = list(errors)
+
+    def call():
+        if left:
+            raise left.pop(0)
+        return result
+
+    return call
+
+
+def test_it_is_called_again_until_it_works_and_long_waits_are_told(caplog, time_flies):
+    with caplog.at_level(logging.WARNING):
+        assert with_retries(failing(*TRANSIENT[:3]), "reading 's3://b/a'") == "done"
+    assert time_flies[0] < 1
+    assert not caplog.records
+
+    action = failing(*TRANSIENT[:12])
+    assert with_retries(action, "reading 's3://b/a'") == "done"
+    (record,) = caplog.records
+    assert "Reading 's3://b/a' fails" in record.getMessage()
+    assert 5 < time_flies[0] < 60
+
+
+def test_in_the_end_it_is_an_error_that_names_path_cause_and_remedy(time_flies):
+    error = answer("SlowDown", 503)
+
+    def throttled():
+        raise error
+
+    with pytest.raises(StoreError, match=r"reading 's3://b/a'.*why.*tried again for 6\d seconds"):
+        with_retries(throttled, "reading 's3://b/a'")
+    assert 60 <= time_flies[0] < 66
+
+
+def test_each_failure_counts_from_the_first_one(time_flies):
+    def slow_then_good(calls=[]):  # noqa: B006 - counts its calls
+        calls.append(1)
+        time_flies[0] += 200  # a client's own retries may take longer than ours
+        if len(calls) == 1:
+            raise ConnectionResetError
+        return len(calls)
+
+    assert with_retries(slow_then_good, "reading 'a'") == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (answer("ExpiredToken", 400), "expired.*storage_options"),
+        (answer("AccessDenied", 403), "permission is denied.*other credentials"),
+        (OSError(errno.ENOSPC, "No space left"), "no space left.*Free space"),
+    ],
+)
+def test_what_a_user_can_set_is_said_at_once(error, message, time_flies):
+    with pytest.raises(StoreError, match=f"writing 's3://b/a': .*{message}") as raised:
+        with_retries(failing(error), "writing 's3://b/a'")
+    assert time_flies[0] == 0
+    assert raised.value.__cause__ is error
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("a"), ValueError("b"), ParamError("c")])
+def test_what_callers_understand_stays_what_it_is(error):
+    with pytest.raises(type(error)) as raised:
+        with_retries(failing(error), "reading 'a'")
+    assert raised.value is error
+
+
+def test_messages_hold_no_secrets():
+    options = {"key": "AKIAEXAMPLE", "client_kwargs": {"aws_session_token": "tok/en+1234"}}
+    secrets = secret_values({**options, "endpoint_url": "http://127.0.0.1", "secret": "s3cr3t!"})
+    assert secrets == {"AKIAEXAMPLE", "tok/en+1234", "s3cr3t!"}
+
+    for error in (
+        PermissionError("the key AKIAEXAMPLE is no good"),
+        ValueError("https://host/a?sv=1&sig=abc%2Fdef&se=2"),
+        FileNotFoundError("s3://AKIA:s3cr3t!@bucket/a"),
+    ):
+        with pytest.raises((StoreError, FileNotFoundError)) as raised:
+            with_retries(failing(error), "reading 'a'", secrets)
+        assert "***" in str(raised.value)
+        assert raised.value.__cause__ is None
+        assert raised.value.__suppress_context__
+    assert redacted("https://host/a?sv=1&sig=abc%2Fdef&se=2") == "https://host/a?sv=1&sig=***&se=2"
+    assert redacted("s3://AKIA:se/cret@bucket/a") == "s3://***@bucket/a"
+
+
+class Breaking(io.BytesIO):
+    """A file whose reads fail at certain calls."""
+
+    calls = 0
+    fails_at: tuple[int, ...] = ()
+
+    def read(self, size=-1):
+        Breaking.calls += 1
+        if Breaking.calls in Breaking.fails_at:
+            super().read(2)  # its position is lost
+            raise ConnectionResetError(errno.ECONNRESET, "reset")
+        return super().read(size)
+
+
+def test_a_file_reads_on_where_it_was(monkeypatch):
+    content = os.urandom(1000)
+    monkeypatch.setattr(Breaking, "calls", 0)
+    monkeypatch.setattr(Breaking, "fails_at", (2, 3, 5))
+    with RemoteFile(lambda: Breaking(content), "s3://b/a") as file:
+        assert file.size == 1000
+        parts = [file.read(100), file.read(150)]
+        assert file.tell() == 250
+        buffer = bytearray(250)
+        assert file.readinto(buffer) == 250
+        parts += [bytes(buffer), file.read()]
+        assert b"".join(parts) == content
+        assert file.read(1) == b""
+        assert file.seek(-10, os.SEEK_END) == 990
+        assert file.read() == content[990:]
+    assert file.closed
+    assert Breaking.calls == 9
+
+    # A buffer over it sees nothing of this either.
+    monkeypatch.setattr(Breaking, "fails_at", (11,))
+    with io.BufferedReader(RemoteFile(lambda: Breaking(content), "s3://b/a"), 64) as file:
+        assert file.read() == content
+
+
+def test_a_file_that_has_become_another_is_an_error(monkeypatch):
+    contents = [b"a" * 100, b"b" * 99]
+    monkeypatch.setattr(Breaking, "calls", 0)
+    monkeypatch.setattr(Breaking, "fails_at", (2,))
+    with RemoteFile(lambda: Breaking(contents.pop(0)), "s3://b/a") as file:
+        file.read(10)
+        with pytest.raises(StoreError, match=r"another file meanwhile .99 bytes instead of 100"):
+            file.read(10)
+
+
+def test_a_missing_file_is_told_when_it_is_opened():
+    with pytest.raises(FileNotFoundError):
+        RemoteFile(failing(FileNotFoundError("a")), "s3://b/a")
