@@ -16,6 +16,8 @@ os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 # Everything that these tests start inherits it, also where its parent has gone.
 os.environ["HVD_ESTIMATORS_TESTS"] = str(os.getpid())
 
+pytest_plugins = ("servers.fixtures",)
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes many minutes, unless ``-m`` names it."""
@@ -30,16 +32,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def spark() -> Iterator[object]:
     """A session with three task slots, shared by all tests."""
     from pyspark.sql import SparkSession
+    from servers.jars import s3a_jars
 
-    session = (
+    builder = (
         SparkSession.builder.master("local[3]")
         .appName("hvd_estimators tests")
         .config("spark.ui.enabled", "false")
         .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.shuffle.partitions", "2")
         .config("spark.driver.memory", "2g")
-        .getOrCreate()
     )
+    if archives := s3a_jars():
+        builder = builder.config("spark.driver.extraClassPath", os.pathsep.join(archives))
+    session = builder.getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     # pyspark.ml starts a session of its own where a model is saved and there is none.
     assert session.sparkContext.master == "local[3]", "a test used Spark without this fixture"

@@ -1,0 +1,57 @@
+"""The servers as fixtures: started when the first test asks for one, and ended with the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from servers.hdfs import Hdfs
+from servers.jars import jars, s3a_folder
+from servers.s3 import S3
+
+
+@pytest.fixture(scope="session")
+def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
+    """A NameNode and a DataNode."""
+    cluster = Hdfs(tmp_path_factory.mktemp("hdfs"), jars("hadoop"))
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
+    """An S3 server, for Python; a test that lets Spark reach it takes `s3a` as well."""
+    server = S3(tmp_path_factory.mktemp("s3"))
+    server.start_process()
+    yield server
+    server.end_process()
+
+
+@pytest.fixture(scope="session")
+def s3a(s3: S3, spark: object) -> S3:
+    """The same server, which the session's Spark reaches by ``s3a://``."""
+    jars(s3a_folder())
+    s3.configure(spark)
+    return s3
+
+
+@pytest.fixture(scope="session")
+def dbfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in the place of ``/dbfs``."""
+    folder = tmp_path_factory.mktemp("mount") / "dbfs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
+    """The same folder, which the session's Spark knows as ``dbfs:/``, as on Databricks."""
+    configuration = spark.sparkContext._jsc.hadoopConfiguration()
+    overloaded = "org.apache.hadoop.fs.viewfs.ViewFileSystemOverloadScheme"
+    configuration.set("fs.dbfs.impl", overloaded)
+    configuration.set("fs.viewfs.mounttable.default.linkFallback", dbfs.as_uri())
+    return dbfs

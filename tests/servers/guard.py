@@ -1,0 +1,25 @@
+"""Runs a command while standard input is open: it ends with whoever holds the other end.
+
+A pipe closes however its owner ends, so that a server does not outlive a test run that is killed.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+
+def main(command: list[str]) -> int:
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def end_with_owner() -> None:
+        sys.stdin.buffer.read()
+        server.kill()
+
+    threading.Thread(target=end_with_owner, daemon=True).start()
+    return server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,173 @@
+"""A real HDFS: a NameNode and a DataNode, each a process of its own, on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+from servers.processes import Server, free_ports
+
+_JAVA = [
+    "-Xmx256m",
+    # They start in half of the time, which counts for more here than how fast they get.
+    "-XX:TieredStopAtLevel=1",
+    "-XX:+UseSerialGC",
+    "-XX:-UsePerfData",
+]
+_SERVER = "org.apache.hadoop.hdfs.server"
+_LOGGING = """
+status = warn
+appender.console.type = Console
+appender.console.name = console
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{HH:mm:ss.SSS} %p %c{1}: %m%n
+rootLogger.level = warn
+rootLogger.appenderRef.console.ref = console
+"""
+
+
+class Hdfs:
+    """A cluster of one NameNode and one DataNode, empty when it starts.
+
+    Its superuser is the user who runs the tests, and everybody else may write below ``/public``.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the servers keep everything.
+    jars : sequence of str
+        What Hadoop is made of.
+
+    Attributes
+    ----------
+    host, port : str, int
+        Where the NameNode is.
+    url : str
+        A folder that is empty at first.
+    conf_dir : Path
+        A Hadoop configuration that names the cluster as the default filesystem.
+    """
+
+    def __init__(self, folder: Path, jars: Sequence[str]) -> None:
+        self._folder = folder
+        self._jars = jars
+        self.host = "127.0.0.1"
+        self.port, self._http_port, *datanode = free_ports(5)
+        self.url = f"hdfs://{self.host}:{self.port}/tests"
+        self.conf_dir = folder / "conf"
+        self.conf_dir.mkdir(parents=True)
+        root = f"hdfs://{self.host}:{self.port}"
+        _write_settings(self.conf_dir / "core-site.xml", {"fs.defaultFS": root})
+        addresses = [f"dfs.datanode.{of}address" for of in ("", "http.", "ipc.")]
+        hdfs_site = {
+            "dfs.replication": "1",
+            "dfs.namenode.name.dir": f"file://{folder}/name",
+            "dfs.datanode.data.dir": f"file://{folder}/data",
+            "dfs.namenode.http-address": f"{self.host}:{self._http_port}",
+            **{name: f"{self.host}:{port}" for name, port in zip(addresses, datanode, strict=True)},
+            # One that is gone is noticed within seconds, not ten minutes.
+            "dfs.heartbeat.interval": "1",
+            "dfs.namenode.heartbeat.recheck-interval": "1000",
+            "dfs.namenode.safemode.extension": "0",
+            "dfs.blockreport.initialDelay": "0",
+            "dfs.block.scanner.volume.bytes.per.second": "0",
+            # There is no second one that could take the place of one that fails.
+            "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
+        }
+        _write_settings(self.conf_dir / "hdfs-site.xml", hdfs_site)
+        (self.conf_dir / "log4j2.properties").write_text(_LOGGING)
+
+    def start(self) -> None:
+        """Format the filesystem, start both servers and wait until files can be written."""
+        # It asks for the NameNode until that is there.
+        self._datanode = self._run("datanode.DataNode")
+        try:
+            output = self._folder / "format.txt"
+            with open(output, "wb") as file:
+                command = self._command("namenode.NameNode", "-format", "-nonInteractive")
+                done = subprocess.run(
+                    command, stdout=file, stderr=subprocess.STDOUT, check=False, timeout=90
+                )
+            assert done.returncode == 0, output.read_text()
+            self._namenode = self._run("namenode.NameNode")
+            self._namenode.wait_until(lambda: bool(self._state()), "ready")
+            self._await_datanode()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End both servers."""
+        for server in (self._datanode, getattr(self, "_namenode", None)):
+            if server is not None:
+                server.kill()
+
+    def kill_datanode(self, wait: bool = False) -> None:
+        """Kill the DataNode; with ``wait``, wait until the NameNode has noticed: 12 seconds."""
+        self._datanode.kill()
+        if wait:
+
+            def is_alone() -> bool:
+                return self._state().get("NumLiveDataNodes") == 0
+
+            self._namenode.wait_until(is_alone, "without its DataNode")
+
+    def start_datanode(self) -> None:
+        """Start the DataNode again, with what it has stored, and wait until it is used."""
+        self._datanode = self._run("datanode.DataNode")
+        self._await_datanode()
+
+    def shell(self, *arguments: str) -> str:
+        """Run ``hdfs dfs`` with arguments, and return what it prints."""
+        command = [*self._java(), "org.apache.hadoop.fs.FsShell", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def _await_datanode(self) -> None:
+        def is_used() -> bool:
+            state = self._state()
+            # It is known before it has told which blocks it has.
+            return state.get("NumLiveDataNodes") == 1 and state["MissingBlocks"] == 0
+
+        self._datanode.wait_until(is_used, "ready")
+
+    def _state(self) -> dict[str, Any]:
+        """Return what the NameNode says of itself; nothing while it cannot be used."""
+        query = "Hadoop:service=NameNode,name=FSNamesystem*"
+        url = f"http://{self.host}:{self._http_port}/jmx?qry={query}"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                beans = json.load(answer)["beans"]
+        except (OSError, ValueError):
+            return {}
+        state = {name: value for bean in beans for name, value in bean.items()}
+        # It is in safe mode until all blocks have been reported.
+        return state if state.get("FSState") == "Operational" else {}
+
+    def _run(self, server: str) -> Server:
+        name = server.partition(".")[2]
+        return Server(name, self._command(server), self._folder / f"{name}.txt")
+
+    def _command(self, server: str, *arguments: str) -> list[str]:
+        return [*self._java(), f"{_SERVER}.{server}", *arguments]
+
+    def _java(self) -> list[str]:
+        home = os.environ.get("JAVA_HOME")
+        java = f"{home}/bin/java" if home else shutil.which("java") or "java"
+        return [java, *_JAVA, "-cp", os.pathsep.join([str(self.conf_dir), *self._jars])]
+
+
+def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
+    properties = "".join(
+        f"<property><name>{escape(name)}</name><value>{escape(value)}</value></property>\n"
+        for name, value in settings.items()
+    )
+    path.write_text(f"<configuration>\n{properties}</configuration>\n")
