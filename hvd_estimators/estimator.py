@@ -9,11 +9,11 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.runs import RowOrder, in_use
+from hvd_estimators.fitting.runs import FoundRun, RowOrder, in_use
 from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
@@ -27,6 +27,7 @@ from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.store import Store
+from hvd_estimators.store.checkpoints import CheckpointInfo, check_whole, find_whole
 from hvd_estimators.training.handover import Handover, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
@@ -87,6 +88,7 @@ class HorovodEstimator(EstimatorHooks):
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         backend = self._ready_backend()
+        self._check_monitored(self.getOrDefault("validation") is not None)
         with contextlib.ExitStack() as stack:
             with jobs_on(dataset):
                 trial = self._try_frame(dataset)
@@ -102,21 +104,37 @@ class HorovodEstimator(EstimatorHooks):
         """Train on a dataset and return the model; ``trial`` is of the DataFrame's schema."""
         tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
-        run = self._run_paths(
+        self._check_monitored(manifest.validation is not None)
+        found = self._find_run(
             self._framework, self._fingerprint(manifest, self._model_identity(tried))
         )
-        store, checkpoint = self.getOrDefault("store"), run.checkpoint_path
-        if checkpoint is not None and store.exists(checkpoint):
-            self._check_checkpoint(checkpoint)
+        self._check_found(found, tried)
         given = self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
 
         def spec_for(num_ranks: int) -> TrainSpec:
-            common = self._common_spec(manifest, num_ranks, run, seed)
+            common = self._common_spec(manifest, num_ranks, found, seed)
             self._check_spec(common, tried)
             return self._make_spec(common, tried)
 
         return self._run(backend, spec_for, tried)
+
+    def _check_monitored(self, has_validation: bool) -> None:
+        """Make sure that what tells the best checkpoint is measured, as far as that is known."""
+        self._check_monitor(self._metric_names(), has_validation or self._validates_itself())
+
+    def _check_found(self, found: FoundRun, trial: Trial) -> None:
+        """Make sure that the ranks can go on from one of the checkpoints that there are."""
+        store: Store = self.getOrDefault("store")
+
+        def look(info: CheckpointInfo) -> None:
+            try:
+                self._check_checkpoint(info.path, trial)
+            except StoreError:
+                check_whole(store, info)
+                raise
+
+        find_whole(store, found.run, look, found.checkpoints)
 
     def _run(
         self, backend: Backend, spec_for: Callable[[int], TrainSpec], trial: Trial

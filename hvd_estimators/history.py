@@ -6,13 +6,10 @@ per epoch. `history_rows` reads both. Runs on the driver.
 
 from __future__ import annotations
 
-import math
-import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from hvd_estimators.training.monitoring import numbers
 from hvd_estimators.training.spec import EpochMetrics
 
 __all__ = ["HistoryRow", "as_keras_history", "as_records", "history_rows"]
@@ -59,7 +56,7 @@ def history_rows(history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, An
         for epoch in epochs
         for stage in ("train", "validation")
         for key, measured in (epoch.get(stage) or {}).items()
-        for name, value in _numbers(key, measured)
+        for name, value in numbers(key, measured)
     ]
 
 
@@ -74,19 +71,3 @@ def _of_keras(history: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
         for epoch, value in zip(epochs, values, strict=False):
             epoch[stage][name.removeprefix(_VALIDATION)] = value
     return epochs
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of what was measured: of groups of metrics, and of arrays, each."""
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _numbers(str(key), entry)
-    elif isinstance(value, np.ndarray) and value.ndim:
-        yield from _numbers(name, value.tolist())
-    elif isinstance(value, (list, tuple)):
-        for index, entry in enumerate(value):
-            yield from _numbers(f"{name}_{index}", entry)
-    elif value is None:
-        yield name, math.nan
-    elif isinstance(value, numbers.Number) or hasattr(value, "item"):
-        yield name, float(value)

@@ -29,9 +29,6 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
     out, and a `TrainSpec`, which says what the ranks are told.
     """
 
-    _framework: ClassVar[str]
-    """Begins the names of new runs."""
-
     _state_reader: ClassVar[str] = "the framework"
     """What opens a trained state, for messages."""
 
@@ -50,6 +47,7 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
                 raise ParamError(f"{name} is not set. Set {name}.")
         labels = len(self.getOrDefault("label_cols"))
         self._check_run()
+        self._check_checkpoints()
         self._check_loss_weights(labels)
         self._check_classification(labels)
         self._check_reading()
@@ -92,6 +90,14 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
         if trial.output_shapes:
             self._class_scores(list(trial.output_shapes))
 
+    def _metric_names(self) -> list[str] | None:
+        """Return the names of what is measured in training; None where only the ranks know."""
+        return None
+
+    def _validates_itself(self) -> bool:
+        """Return whether the ranks may validate where the dataset has no rows for it."""
+        return False
+
     @abc.abstractmethod
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         """Return what tells model and optimizer from others, but for their weights.
@@ -100,11 +106,12 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
         finds the same.
         """
 
-    def _check_checkpoint(self, path: str) -> None:
-        """Make sure that the ranks can go on from the checkpoint of a run that is there already.
+    def _check_checkpoint(self, path: str, trial: Trial) -> None:
+        """Make sure that the ranks can go on from a checkpoint of a run that is there already.
 
-        Called before anything starts, with the checkpoint's file. A framework whose ranks write it
-        with `hvd_estimators.training.state.write_state` calls `check_state`.
+        Called before anything starts, with the newest checkpoint's file, and with those before
+        where that one is damaged. A framework whose ranks write it with
+        `hvd_estimators.training.checkpoints.CheckpointWriter` calls `check_state`.
 
         Raises
         ------

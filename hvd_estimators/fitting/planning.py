@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 
 from hvd_estimators.fitting.run_params import RunParams
-from hvd_estimators.fitting.runs import RowOrder, recorded_order
+from hvd_estimators.fitting.runs import FoundRun, RowOrder, find_run
 from hvd_estimators.fitting.trials import DRY_RUN_ROWS
 from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.readers import check_shards
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.params.checkpoints import CheckpointParams
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.params.ranks import RankParams
 from hvd_estimators.params.reading import ReadingParams
@@ -20,7 +21,6 @@ from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import first_rows
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.store import RunPaths
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]
@@ -29,7 +29,13 @@ logger = logging.getLogger(__name__)
 
 
 class TrainPlanning(
-    RunParams, ColumnParams, TrainingParams, RankParams, ReadingParams, TransformationParams
+    RunParams,
+    CheckpointParams,
+    ColumnParams,
+    TrainingParams,
+    RankParams,
+    ReadingParams,
+    TransformationParams,
 ):
     """Makes of a dataset and of an estimator's params what ranks are told."""
 
@@ -47,7 +53,7 @@ class TrainPlanning(
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
         if run_id is None or self._grid_index is not None:
             return num_ranks
-        order = recorded_order(store, store.run_paths(run_id))
+        order = find_run(store, store.run_paths(run_id)).row_order
         if order is None:
             return num_ranks
         num_shards = order.canonical_shards
@@ -55,7 +61,7 @@ class TrainPlanning(
         return num_shards
 
     def _common_spec(
-        self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, seed: int
+        self, manifest: DatasetManifest, num_ranks: int, found: FoundRun, seed: int
     ) -> TrainSpec:
         """Return what the trainers of all frameworks are told; ``seed`` is of the rows' order.
 
@@ -67,7 +73,7 @@ class TrainPlanning(
             If these ranks cannot go on with it.
         """
         get = self.getOrDefault
-        order = recorded_order(get("store"), run) or RowOrder(num_ranks, seed)
+        order, run = found.row_order or RowOrder(num_ranks, seed), found.run
         check_shards(get("data_module"), order.canonical_shards, num_ranks, run.run_id)
         return TrainSpec(
             data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),
@@ -82,6 +88,7 @@ class TrainPlanning(
             mp_start_method=get("mp_start_method"),
             callbacks=tuple(get("callbacks")),
             verbose=get("verbose"),
+            checkpoints=self._checkpoint_options(self._framework),
         )
 
     def _plan(

@@ -12,18 +12,29 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.runs import Fits, check_run, data_identity, digest, named
+from hvd_estimators.fitting.runs import (
+    Fits,
+    FoundRun,
+    check_run,
+    data_identity,
+    digest,
+    find_run,
+    named,
+)
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, text
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store import Store
 
 __all__ = ["RunParams"]
 
 
 class RunParams(Estimator[HorovodModel], ColumnParams):
     """An estimator's ``store`` and ``run_id``, and a run of its own for each fit of a grid."""
+
+    _framework: ClassVar[str]
+    """Begins the names of new runs, and says what has written their checkpoints."""
 
     _run_settings: ClassVar[tuple[str, ...]] = (
         *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
@@ -65,14 +76,16 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
         }
 
-    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
+    def _find_run(self, prefix: str, fingerprint: Mapping[str, Any]) -> FoundRun:
+        """Return the fit's run, and what the store holds of it already, which has to fit."""
         get = self.getOrDefault
         run_id = self._new_run_id(prefix)
         if self._grid_index is not None:
             run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
         run = replace(get("store").run_paths(run_id), fingerprint=fingerprint)
-        check_run(get("store"), run)
-        return run
+        found = find_run(get("store"), run)
+        check_run(found)
+        return found
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]

@@ -20,56 +20,25 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.parquet.manifest import DatasetManifest, Split
 from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import positions
 
 __all__ = [
     "Fits",
+    "FoundRun",
     "RowOrder",
     "check_run",
     "data_identity",
     "digest",
+    "find_run",
     "in_use",
     "named",
-    "recorded_order",
 ]
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()
 _in_use: set[tuple[str, str]] = set()
-
-
-def check_run(store: Store, run: RunPaths) -> None:
-    """Make sure that a run's checkpoint, where there is one, is of the same as a fit.
-
-    One of a version that noted nothing is gone on from, with a warning: it was asked for by name.
-
-    Raises
-    ------
-    ParamError
-        If it is of other data, another model or other settings.
-    """
-    path = run.checkpoint_path
-    if path is None or not store.exists(path):
-        return
-    notes = _notes_path(run)
-    if not store.exists(notes):
-        logger.warning(
-            "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
-            "no %s). It is gone on from unchecked.",
-            run.run_id,
-            notes,
-        )
-        return
-    found = json.loads(store.read(notes).decode()).get("fingerprint", {})
-    wanted = _as_json(run.fingerprint)
-    differences = _differences(found, wanted)
-    if differences:
-        raise ParamError(
-            f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
-            f"trained with {'; '.join(differences)}. Set another run_id (or none: each fit then "
-            "has a run of its own), or what it was trained with. To go on from it all the same, "
-            f"delete {notes!r}."
-        )
 
 
 @dataclass(frozen=True)
@@ -88,21 +57,77 @@ class RowOrder:
     random_seed: int
 
 
-def recorded_order(store: Store, run: RunPaths) -> RowOrder | None:
-    """Return the order of rows of a run that is gone on with; None for one that begins.
+@dataclass(frozen=True)
+class FoundRun:
+    """What the store holds of a run, as it was found before a fit.
 
-    None, too, for a run of a version that did not note it.
+    Attributes
+    ----------
+    run : RunPaths
+        The run.
+    checkpoints : tuple of Position
+        Its checkpoints.
+    notes : mapping or None
+        What was noted beside them; None if nothing was, or if there are none.
     """
-    path, notes = run.checkpoint_path, _notes_path(run)
-    if path is None or not store.exists(path) or not store.exists(notes):
-        return None
-    order = json.loads(store.read(notes).decode()).get("row_order")
-    return None if order is None else RowOrder(**order)
+
+    run: RunPaths
+    checkpoints: tuple[Position, ...] = ()
+    notes: Mapping[str, Any] | None = None
+
+    @property
+    def row_order(self) -> RowOrder | None:
+        """The order of rows of a run that is gone on with; None for one that begins.
+
+        None, too, for a run of a version that did not note it.
+        """
+        order = (self.notes or {}).get("row_order")
+        return None if order is None else RowOrder(**order)
+
+
+def find_run(store: Store, run: RunPaths) -> FoundRun:
+    """Look for a run in the store."""
+    found = tuple(positions(store, run))
+    if not found or not store.exists(_notes_path(run)):
+        return FoundRun(run, found)
+    return FoundRun(run, found, json.loads(store.read(_notes_path(run)).decode()))
+
+
+def check_run(found: FoundRun) -> None:
+    """Make sure that a run's checkpoints, where there are any, are of the same as a fit.
+
+    Those of a version that noted nothing are gone on from, with a warning: it was asked for by
+    name.
+
+    Raises
+    ------
+    ParamError
+        If they are of other data, another model or other settings.
+    """
+    run, notes = found.run, found.notes
+    if not found.checkpoints:
+        return
+    if notes is None:
+        logger.warning(
+            "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
+            "no %s). It is gone on from unchecked.",
+            run.run_id,
+            _notes_path(run),
+        )
+        return
+    differences = _differences(notes.get("fingerprint", {}), _as_json(run.fingerprint))
+    if differences:
+        raise ParamError(
+            f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
+            f"trained with {'; '.join(differences)}. Set another run_id (or none: each fit then "
+            "has a run of its own), or what it was trained with. To go on from it all the same, "
+            f"delete {_notes_path(run)!r}."
+        )
 
 
 def _note(store: Store, run: RunPaths, order: RowOrder | None) -> None:
     """Note beside a run's checkpoint, which may not be there yet, what it is of."""
-    if run.checkpoint_path is not None:
+    if run.checkpoints_path is not None:
         document = {"run_id": run.run_id, "fingerprint": _as_json(run.fingerprint)}
         if order is not None:
             document["row_order"] = asdict(order)
@@ -132,7 +157,7 @@ def in_use(store: Store, run: RunPaths, order: RowOrder | None = None) -> Iterat
         if key in _in_use:
             raise ParamError(
                 f"run_id: {run.run_id!r} is being trained by another fit of this application, "
-                "which writes the same checkpoint. Set another run_id, or none."
+                "which writes the same checkpoints. Set another run_id, or none."
             )
         _in_use.add(key)
     try:
@@ -149,8 +174,8 @@ def in_use(store: Store, run: RunPaths, order: RowOrder | None = None) -> Iterat
 
 def _tidy(store: Store, run: RunPaths) -> None:
     """Delete the notes of a run from which nothing is left, and its folder if it is empty."""
-    if run.checkpoint_path is not None:
-        if store.exists(run.checkpoint_path):
+    if run.checkpoints_path is not None:
+        if positions(store, run):
             return
         store.delete(_notes_path(run))
     store.delete_empty(run.run_path)

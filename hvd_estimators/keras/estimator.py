@@ -116,14 +116,19 @@ class KerasEstimator(KerasParams):
         identity = model_identity(trial.dry_run.model, other_rate)
         return {**identity, "loss": named(trial.settings.loss)}
 
-    def _check_checkpoint(self, path: str) -> None:
+    def _check_checkpoint(self, path: str, trial: Any) -> None:
+        if not all(optimizer.built for optimizer in model_optimizers(trial.dry_run.model)):
+            raise ParamError(
+                f"run_id: {self.getOrDefault('run_id')!r} cannot be resumed, as optimizers among "
+                "the model's attributes are not built and would lose their state. Set another "
+                "run_id, or call build() of each optimizer with its variables before fit()."
+            )
         check_state(self.getOrDefault("store"), path)
 
     def _check_spec(self, common: TrainSpec, trial: Any) -> None:
         check_batches(trial.dry_run.model, common.data)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
-        self._check_resume(trial.dry_run.model, common.run.checkpoint_path)
 
     def _make_spec(self, common: TrainSpec, trial: Any) -> TrainSpec:
         get = self.getOrDefault
@@ -199,13 +204,3 @@ class KerasEstimator(KerasParams):
             compares=has_loss(get("model")) or settings.compares,
         )
         return dry_run, settings
-
-    def _check_resume(self, model: keras.Model, path: str | None) -> None:
-        """Refuse to go on where the state of all optimizers cannot be restored."""
-        ready = all(optimizer.built for optimizer in model_optimizers(model))
-        if not ready and path is not None and self.getOrDefault("store").exists(path):
-            raise ParamError(
-                f"run_id: {self.getOrDefault('run_id')!r} cannot be resumed, as optimizers among "
-                "the model's attributes are not built and would lose their state. Set another "
-                "run_id, or call build() of each optimizer with its variables before fit()."
-            )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import posixpath
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -171,8 +170,8 @@ class KeptModel:
         Its path is replaced.
     directory : str
         A local directory for its file.
-    checkpoint_path : str or None
-        The run's checkpoint, beside which the file is kept; None where runs are not kept.
+    checkpoints_path : str or None
+        The directory of the run's checkpoints, where it is kept, too; None where runs are not.
     store : Store
         Opens it.
     """
@@ -181,7 +180,7 @@ class KeptModel:
         self,
         callback: keras.callbacks.ModelCheckpoint,
         directory: str,
-        checkpoint_path: str | None,
+        checkpoints_path: str | None,
         store: Store,
     ) -> None:
         suffix = ".weights.h5" if callback.save_weights_only else ".keras"
@@ -190,8 +189,8 @@ class KeptModel:
         self._store = store
         self._stored_at: str | None = None
         self._written = 0
-        if checkpoint_path is not None:
-            self._stored_at = posixpath.join(posixpath.dirname(checkpoint_path), f"kept{suffix}")
+        if checkpoints_path is not None:
+            self._stored_at = f"{checkpoints_path}/kept{suffix}"
 
     def fetch(self) -> None:
         """Get what an earlier part of the run kept."""

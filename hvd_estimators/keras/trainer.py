@@ -44,11 +44,12 @@ from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState, restore, write_state
+from hvd_estimators.training.state import RunState
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
@@ -116,8 +117,9 @@ class _Trainer:
         self.logs = RunDirectory(spec.store, logs)
         if spec.checkpoint_callback is not None and self.rank == 0:
             self.kept = KeptModel(
-                spec.checkpoint_callback, directory, spec.run.checkpoint_path, spec.store
+                spec.checkpoint_callback, directory, spec.run.checkpoints_path, spec.store
             )
+        self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.restored = self._restore()
         optimizers = model_optimizers(self.model)
         broadcast_variables(
@@ -145,7 +147,7 @@ class _Trainer:
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
         progress = Progress(spec, self.rank)
-        with data, self.logs, EventWriter(self.logs.path) as writer, progress:
+        with data, self.logs, EventWriter(self.logs.path) as writer, progress, self.checkpoints:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
             end = EpochEnd(stateful, history, states, writer, self._save)
@@ -231,7 +233,7 @@ class _Trainer:
         def load(file: IO[bytes]) -> None:
             load_weights(self.model, file)
 
-        state = restore(store, run.checkpoint_path, exchange, self.rank, load)
+        state = restore(store, run, exchange, self.rank, load)
         if state is not None:
             if self.kept is not None:
                 self.kept.fetch()
@@ -246,8 +248,8 @@ class _Trainer:
         self.logs.sync()
         if self.kept is not None:
             self.kept.upload()
-        path, data = self.spec.run.checkpoint_path, self.spec.data
-        if path is None:
+        data = self.spec.data
+        if self.spec.run.checkpoints_path is None:
             return
         own = captured(self.turns.shards, self.streams.capture)
         streams = exchange.gather(own, "checkpoint.streams")
@@ -255,7 +257,7 @@ class _Trainer:
             random = of_shards(streams, data.num_shards)
             parts = {"callbacks": list(callbacks())}
             state = RunState(len(history), 0, data.num_shards, history, random, parts)
-            write_state(self.spec.store, path, state, lambda file: save_file(self.model, file))
+            self.checkpoints.save(state, lambda file: save_file(self.model, file))
 
     def _final_state(self) -> LocalFile | None:
         if self.rank != 0:

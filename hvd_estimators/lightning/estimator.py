@@ -91,6 +91,12 @@ class LightningEstimator(LightningParams):
         inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
         return Trial(row_shapes(module, inputs, self._tensor_spec()) or None)
 
+    def _metric_names(self) -> list[str] | None:
+        return None  # modules and callbacks log what they like
+
+    def _validates_itself(self) -> bool:
+        return is_lightning_data(self.getOrDefault("data_module"))
+
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         identity = super()._model_identity(trial)
         module, get = self.getOrDefault("model"), self.getOrDefault

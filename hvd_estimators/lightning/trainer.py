@@ -9,7 +9,7 @@ import pickle
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import cloudpickle
 import horovod.torch as hvd
@@ -28,6 +28,8 @@ from hvd_estimators.lightning.users_data import (
 )
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.loading.sharding import played_shards
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
@@ -35,12 +37,13 @@ from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_di
 from hvd_estimators.torch.serialization import dump_module, load_module, save_state
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState, restore, write_state
+from hvd_estimators.training.state import RunState
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
@@ -132,6 +135,8 @@ class _Trainer:
             self.module.train_spec = spec
         self.objects: TrainerObjects = pickle.loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
+        self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+        self.restored_path: str | None = None
         self.restored = self._restore()
         # On each rank: profilers write files of each.
         self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
@@ -144,6 +149,7 @@ class _Trainer:
             progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
             stack.enter_context(self.logs)
+            stack.enter_context(self.checkpoints)
             stack.enter_context(self.spec.store.options_for_others())
             return self._train(stack, progress, scratch)
 
@@ -190,7 +196,7 @@ class _Trainer:
         # Before all others, and after all others.
         connected: Any = trainer
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
-        path = spec.run.checkpoint_path if done else None
+        path = self.restored_path if done else None
         trainer.fit(self.module, ckpt_path=path, weights_only=False, **data)
         if len(recorder.history) > done:
             run_checkpoint.save(trainer)
@@ -273,33 +279,36 @@ class _Trainer:
         return spec.flavor.get("Trainer")(**{**given, **self.objects.arguments})
 
     def _checkpoint_directory(self, scratch: str) -> str:
-        path = self.spec.run.checkpoint_path
-        return scratch if path is None else path.rpartition("/")[0]
+        return self.spec.run.checkpoints_path or scratch
 
     def _restore(self) -> RunState | None:
         """Return how far the run has come, where it has a checkpoint; the Trainer loads that."""
         run = self.spec.run
-        state = restore(
-            self.spec.store, run.checkpoint_path, exchange, self.rank, lambda file: None
-        )
-        if state is not None and self.rank == 0:
-            logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
+        held: dict[str, Any] = {}
+
+        def load(file: IO[bytes]) -> None:
+            held.update(torch.load(file, map_location="cpu", weights_only=False))
+
+        state = restore(self.spec.store, run, exchange, self.rank, load)
+        if state is not None:
+            self.restored_path = checkpoint_path(run, Position(state.epoch, state.rows))
+            self.checkpoint_io.hold(self.restored_path, held)
+            if self.rank == 0:
+                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
         return state
 
     def _save(self, history: Sequence[EpochMetrics], checkpoint: Mapping[str, Any]) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
         self.logs.sync()
-        path, data = self.spec.run.checkpoint_path, self.spec.data
-        if path is None:
+        data = self.spec.data
+        if self.spec.run.checkpoints_path is None:
             return
         own = captured(self.shards, self.streams.capture)
         streams = exchange.gather(own, "checkpoint.streams")
         if self.rank == 0:
             random = of_shards(streams, data.num_shards)
             state = RunState(len(history), 0, data.num_shards, tuple(history), random)
-            write_state(
-                self.spec.store, path, state, lambda file: torch.save(dict(checkpoint), file)
-            )
+            self.checkpoints.save(state, lambda file: torch.save(dict(checkpoint), file))
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)

@@ -17,6 +17,7 @@ from typing import IO, Any, TypeVar
 import fsspec
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
+from hvd_estimators.store.checkpoint_names import listed
 from hvd_estimators.store.errors import secret_values
 from hvd_estimators.store.registry import store_class
 from hvd_estimators.store.retries import with_retries
@@ -39,19 +40,23 @@ class RunPaths:
         Name of the run.
     run_path : str
         Directory of the run.
-    checkpoint_path : str or None
-        The newest checkpoint's file; None where the store keeps no runs.
+    checkpoints_path : str or None
+        Directory of the checkpoints, see `hvd_estimators.store.checkpoints`; None where the store
+        keeps no runs.
     logs_path : str or None
         Directory of the TensorBoard event files; None where the store keeps no runs.
     fingerprint : mapping
         What the run is of, see `hvd_estimators.fitting.runs`.
+    checkpoint_filename : str
+        What the names of the checkpoints' files begin with.
     """
 
     run_id: str
     run_path: str
-    checkpoint_path: str | None
+    checkpoints_path: str | None
     logs_path: str | None
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
+    checkpoint_filename: str = "checkpoint"
 
 
 class Store(ABC):
@@ -73,7 +78,7 @@ class Store(ABC):
     storage_options : dict, optional
         Passed to the fsspec filesystem.
     checkpoint_filename : str
-        Name of the checkpoint's file in ``runs/<run_id>/checkpoints``.
+        Begins the names of the checkpoints' files in ``runs/<run_id>/checkpoints``.
     """
 
     def __init__(
@@ -322,18 +327,24 @@ class Store(ABC):
     def get_checkpoint_path(self, run_id: str) -> str | None:
         """Return the directory of a run's checkpoints; None where runs are not kept.
 
-        The newest is the file `get_checkpoint_filename` in it.
+        `get_checkpoints` returns the files in it.
         """
         return f"{self.get_run_path(run_id)}/checkpoints" if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Return the paths of a run's checkpoints that end in a suffix, in name order."""
+        """Return the paths of a run's checkpoints that end in a suffix, the oldest first.
+
+        Numbers in names count as numbers. Those of the estimators, and what a ``ModelCheckpoint``
+        has written. `hvd_estimators.load_checkpoint` opens them.
+        """
         directory = self.get_checkpoint_path(run_id)
-        names = self.names(directory) if directory is not None else []
-        return [f"{directory}/{name}" for name in names if name.endswith(suffix)]
+        if directory is None:
+            return []
+        names = listed(self._checkpoint_filename, self.names(directory), suffix)
+        return [f"{directory}/{name}" for name in names]
 
     def get_checkpoint_filename(self) -> str:
-        """Return the name of a checkpoint's file."""
+        """Return what the names of checkpoints' files begin with."""
         return self._checkpoint_filename
 
     def get_logs_path(self, run_id: str) -> str | None:
@@ -350,12 +361,12 @@ class Store(ABC):
             raise ParamError(
                 f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
             )
-        checkpoints = self.get_checkpoint_path(run_id)
         return RunPaths(
             run_id,
             self.get_run_path(run_id),
-            f"{checkpoints}/{self.get_checkpoint_filename()}" if checkpoints else None,
+            self.get_checkpoint_path(run_id),
             self.get_logs_path(run_id),
+            checkpoint_filename=self.get_checkpoint_filename(),
         )
 
     def find(self, path: str) -> list[str]:

@@ -12,6 +12,7 @@ from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.checks import check_batches, check_fit
 from hvd_estimators.torch.identity import model_identity
 from hvd_estimators.torch.model import TorchModel
+from hvd_estimators.torch.objective import Metrics
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -59,11 +60,15 @@ class TorchEstimator(TorchParams):
         get = self.getOrDefault
         return Trial(check_fit(get("model"), self._loss(), self._tensor_spec(), columns) or None)
 
+    def _metric_names(self) -> list[str] | None:
+        objective = self._objective()
+        return ["loss", *Metrics(objective.metrics, objective.tensors.label_cols).names]
+
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault
         return model_identity(get("model"), get("optimizer"), get("learning_rate") is not None)
 
-    def _check_checkpoint(self, path: str) -> None:
+    def _check_checkpoint(self, path: str, trial: Trial) -> None:
         check_state(self.getOrDefault("store"), path)
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:

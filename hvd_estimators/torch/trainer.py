@@ -36,12 +36,13 @@ from hvd_estimators.torch.serialization import (
 )
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
+from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState, restore, write_state
+from hvd_estimators.training.state import RunState
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
@@ -124,6 +125,7 @@ class _Trainer:
         if self.restored is not None and self.restored.canonical_shards == spec.data.num_shards:
             self.shards.for_each(lambda shard: self.buffers.restore(saved["buffers"][shard]))
         self.progress = Progress(spec, self.rank)
+        self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
 
     def run(self) -> TrainResult:
         spec = self.spec
@@ -133,7 +135,7 @@ class _Trainer:
             spec.data, self.rank, self.size, epoch=done, rows=rows, epochs=spec.epochs - done
         )
         logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
-        with data, logs, EventWriter(logs.path) as writer, self.progress:
+        with data, logs, EventWriter(logs.path) as writer, self.progress, self.checkpoints:
             batches = WeightedBatches(
                 tensor_batches(data.train_chunks()),
                 data.global_train_sizes(),
@@ -259,7 +261,7 @@ class _Trainer:
             self.optimizer.load_state_dict(saved.pop("optimizer"))
 
         run = self.spec.run
-        state = restore(self.spec.store, run.checkpoint_path, exchange, self.rank, load)
+        state = restore(self.spec.store, run, exchange, self.rank, load)
         if state is not None:
             self.output_shapes = state.parts["output_shapes"]
             self.history = list(state.history)
@@ -282,8 +284,8 @@ class _Trainer:
         self, epoch: int, batches: int = 0, measures: Measures | None = None
     ) -> None:
         """Save the run after so many epochs, and batches of the next one. Called by all ranks."""
-        path, data = self.spec.run.checkpoint_path, self.spec.data
-        if path is None:
+        data = self.spec.data
+        if self.spec.run.checkpoints_path is None:
             return
         streams = captured(self.shards, self.streams.capture)
         measured = None if measures is None else measures.state()
@@ -301,7 +303,7 @@ class _Trainer:
         )
         callbacks = callback_states(self.spec.callbacks)
         saved = {**self._state(), "buffers": unequal, "callbacks": callbacks}
-        write_state(self.spec.store, path, state, lambda file: save_file(saved, file))
+        self.checkpoints.save(state, lambda file: save_file(saved, file))
 
     def _state(self) -> dict[str, Any]:
         return {

@@ -23,6 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.local_file import (
     CHUNK_BYTES,
     HashingWriter,
@@ -180,19 +181,19 @@ class Handover:
             ) from error
 
     def _is_only_copy(self) -> bool:
-        checkpoint = self._spec.run.checkpoint_path
-        has_checkpoint = checkpoint is not None and self._store.exists(checkpoint)
+        has_checkpoint = bool(positions(self._store, self._spec.run))
         return not has_checkpoint and self._store.exists(self._state_path)
 
     def _hint(self) -> str:
         """Return where the run's state is kept, for a message; empty if nothing is kept."""
         run = self._spec.run
         with _logged("The store could not be asked what is kept"):
-            if run.checkpoint_path is not None and self._store.exists(run.checkpoint_path):
+            found = positions(self._store, run)
+            if found:
                 return (
                     f"What was trained is kept as run_id={run.run_id!r} (its checkpoint is "
-                    f"{run.checkpoint_path!r}): fit() with that run_id and otherwise the same "
-                    "params goes on from there and repeats no epoch that was finished."
+                    f"{checkpoint_path(run, found[-1])!r}): fit() with that run_id and otherwise "
+                    "the same params goes on from there and repeats no epoch that was finished."
                 )
             if self._store.exists(self._state_path):
                 return (

@@ -10,7 +10,30 @@ from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.local_file import LocalFile
 
-__all__ = ["EpochMetrics", "TrainResult", "TrainSpec"]
+__all__ = ["CheckpointOptions", "EpochMetrics", "TrainResult", "TrainSpec"]
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """Which checkpoints of a run are kept.
+
+    Attributes
+    ----------
+    framework : str
+        What they are written by.
+    keep : int
+        How many of the newest.
+    monitor : str or None
+        The metric by which the best is kept, too; None for ``val_loss``, or ``loss`` without
+        validation.
+    mode : str
+        Whether less or more of it is better, see `hvd_estimators.training.monitoring.mode_of`.
+    """
+
+    framework: str
+    keep: int = 2
+    monitor: str | None = None
+    mode: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,8 @@ class TrainSpec:
         The user's, of the framework's kind.
     verbose : int
         0 is silent.
+    checkpoints : CheckpointOptions
+        Which checkpoints are kept.
     """
 
     data: DataSpec
@@ -57,6 +82,7 @@ class TrainSpec:
     mp_start_method: str | None
     callbacks: tuple[Callable[..., Any] | Any, ...]
     verbose: int
+    checkpoints: CheckpointOptions
 
 
 @dataclass(frozen=True)

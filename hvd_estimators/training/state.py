@@ -8,11 +8,8 @@ without it. Ours are JSON and ``.npy``: reading them runs no code.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import pickle
-import shutil
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +22,18 @@ from hvd_estimators.exceptions import StoreError
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.store.base import Store
 from hvd_estimators.training.encoding import decode, encode
-from hvd_estimators.training.objects import ObjectExchange
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = ["RunState", "check_state", "read_state", "reading", "restore", "write_state"]
+__all__ = [
+    "RunState",
+    "check_state",
+    "has_state",
+    "naming",
+    "read_archive",
+    "read_state",
+    "reading",
+    "write_archive",
+]
 
 _FORMAT = 1
 _STATE = "hvd_estimators/state.json"
@@ -78,31 +83,42 @@ class RunState:
     parts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_state(
-    store: Store, path: str, state: RunState, write_model: Callable[[IO[bytes]], None]
+def write_archive(
+    file: IO[bytes], state: RunState, write_model: Callable[[IO[bytes]], None]
 ) -> None:
-    """Write a checkpoint, which appears whole or not at all. Runs on rank 0.
+    """Write the framework's file, and add a state to it. Runs on rank 0.
 
     Parameters
     ----------
-    store : Store
-        Opens the file.
-    path : str
-        The checkpoint.
+    file : file
+        Empty, and open for writing and reading.
     state : RunState
-        What is added to the framework's file.
+        What is added.
     write_model : callable
         Writes the framework's file, a zip archive, to a file object.
     """
-    with store.open_atomic(path) as target, _seekable(target) as file:
-        write_model(file)
-        _append(file, state)
+    write_model(file)
+    _append(file, state)
+
+
+def read_archive(file: IO[bytes]) -> RunState:
+    """Return the state in a framework's file, which is at its beginning again afterwards."""
+    with zipfile.ZipFile(file) as archive:
+        document = _document(archive)
+        arrays = []
+        for name in document["members"]:
+            with archive.open(name) as member:
+                arrays.append(np.lib.format.read_array(member, allow_pickle=False))
+    file.seek(0)
+    fields = decode(document["state"], arrays)
+    history = tuple(EpochMetrics(**record) for record in fields["history"])
+    return RunState(**{**fields, "history": history})
 
 
 def check_state(store: Store, path: str) -> None:
     """Make sure that a checkpoint can be gone on from, as far as little of it tells.
 
-    Runs on the driver; the ranks read all of it.
+    Runs on the driver; the ranks look at all of it.
 
     Raises
     ------
@@ -122,72 +138,37 @@ def read_state(store: Store, path: str) -> RunState:
         If the file is none of this package's checkpoints, or is damaged.
     """
     with reading(store, path) as file:
-        return _read(file)[0]
+        return read_archive(file)
 
 
-def restore(
-    store: Store,
-    path: str | None,
-    exchange: ObjectExchange,
-    rank: int,
-    load: Callable[[IO[bytes]], None],
-) -> RunState | None:
-    """Load a run's newest checkpoint, where there is one. Called by all ranks.
-
-    Every rank reads the file, of which only rank 0 looks whether it is there, and whole.
-
-    Parameters
-    ----------
-    store : Store
-        Opens the file.
-    path : str or None
-        The checkpoint; None where the store keeps no runs.
-    exchange : ObjectExchange
-        Carries what rank 0 has found to the others.
-    rank : int
-        This rank.
-    load : callable
-        Loads the framework's file from a file object.
-
-    Returns
-    -------
-    RunState or None
-        The state; None if there is no checkpoint.
-
-    Raises
-    ------
-    StoreError
-        If the file is none of this package's checkpoints, is damaged, or is not the same on all
-        ranks.
-    """
-    found = None
-    if rank == 0 and path is not None and store.exists(path):
-        with reading(store, path) as file, zipfile.ZipFile(file) as archive:
-            damaged = archive.testzip()
-            if damaged is not None:
-                raise zipfile.BadZipFile(f"the content of {damaged} has changed")
-            found = _document(archive)[1]
-    found = exchange.broadcast(found, "checkpoint")
-    if found is None or path is None:
-        return None
-    with reading(store, path) as file:
-        state, digest = _read(file)
-        if digest != found:
-            raise StoreError(
-                f"{path!r} is not the same file on rank {rank} and on rank 0. Set a store of "
-                "which all machines see the same, and that nobody else changes."
-            )
-        file.seek(0)
-        load(file)
-    return state
+def has_state(file: IO[bytes]) -> bool:
+    """Return whether a file is an archive with a state in it; leaves it at its beginning."""
+    found = False
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            found = any(name.endswith(_STATE) for name in archive.namelist())
+    file.seek(0)
+    return found
 
 
 @contextlib.contextmanager
 def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
     """Open a checkpoint; what the block raises because it is not whole becomes a `StoreError`."""
+    with naming(path), store.open(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Make a `StoreError` of what the block raises because a checkpoint is not what it should be.
+
+    Parameters
+    ----------
+    path : str
+        The checkpoint, for the message.
+    """
     try:
-        with store.open(path) as file:
-            yield file
+        yield
     except StoreError:
         raise
     except _UNREADABLE as error:
@@ -195,23 +176,9 @@ def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
         raise StoreError(
             f"The checkpoint {path!r} cannot be gone on from: it is damaged, of another model, or "
             f"was not written by this version of hvd_estimators ({told}). Set another run_id, or "
-            "none, to train anew; or delete this file to train this run from its beginning."
+            "none, to train anew; or delete the checkpoints of this run to train it from its "
+            "beginning."
         ) from error
-
-
-@contextlib.contextmanager
-def _seekable(target: IO[bytes]) -> Iterator[IO[bytes]]:
-    """Give a file that can be read again, as adding to an archive takes; in the end it is copied.
-
-    Files of remote stores can only be written from beginning to end.
-    """
-    if target.seekable() and target.readable():
-        yield target
-        return
-    with tempfile.TemporaryFile() as file:
-        yield file
-        file.seek(0)
-        shutil.copyfileobj(file, target, _COPIED_BYTES)
 
 
 def _append(file: IO[bytes], state: RunState) -> None:
@@ -238,29 +205,16 @@ def _folder(names: Sequence[str]) -> str:
     return ""
 
 
-def _document(archive: zipfile.ZipFile) -> tuple[dict[str, Any], str]:
-    """Return what is JSON, arrays not read yet, and a digest: of each checkpoint another one."""
+def _document(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Return what is JSON, arrays not read yet."""
     names = [name for name in archive.namelist() if name.endswith(_STATE)]
     if len(names) != 1:
         raise ValueError(f"it has no {_STATE}")
-    content = archive.read(names[0])
-    document = json.loads(content)
+    document: dict[str, Any] = json.loads(archive.read(names[0]))
     if document["format"] != _FORMAT:
         raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
     folder = names[0].removesuffix(_STATE)
     document["members"] = [folder + _ARRAY.format(n) for n in range(document["arrays"])]
     if not {*document["members"]} <= {*archive.namelist()}:
         raise ValueError("some of its arrays are missing")
-    return document, hashlib.sha256(content).hexdigest()
-
-
-def _read(file: IO[bytes]) -> tuple[RunState, str]:
-    with zipfile.ZipFile(file) as archive:
-        document, digest = _document(archive)
-        arrays = []
-        for name in document["members"]:
-            with archive.open(name) as member:
-                arrays.append(np.lib.format.read_array(member, allow_pickle=False))
-    fields = decode(document["state"], arrays)
-    history = tuple(EpochMetrics(**record) for record in fields["history"])
-    return RunState(**{**fields, "history": history}), digest
+    return document

@@ -12,6 +12,8 @@ from lightning_ranks import StandingBackend
 from reference import WIDTH
 
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.store.checkpoint_names import pointer_of
+from hvd_estimators.store.checkpoints import list_checkpoints
 
 
 class DataDependent(torch.nn.Module):
@@ -38,7 +40,7 @@ class DataDependent(torch.nn.Module):
 
 
 class SavingWithinEpochs(Backend):
-    """Keeps each checkpoint that is written, those within epochs too, under its position.
+    """Writes checkpoints within epochs, too.
 
     Parameters
     ----------
@@ -65,33 +67,25 @@ class SavingWithinEpochs(Backend):
     ) -> list[Any]:
         every = self._every
 
-        def keeping(*args: Any, **kwargs: Any) -> Any:
+        def within_epochs(*args: Any, **kwargs: Any) -> Any:
             from hvd_estimators.torch import trainer
 
-            write = trainer.write_state
-
-            def write_and_keep(store: Any, path: str, state: Any, write_model: Any) -> None:
-                write(store, path, state, write_model)
-                shutil.copy(path, f"{path}-{state.epoch}-{state.rows}")
-
-            trainer.write_state = write_and_keep
             trainer._Trainer.checkpoint_every = every
             try:
                 return fn(*args, **kwargs)
             finally:
-                trainer.write_state = write
                 trainer._Trainer.checkpoint_every = None
 
-        return self._standing.run(keeping, args, kwargs, env, **others)
+        return self._standing.run(within_epochs, args, kwargs, env, **others)
 
 
-def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, Path]]:
+def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """Make a run of each checkpoint that was kept of one; yield their ids and positions."""
     folder = Path(store.get_run_path(run_id))
-    for kept in sorted(folder.glob("checkpoints/checkpoint-*")):
-        position = kept.name.removeprefix("checkpoint-")
-        interrupted = Path(store.get_run_path(f"{run_id}-at-{position}"))
+    for kept in list_checkpoints(store, store.run_paths(run_id)):
+        interrupted = Path(store.get_run_path(f"{run_id}-at-{kept.epoch}-{kept.rows}"))
         (interrupted / "checkpoints").mkdir(parents=True)
-        shutil.copy(kept, interrupted / "checkpoints" / "checkpoint")
+        for path in (kept.path, pointer_of(kept.path)):
+            shutil.copy(path, interrupted / "checkpoints")
         shutil.copy(folder / "metadata.json", interrupted / "metadata.json")
-        yield interrupted.name, position
+        yield interrupted.name, (kept.epoch, kept.rows)

@@ -82,7 +82,7 @@ def test_digits_are_read_as_well_as_by_one_process_and_need_no_horovod_to_load(
 
     # The checkpoint is a plain .keras file.
     saved = tmp_path / "digits.keras"
-    saved.write_bytes(Path(store.run_paths("digits").checkpoint_path).read_bytes())
+    saved.write_bytes(Path(store.get_checkpoints("digits")[-1]).read_bytes())
     np.save(tmp_path / "images.npy", shaped[test])
     script = (
         "import sys\n"

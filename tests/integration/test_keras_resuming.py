@@ -91,7 +91,7 @@ def run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
         ],
     ).fit_on_parquet()
     model = fitted.getModel()
-    state = read_state(store, store.run_paths(run_id).checkpoint_path)
+    state = read_state(store, store.get_checkpoints(run_id)[-1])
     weights = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
     history = [vars(record) for record in state.history]
     return [fitted.getHistory(), weights, history, state.random, state.parts]

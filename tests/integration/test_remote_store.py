@@ -59,7 +59,7 @@ def test_torch(backend: Any, tmp_path: Path, columns: Any) -> None:
     ).fit_on_parquet()
     check(model.getModel(), columns)
     files = files_of(tmp_path)
-    assert files["checkpoints/checkpoint"] > 0
+    assert files["checkpoints/checkpoint-000002"] > 0
     assert files["logs/events"] > 0
 
 
@@ -89,7 +89,7 @@ def test_lightning(backend: Any, tmp_path: Path, columns: Any) -> None:
     check(model.getModel().net, columns)
     files = files_of(tmp_path)
     # Whichever the better epoch was.
-    assert {"checkpoints/checkpoint", "checkpoints/best", "logs/events"} <= files.keys()
+    assert {"checkpoints/checkpoint-000002", "checkpoints/best", "logs/events"} <= files.keys()
     # Each rank's profile.
     assert {"logs/profile/fit-simple-0", "logs/profile/fit-simple-1"} <= files.keys()
     header, *lines = (tmp_path / "runs/far/logs/metrics.csv").read_text().splitlines()
@@ -109,7 +109,7 @@ def test_keras(tmp_path: Path, columns: Any) -> None:
     estimator = make_estimator(store, 2, validation=0.5, callbacks=callbacks, **RUN)
     history = estimator.fit_on_parquet().getHistory()
     files = files_of(tmp_path)
-    assert files["checkpoints/checkpoint"] > 0
+    assert files["checkpoints/checkpoint-000002"] > 0
     assert files["logs/train/events"] > 0
     assert files["logs/validation/events"] > 0
     header, *rows = (tmp_path / "runs/far/logs/log.csv").read_text().splitlines()

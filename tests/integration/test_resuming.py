@@ -46,7 +46,7 @@ class Plateaus:
             scheduler.load_state_dict(of_scheduler)
 
 
-def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3) -> Any:
+def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, keep: int = 2) -> Any:
     net = DataDependent()
     settings = {
         "model": net,
@@ -58,6 +58,7 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3) -> Any:
         # Seven steps; the ranks' last batches differ.
         "batch_size": 8,
         "validation": 0.1,
+        "keep_checkpoints": keep,
     }
     model, _ = fit(store, 2, "adam", run_id=run_id, epochs=epochs, **settings)
     return model
@@ -65,8 +66,9 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3) -> Any:
 
 def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
     """Return all that a run has ended with."""
-    state = read_state(store, store.run_paths(run_id).checkpoint_path)
-    saved = torch.load(store.run_paths(run_id).checkpoint_path, weights_only=True)
+    newest = store.get_checkpoints(run_id)[-1]
+    state = read_state(store, newest)
+    saved = torch.load(newest, weights_only=True)
     return [
         model.getHistory(),
         model.getModel().state_dict(),
@@ -108,14 +110,15 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
     assert not torch.equal(first["drawn"], second["drawn"])
 
     saving = SavingWithinEpochs(backend, every=3)
-    assert_equal_bits(end_of(store, torch_run(store, saving, "kept"), "kept"), whole)
+    model = torch_run(store, saving, "kept", keep=99)
+    assert_equal_bits(end_of(store, model, "kept"), whole)
     positions = []
     for run_id, position in kept_checkpoints(store, "kept"):
         positions.append(position)
         model = torch_run(store, backend, run_id)
         assert_equal_bits(end_of(store, model, run_id), whole)
     # After three and six of seven batches, and after each epoch.
-    assert positions == [f"{e}-{rows}" for e in range(4) for rows in (0, 48, 96)][1:-2]
+    assert positions == [(e, rows) for e in range(4) for rows in (0, 48, 96)][1:-2]
 
 
 class Chancy(LightningModule):
@@ -159,7 +162,7 @@ def lightning_run(store: Any, backend: Any, run_id: str, epochs: int) -> list[An
         batch_size=8,
         validation=0.1,
     )
-    path = store.run_paths(run_id).checkpoint_path
+    path = store.get_checkpoints(run_id)[-1]
     state = read_state(store, path)
     # As Lightning itself opens it.
     saved = torch.load(path, weights_only=False)

@@ -127,7 +127,7 @@ def test_a_pipeline_fits_on_spark_tasks_predicts_saves_and_loads(
     logs = Path(store.get_logs_path("line"))
     # Of one rank only.
     assert len(list(logs.glob("events.out.tfevents.*"))) == 1
-    assert Path(store.get_checkpoint_path("line"), store.get_checkpoint_filename()).exists()
+    assert Path(store.get_checkpoints("line")[-1]).name == "checkpoint-000025.ckpt"
 
 
 def test_a_saved_estimator_fits_after_loading(spark: Any, store: Any, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, number
+from hvd_estimators.training.checkpoints import CheckpointWriter
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.training.state import RunState
 
 pytestmark = pytest.mark.spark
 
@@ -45,9 +47,11 @@ def solve(spec: LeastSquaresSpec) -> TrainResult:
             design = np.stack([x, np.ones_like(x)], axis=1)
             gram, moments, rows = gram + design.T @ design, moments + design.T @ y, rows + len(x)
     line = np.linalg.solve(gram + spec.ridge * np.eye(2), moments)
-    if spec.run.checkpoint_path is not None:
-        spec.store.write_text(spec.run.checkpoint_path, str(line))
     history = (EpochMetrics(0, {"rows": rows}),)
+    if spec.run.checkpoints_path is not None:
+        with CheckpointWriter(spec.store, spec.run, spec.checkpoints) as writer:
+            state = RunState(1, 0, spec.data.num_shards, history)
+            writer.save(state, lambda file: np.savez(file, line=line))
     return TrainResult(line.round(6).tobytes().hex(), line.tobytes(), history)
 
 

@@ -83,7 +83,7 @@ def test_a_model_larger_than_what_the_driver_collects_is_trained(
     torch.testing.assert_close(change, expected, atol=1e-6, rtol=1e-4)
     kept = {path.name for path in (tmp_path / "store").rglob("*") if path.is_file()}
     assert not any("state" in name or "call" in name for name in kept)
-    assert ("checkpoint" in kept) == save_runs
+    assert ("checkpoint-000001.ckpt" in kept) == save_runs
 
 
 def test_results_that_the_driver_cannot_collect_are_refused(spark: Any, small_driver: None) -> None:

@@ -116,7 +116,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     kept = sorted(path.name for path in Path(store.prefix_path).iterdir())
     assert kept == ["runs"]
     run = Path(store.get_run_path(model.getRunId()))
-    assert (run / "checkpoints" / "checkpoint").exists()
+    assert list((run / "checkpoints").glob("checkpoint-*.ckpt"))
     assert list((run / "logs").glob("events.out.tfevents.*"))
 
 

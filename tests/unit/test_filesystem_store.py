@@ -89,7 +89,7 @@ def test_paths_keep_their_scheme():
     assert store.run_paths("r1") == RunPaths(
         "r1",
         "memory:///data/runs/r1",
-        "memory:///data/runs/r1/checkpoints/checkpoint",
+        "memory:///data/runs/r1/checkpoints",
         "memory:///data/runs/r1/logs",
     )
     assert store.local_path(store.prefix_path) is None

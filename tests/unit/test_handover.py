@@ -19,6 +19,8 @@ from hvd_estimators.training.handover import Handover, train_stored
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 STATE = bytes(range(256)) * 100
+CHECKPOINT = "checkpoint-000001"
+KEPT = {f"store/runs/mine/checkpoints/{CHECKPOINT}.{suffix}" for suffix in ("ckpt", "json")}
 
 
 @dataclasses.dataclass
@@ -55,9 +57,8 @@ def files(folder: Path) -> set[str]:
 
 
 def write_checkpoint(spec: Spec) -> None:
-    assert spec.run.checkpoint_path is not None
-    with spec.store.open_atomic(spec.run.checkpoint_path) as file:
-        file.write(b"checkpoint")
+    spec.store.write_text(f"{spec.run.checkpoints_path}/{CHECKPOINT}.ckpt", "checkpoint")
+    spec.store.write_text(f"{spec.run.checkpoints_path}/{CHECKPOINT}.json", "{}")
 
 
 @pytest.mark.parametrize("save_runs", [True, False])
@@ -144,7 +145,8 @@ def test_late_errors_tell_where_the_work_is(
     if save_runs:
         # The checkpoint says as much: the state's file is not needed.
         assert "fit() with that run_id" in message
-        assert files(tmp_path) == {"store/runs/mine/checkpoints/checkpoint"}
+        assert f"{CHECKPOINT}.ckpt" in message
+        assert files(tmp_path) == KEPT
         return
     (kept,) = files(tmp_path)
     assert str(tmp_path / kept) in message
@@ -170,9 +172,7 @@ def test_a_failed_rank_leaves_what_it_had_finished(tmp_path: Path, has_checkpoin
         fit()
     assert caught.value.rank == 1
     assert ("run_id='mine'" in str(caught.value)) == has_checkpoint
-    assert files(tmp_path) == (
-        {"store/runs/mine/checkpoints/checkpoint"} if has_checkpoint else set()
-    )
+    assert files(tmp_path) == (KEPT if has_checkpoint else set())
 
 
 def test_a_model_that_cannot_be_saved_says_which_run_it_is_of(tmp_path: Path) -> None:

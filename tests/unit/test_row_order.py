@@ -17,7 +17,9 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.state import RunState, write_state
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.state import RunState
 
 
 class Started(Exception):
@@ -27,7 +29,7 @@ class Started(Exception):
 class OneEpoch(Backend):
     """Its ranks fail after an epoch."""
 
-    def __init__(self, ranks: int, store: Any, checkpoint: str | None) -> None:
+    def __init__(self, ranks: int, store: Any, checkpoint: bool) -> None:
         self.ranks = ranks
         self.store = store
         self.checkpoint = checkpoint
@@ -36,9 +38,11 @@ class OneEpoch(Backend):
         return self.ranks
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.checkpoint is not None:
+        if self.checkpoint:
             state = RunState(epoch=1, rows=0, canonical_shards=self.ranks, history=())
-            write_state(self.store, self.checkpoint, state, lambda file: torch.save({}, file))
+            run, options = self.store.run_paths("mine"), CheckpointOptions("torch")
+            with CheckpointWriter(self.store, run, options) as writer:
+                writer.save(state, lambda file: torch.save({}, file))
         raise Started
 
 
@@ -60,9 +64,8 @@ def start(store: Any, ranks: int, checkpoint: bool = True, **params: Any) -> Any
     columns = {"x": np.arange(40, dtype=np.float32), "y": np.ones(40, np.float32)}
     parquet.write_table(pa.table(columns), folder / "a.parquet", row_group_size=2)
     net = params.get("model") or torch.nn.Linear(1, 1)
-    path = store.run_paths("mine").checkpoint_path if checkpoint else None
     given = {
-        "backend": OneEpoch(ranks, store, path),
+        "backend": OneEpoch(ranks, store, checkpoint),
         "store": store,
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,12 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.fitting.runs import in_use
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.state import RunState, write_state
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.state import RunState
 
 
 class Started(Exception):
@@ -104,10 +109,10 @@ def leave_checkpoint_of(store: Any, framework: str) -> None:
     start(store, framework, backend=OneEpoch(store))
 
 
-def leave_checkpoint(store: Any) -> None:
-    state = RunState(epoch=1, rows=0, canonical_shards=1, history=())
-    path = store.run_paths("mine").checkpoint_path
-    write_state(store, path, state, lambda file: torch.save({}, file))
+def leave_checkpoint(store: Any, epoch: int = 1) -> None:
+    state = RunState(epoch=epoch, rows=0, canonical_shards=1, history=())
+    with CheckpointWriter(store, store.run_paths("mine"), CheckpointOptions("torch")) as writer:
+        writer.save(state, lambda file: torch.save({}, file))
 
 
 CHANGES: list[Any] = [
@@ -168,16 +173,39 @@ def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_war
         start(store, "torch", batch_size=8)
 
 
-def test_a_checkpoint_that_is_damaged_is_told_before_anything_starts(store: Any) -> None:
+def test_checkpoints_that_are_damaged_are_told_before_anything_starts(
+    store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     write(store)
     leave_checkpoint(store)
-    path = store.run_paths("mine").checkpoint_path
-    store.write_text(path, "of an earlier version")
-    with pytest.raises(StoreError, match=r"The checkpoint '.*mine/.*Set another run_id, or none"):
+    leave_checkpoint(store, epoch=2)
+    older, newer = store.get_checkpoints("mine")
+    store.write_text(newer, "cut")
+    with caplog.at_level(logging.WARNING):
+        start(store, "torch")
+    assert f"{newer!r} (it has 3 bytes" in caplog.text
+    assert f"The one before, {older!r}, is taken" in caplog.text
+    store.delete(older)
+    with pytest.raises(
+        StoreError, match=r"No checkpoint .*'mine' .*3 bytes.*no such file.*another run_id, or none"
+    ):
         start(store, "torch")
     # As the message says.
-    store.delete(path)
+    store.delete(store.get_checkpoint_path("mine"))
     start(store, "torch")
+
+
+def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) -> None:
+    write(store)
+    leave_checkpoint(store)
+    run = store.run_paths("mine")
+    content = b"of a version to come"
+    path = checkpoint_path(run, Position(2))
+    store.write_text(path, content.decode())
+    digest = hashlib.sha256(content).hexdigest()
+    write_pointer(store, CheckpointInfo(path, len(content), digest, 2, 0, "torch"))
+    with pytest.raises(StoreError, match=r"The checkpoint '.*000002.ckpt' cannot be gone on from"):
+        start(store, "torch")
 
 
 def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:

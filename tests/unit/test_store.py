@@ -70,7 +70,7 @@ def test_everything_lies_under_the_prefix():
     assert store.get_checkpoint_filename() == "checkpoint"
     assert store.get_logs_path("r1") == "/data/runs/r1/logs"
     assert store.run_paths("r1") == RunPaths(
-        "r1", "/data/runs/r1", "/data/runs/r1/checkpoints/checkpoint", "/data/runs/r1/logs"
+        "r1", "/data/runs/r1", "/data/runs/r1/checkpoints", "/data/runs/r1/logs"
     )
 
 
@@ -89,7 +89,8 @@ def test_each_place_can_be_set(monkeypatch, tmp_path):
     assert store.get_train_data_path() == "/elsewhere/my train"
     assert store.get_val_data_path() == "/elsewhere/val"
     assert store.get_test_data_path() == str(tmp_path / "test")
-    assert store.run_paths("r1").checkpoint_path == "/runs/r1/checkpoints/last.pt"
+    run = store.run_paths("r1")
+    assert (run.checkpoints_path, run.checkpoint_filename) == ("/runs/r1/checkpoints", "last.pt")
 
 
 def test_without_saved_runs_there_are_no_checkpoints_and_logs():
@@ -114,9 +115,9 @@ def test_files_can_be_written_and_read_whatever_the_prefix_is_called(tmp_path, n
     store = Store.create(str(tmp_path / name))
 
     store.check()
-    store.write_text(store.run_paths("r1").checkpoint_path, "größe")
-
     file = tmp_path / name / "runs" / "r1" / "checkpoints" / "checkpoint"
+    store.write_text(str(file), "größe")
+
     assert file.read_text(encoding="utf-8") == "größe"
     # As code for ``horovod.spark`` puts it together.
     joined = posixpath.join(store.get_checkpoint_path("r1"), store.get_checkpoint_filename())
@@ -193,14 +194,22 @@ def test_a_prefix_at_or_under_a_regular_file_is_an_error_that_names_it(tmp_path,
         LocalStore(prefix).check()
 
 
-def test_checkpoints_are_listed_in_the_order_of_their_names(store):
+def test_checkpoints_are_listed_in_the_order_in_which_they_were_written(store):
     folder = Path(store.get_run_path("r1")) / "checkpoints"
+    of_estimators = [f"checkpoint-{name}" for name in ["000002", "000002-48", "000002-144"]]
+    of_users = ["best-epoch=9", "best-epoch=10"]
 
     assert store.get_checkpoints("r1") == []
-    for name in ["b.ckpt", "a.ckpt", "c.pt"]:
-        store.write_text(str(folder / name), "")
+    for name in sorted([*of_estimators, *of_users]):
+        store.write_text(str(folder / f"{name}.ckpt"), "")
+    store.write_text(str(folder / "c.pt"), "")
+    for name in of_estimators:
+        store.write_text(str(folder / f"{name}.json"), "")
+    # No pointer: it was never finished.
+    store.write_text(str(folder / "checkpoint-000003.ckpt"), "")
 
-    assert store.get_checkpoints("r1") == [str(folder / "a.ckpt"), str(folder / "b.ckpt")]
+    expected = [str(folder / f"{name}.ckpt") for name in [*of_users, *of_estimators]]
+    assert store.get_checkpoints("r1") == expected
     assert store.get_checkpoints("r1", suffix=".pt") == [str(folder / "c.pt")]
     assert store.get_checkpoints("r2") == []
 
