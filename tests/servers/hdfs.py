@@ -60,6 +60,7 @@ class Hdfs:
         self._jars = jars
         self.host = "127.0.0.1"
         self.port, self._http_port, *datanode = free_ports(5)
+        _, self._datanode_http_port, _ = datanode
         self.url = f"hdfs://{self.host}:{self.port}/tests"
         self.conf_dir = folder / "conf"
         self.conf_dir.mkdir(parents=True)
@@ -133,21 +134,20 @@ class Hdfs:
 
     def _await_datanode(self) -> None:
         def is_used() -> bool:
-            state = self._state()
-            # It is known before it has told which blocks it has.
-            return state.get("NumLiveDataNodes") == 1 and state["MissingBlocks"] == 0
+            if self._state().get("NumLiveDataNodes") != 1:
+                return False
+            # The NameNode may know it from before it was killed.
+            (info,) = _beans(self._datanode_http_port, "DataNode,name=DataNodeInfo") or [{}]
+            actors = json.loads(info.get("BPServiceActorInfo") or "[]")
+            if not actors or any(actor["ActorState"] != "RUNNING" for actor in actors):
+                return False
+            return self._state().get("MissingBlocks") == 0
 
         self._datanode.wait_until(is_used, "ready")
 
     def _state(self) -> dict[str, Any]:
         """Return what the NameNode says of itself; nothing while it cannot be used."""
-        query = "Hadoop:service=NameNode,name=FSNamesystem*"
-        url = f"http://{self.host}:{self._http_port}/jmx?qry={query}"
-        try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
-                beans = json.load(answer)["beans"]
-        except (OSError, ValueError):
-            return {}
+        beans = _beans(self._http_port, "NameNode,name=FSNamesystem*")
         state = {name: value for bean in beans for name, value in bean.items()}
         # It is in safe mode until all blocks have been reported.
         return state if state.get("FSState") == "Operational" else {}
@@ -163,6 +163,16 @@ class Hdfs:
         home = os.environ.get("JAVA_HOME")
         java = f"{home}/bin/java" if home else shutil.which("java") or "java"
         return [java, *_JAVA, "-cp", os.pathsep.join([str(self.conf_dir), *self._jars])]
+
+
+def _beans(port: int, name: str) -> list[dict[str, Any]]:
+    """Return what a server publishes under a name; nothing while it cannot be asked."""
+    url = f"http://127.0.0.1:{port}/jmx?qry=Hadoop:service={name}"
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return json.load(answer)["beans"]
+    except (OSError, ValueError):
+        return []
 
 
 def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
