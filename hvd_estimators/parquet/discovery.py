@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pyarrow as pa
 from pyarrow import parquet
@@ -11,16 +14,23 @@ from pyarrow import parquet
 from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.parquet.arrow_types import column_spec, is_bytes, is_level, text_options
 from hvd_estimators.parquet.columns import Columns, table_to_columns
+from hvd_estimators.parquet.fetching import FetchedFile
 from hvd_estimators.parquet.footers import Footer, read_footers, unreadable
 from hvd_estimators.parquet.layout import open_bytes
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.parquet.partitions import check_partition, partition_spec
+from hvd_estimators.parquet.tails import FileFooter, read_tail
 from hvd_estimators.store.base import Store
 
 __all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
 
 _PAGE_BUFFER = 2**16
 """How many bytes are read at a time when only the first rows are wanted."""
+
+_HEAD_BYTES = 2**22
+"""The same where the store is asked for them; see `FetchedFile`."""
+
+_REQUESTS = 8
 
 
 def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
@@ -206,9 +216,18 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
     """Read only the first rows of the first row group."""
     first = split.row_groups[0]
     names = [name for spec in specs for name in spec.stored_names]
+    options: dict[str, Any] = {"buffer_size": _PAGE_BUFFER, "pre_buffer": False}
     try:
-        with store.open(first.file) as handle:
-            file = parquet.ParquetFile(handle, buffer_size=_PAGE_BUFFER, pre_buffer=False)
+        with contextlib.ExitStack() as stack:
+            source: Any = store.local_path(first.file)
+            if source is None:
+                footer = FileFooter.of(read_tail(store, first.file))
+                pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
+                chunks = footer.chunks(first.index, names)
+                source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
+                stack.enter_context(contextlib.closing(source))
+                options["metadata"] = footer.metadata
+            file = stack.enter_context(parquet.ParquetFile(source, **options))
             batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
             return pa.Table.from_batches([next(batches)])
     except (OSError, pa.ArrowException) as error:

@@ -9,8 +9,8 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from hvd_estimators.exceptions import ColumnError, StoreError
-from hvd_estimators.parquet.arrow_types import num_leaves
 from hvd_estimators.parquet.listing import DataFile, data_files
+from hvd_estimators.parquet.tails import leaf_positions, read_tail
 from hvd_estimators.store.base import Store
 
 __all__ = ["Footer", "read_footers", "unreadable"]
@@ -82,23 +82,11 @@ def read_footers(store: Store, path: str) -> list[Footer]:
 
 def _read(store: Store, file: DataFile) -> Footer:
     try:
-        with store.open(file.path) as handle:
-            metadata = parquet.read_metadata(handle)
+        metadata = parquet.read_metadata(pa.BufferReader(read_tail(store, file.path)))
         schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException) as error:
         raise unreadable(file.path, error) from error
-    return Footer(file.path, metadata, schema, _leaves(schema), file.partitions)
-
-
-def _leaves(schema: pa.Schema) -> dict[str, range]:
-    """Return the positions of the Parquet columns that hold each column."""
-    # By position, not by path: a field b of a struct a has the same path as a column a.b, and the
-    # paths below a list differ from writer to writer.
-    leaves, start = {}, 0
-    for field in schema:
-        leaves[field.name] = range(start, start + num_leaves(field.type))
-        start = leaves[field.name].stop
-    return leaves
+    return Footer(file.path, metadata, schema, leaf_positions(schema), file.partitions)
 
 
 def unreadable(file: str, error: Exception) -> StoreError:

@@ -121,8 +121,11 @@ def open_data_module(
         for name in ("train_reader_worker_count", "val_reader_worker_count")
     }
     data = replace(data, options=replace(data.options, **workers))
-    modules = [_open_shard(data, shard, skip_steps, epochs) for shard in shards]
-    return PlayedShards([m for m in modules if isinstance(m, PlannedDataModule)], size)
+    opened = [_open_shard(data, shard, skip_steps, epochs) for shard in shards]
+    modules = [module for module in opened if isinstance(module, PlannedDataModule)]
+    for module in modules:
+        module.footers = modules[0].footers
+    return PlayedShards(modules, size)
 
 
 def _open_shard(data: DataSpec, shard: int, skip_steps: int, epochs: int) -> DataModule:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.files import RangeFiles
 from hvd_estimators.loading.readers.mixing import Bundle, in_turns
-from hvd_estimators.loading.readers.ranges import RangeFiles, Slices, range_tables
+from hvd_estimators.loading.readers.ranges import Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
 
 __all__ = ["ArrowDataModule"]
@@ -26,13 +27,15 @@ class ArrowDataModule(PlannedDataModule):
         self, passes: Iterator[Sequence[Bundle]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
-        files = RangeFiles(self.store)
 
         def read(slices: Slices) -> Generator[tuple[Columns, bool], None, None]:
-            path = slices.row_range.file
-            with files.open(path, self.columns) as file:
+            with files.open(slices) as file:
                 for table, ends_slice in range_tables(file, slices, self.columns):
-                    yield table_to_columns(table, self.columns, path), ends_slice
+                    yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
 
         bundles = (bundle for bundles in passes for bundle in bundles)
-        yield from in_turns(bundles, read, 0 if self.reader_pool_type == "dummy" else workers)
+        with RangeFiles(self.store, self.columns, self.footers) as files:
+            if self.reader_pool_type == "dummy":
+                yield from in_turns(bundles, read, 0)
+            else:
+                yield from in_turns(files.ahead(bundles), read, workers)

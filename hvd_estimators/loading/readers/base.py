@@ -22,6 +22,7 @@ from hvd_estimators.loading.sharding import RowRange, ShardPlan, batch_sizes
 from hvd_estimators.loading.transformation import RowFunction, Transformation, Transformed
 from hvd_estimators.parquet.columns import Array, Columns, num_rows
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.parquet.tails import Footers
 from hvd_estimators.store.base import Store
 
 __all__ = ["ChunkedDataModule", "DataModule", "PlannedDataModule"]
@@ -216,6 +217,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.store = store or Store.create(
             self.train_dir, storage_options=dict(self.storage_options or {})
         )
+        self.footers = Footers(self.store)
         self.columns = columns
         self.train_plan = train_plan
         self.val_plan = val_plan

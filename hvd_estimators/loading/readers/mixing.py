@@ -74,7 +74,7 @@ def mixed(
     for bundle in bundles:
         rounds = -(-max(row_range.rows for row_range in bundle) * max(row_bytes, 1) // most)
         order = (bundle[i] for i in rng.permutation(len(bundle)))
-        result.append(tuple(Slices(r, -(-r.rows // rounds)) for r in order))
+        result.append(tuple(Slices(r, -(-r.rows // rounds), len(bundle)) for r in order))
     return result
 
 

@@ -9,7 +9,7 @@ import os
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.cache import NullCache
     from petastorm.fs_utils import FilesystemResolver
     from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
@@ -27,12 +28,11 @@ with warnings.catch_warnings():
     from petastorm.workers_pool.ventilator import Ventilator
 
 from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.files import RangeFiles
 from hvd_estimators.loading.readers.mixing import Bundle, in_turns
 from hvd_estimators.loading.readers.petastorm_pools import make_pool
-from hvd_estimators.loading.readers.ranges import RangeFiles, Slices, range_tables
+from hvd_estimators.loading.readers.ranges import Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
-from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.store.base import Store
 
 __all__ = ["PetastormDataModule"]
 
@@ -100,24 +100,35 @@ class PetastormDataModule(PlannedDataModule):
         if not together:
             work = ((bundle,) for bundles in work for bundle in bundles)
         threads = workers if together and self.reader_pool_type != "dummy" else 0
-        items = (
-            {
-                "columns": self.columns,
-                "store": self.store,
+        with RangeFiles(self.store, self.columns, self.footers) as files:
+            reader = self._open_reader(self._items(work, files, threads), workers, together)
+            try:
+                for table in _in_sequence(reader, reader.ventilator.make_room):
+                    file = table.schema.metadata[_FILE].decode()
+                    yield table_to_columns(table, self.columns, file)
+            finally:
+                reader.stop()
+                reader.join()
+
+    def _items(
+        self, work: Iterator[Sequence[Bundle]], files: RangeFiles, threads: int
+    ) -> Iterator[dict[str, Any]]:
+        """Return what workers are told; it is drawn from some items ahead."""
+        # A worker with threads looks ahead for itself, and what is on disk need not be fetched.
+        announced = self.reader_pool_type == "thread" and not threads and not self._cached_parts
+        for sequence, bundles in enumerate(work):
+            ranges = [slices for bundle in bundles for slices in bundle]
+            if announced:
+                for slices in ranges:
+                    files.announce(slices)
+            yield {
+                "files": files,
+                # Processes come and go. This one reads each footer once, and tells them.
+                "tails": files.tails(ranges) if self.reader_pool_type == "process" else {},
                 "bundles": bundles,
                 "threads": threads,
                 "sequence": sequence,
             }
-            for sequence, bundles in enumerate(work)
-        )
-        reader = self._open_reader(items, workers, together)
-        try:
-            for table in _in_sequence(reader, reader.ventilator.make_room):
-                file = table.schema.metadata[_FILE].decode()
-                yield table_to_columns(table, self.columns, file)
-        finally:
-            reader.stop()
-            reader.join()
 
     def _open_reader(
         self, items: Iterator[dict[str, Any]], workers: int, one_at_a_time: bool
@@ -257,15 +268,19 @@ class _RangeWorker(ArrowReaderWorker):
 
     def process(
         self,
-        columns: Sequence[ColumnSpec],
-        store: Store,
+        files: RangeFiles,
+        tails: Mapping[str, bytes],
         bundles: Sequence[Bundle],
         threads: int,
         sequence: int,
     ) -> None:
-        self._files = self._files or RangeFiles(store)
-        read = functools.partial(self._read, columns=columns)
-        tables = in_turns(iter(bundles), read, threads)
+        # That of the first item, since in another process each item comes with one of its own.
+        self._files = self._files or files
+        self._files.footers.add(tails)
+        upcoming = iter(bundles)
+        if threads and isinstance(self._local_cache, NullCache):
+            upcoming = self._files.ahead(upcoming)
+        tables = in_turns(upcoming, self._read, threads)
         with contextlib.closing(tables):
             table, path = next(tables)
             for part, following in enumerate(itertools.chain(tables, [None])):
@@ -279,12 +294,10 @@ class _RangeWorker(ArrowReaderWorker):
                 if following is not None:
                     table, path = following
 
-    def _read(
-        self, slices: Slices, columns: Sequence[ColumnSpec]
-    ) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+    def _read(self, slices: Slices) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
         """Yield the tables of a range and its path, and whether each ends a slice."""
         row_range = slices.row_range
-        tables = self._read_tables(slices, columns)
+        tables = self._read_tables(slices)
         with contextlib.closing(tables):
             position = 0
 
@@ -302,14 +315,11 @@ class _RangeWorker(ArrowReaderWorker):
                 table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
                 yield (table, row_range.file), ends_slice
 
-    def _read_tables(
-        self, slices: Slices, columns: Sequence[ColumnSpec]
-    ) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+    def _read_tables(self, slices: Slices) -> Generator[tuple[pa.Table, bool, bool], None, None]:
         """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
         assert self._files is not None
-        path = slices.row_range.file
-        with self._files.open(path, columns) as file:
-            tables = range_tables(file, slices, columns)
+        with self._files.open(slices) as file:
+            tables = range_tables(file, slices, self._files.specs)
             table, ends_slice = next(tables)
             for following in tables:
                 yield table, ends_slice, False

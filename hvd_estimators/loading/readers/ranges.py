@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,16 +13,12 @@ from pyarrow import compute, parquet
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading.sharding import RowRange
-from hvd_estimators.parquet.layout import FETCHED_BYTES
 from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.store.base import Store
 
-__all__ = ["PART_BYTES", "RangeFiles", "Slices", "range_tables"]
+__all__ = ["PART_BYTES", "Slices", "range_tables"]
 
 PART_BYTES = 16 * 2**20
 """Bytes in memory of the rows that are read at a time; a single row can have more."""
-
-_FOOTERS = 64
 
 
 @dataclass(frozen=True)
@@ -38,10 +32,13 @@ class Slices:
     rows : int or None
         Rows of a slice; slices begin at multiples of that in the row group. None: all rows are one
         slice.
+    together : int
+        How many row ranges are read at the same time, this one included.
     """
 
     row_range: RowRange
     rows: int | None = None
+    together: int = 1
 
 
 def range_tables(
@@ -55,7 +52,7 @@ def range_tables(
     Parameters
     ----------
     file : pyarrow.parquet.ParquetFile
-        The range's file, as `RangeFiles` opens it.
+        The range's file, as `hvd_estimators.loading.readers.files` opens it.
     slices : Slices
         Rows of one row group.
     specs : sequence of ColumnSpec
@@ -134,37 +131,3 @@ def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
             sizes += compute.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
     pieces = (np.cumsum(sizes) - sizes) // PART_BYTES
     return [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), rows.num_rows]
-
-
-class RangeFiles:
-    """Opens the Parquet files of a store; remembers the footers of the latest ones."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._footers: dict[str, parquet.FileMetaData] = {}
-        self._lock = threading.Lock()
-
-    @contextlib.contextmanager
-    def open(self, path: str, specs: Sequence[ColumnSpec] = ()) -> Iterator[parquet.ParquetFile]:
-        """Open a file, by its full path, in the way `range_tables` asks for."""
-        with self._lock:
-            footer = self._footers.get(path)
-        with contextlib.ExitStack() as stack:
-            # PyArrow reads local files by itself, without the interpreter's lock.
-            source: Any = self._store.local_path(path)
-            if source is None:
-                source = stack.enter_context(self._store.open(path))
-            file = stack.enter_context(
-                parquet.ParquetFile(
-                    source,
-                    metadata=footer,
-                    buffer_size=FETCHED_BYTES,
-                    # Text stays as it is stored: as a few values that many rows may share.
-                    read_dictionary=[spec.name for spec in specs if spec.kind == "text"],
-                )
-            )
-            with self._lock:
-                self._footers[path] = file.metadata
-                while len(self._footers) > _FOOTERS:
-                    del self._footers[next(iter(self._footers))]
-            yield file

@@ -1,0 +1,310 @@
+"""Parquet behind requests: how many there are, of what, and how much is held. No Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from counted import make_store
+from pyarrow import parquet
+
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.loading.readers import files as range_files
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.files import RangeFiles
+from hvd_estimators.loading.readers.ranges import Slices, range_tables
+from hvd_estimators.loading.sharding import RowRange, plan_shards
+from hvd_estimators.parquet import fetching, tails
+from hvd_estimators.parquet.discovery import first_rows, read_manifest
+from hvd_estimators.parquet.fetching import FetchedFile, joined
+from hvd_estimators.parquet.tails import FileFooter, Footers, read_tail
+
+pytestmark = pytest.mark.timeout(60)
+
+READERS = {"arrow": ArrowDataModule}
+with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+
+    READERS["petastorm"] = PetastormDataModule
+
+FILES, GROUPS, ROWS = 3, 4, 50
+"""Files, row groups of each, and rows of each of those."""
+
+
+def write(path, first=0, rows=GROUPS * ROWS, group_rows=ROWS, between=8, **options):
+    """Write numbered rows: two columns that are wanted, and bytes between them that are not."""
+    ids = np.arange(first, first + rows)
+    table = pa.table({"id": ids, "between": [bytes(between)] * rows, "twice": 2 * ids})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"compression": "none", "use_dictionary": False, **options}
+    parquet.write_table(table, path, row_group_size=group_rows, **options)
+
+
+@pytest.fixture
+def between():
+    """Bytes per row between the columns."""
+    return 8
+
+
+@pytest.fixture
+def counted(tmp_path, between):
+    store, requests = make_store(tmp_path)
+    for number in range(FILES):
+        path = Path(store.local(store.get_train_data_path())) / f"{number}.parquet"
+        write(path, number * GROUPS * ROWS, between=between)
+    return store, requests
+
+
+@pytest.fixture
+def manifest(counted):
+    store, requests = counted
+    path = store.get_train_data_path()
+    found = read_manifest(store, path, path, ["id", "twice"])
+    # The driver reads each footer once as well, of both parts of the dataset.
+    files = [Path(store.local(path)) for path in store.find(store.prefix_path)]
+    ends = [min(file.stat().st_size, tails.TAIL_BYTES) for file in files]
+    assert sorted(size for _, _, size in requests.take()) == sorted(2 * ends)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranges", "hole", "runs"),
+    [
+        ([], 0, []),
+        ([(5, 9)], 0, [(5, 9)]),
+        ([(5, 9), (9, 12), (0, 5)], 0, [(0, 12)]),
+        ([(0, 5), (6, 9)], 0, [(0, 5), (6, 9)]),
+        ([(0, 5), (6, 9)], 1, [(0, 9)]),
+        ([(0, 9), (2, 4), (12, 13)], 2, [(0, 9), (12, 13)]),
+    ],
+)
+def test_neighbours_are_fetched_together(ranges, hole, runs):
+    assert joined(ranges, hole) == runs
+
+
+POOLS = ["thread", "dummy", "process"]
+
+
+@pytest.mark.parametrize("between", [8, 2 * fetching.HOLE_BYTES // ROWS])
+@pytest.mark.parametrize(
+    ("reader", "pool"),
+    [
+        (reader, pool)
+        for reader in READERS
+        for pool in POOLS
+        if (reader, pool) != ("arrow", "process")
+    ],
+)
+def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
+    counted, manifest, reader, pool, between, monkeypatch
+):
+    """Over all epochs of a run, validation included."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    store, requests = counted
+    epochs = 2
+    plan = plan_shards(manifest.train.row_groups, 1)
+    with READERS[reader](
+        train_dir=manifest.train.path,
+        val_dir=manifest.train.path,
+        columns=manifest.columns,
+        train_plan=plan,
+        val_plan=plan,
+        train_batch_size=ROWS,
+        val_batch_size=ROWS,
+        reader_pool_type=pool,
+        store=store,
+    ) as module:
+        groups = manifest.train.row_groups
+        for _ in range(epochs):
+            bundles = [(Slices(part),) for part in plan.shards[0]]
+            parts = list(module.read(iter([bundles]), 2))
+            ids = np.concatenate([part["id"] for part in parts])
+            assert ids.tolist() == list(range(len(groups) * ROWS))
+            assert sum(len(batch["id"]) for batch in module.val_data()) == len(groups) * ROWS
+    found = requests.take()
+    runs = 1 if between == 8 else 2
+    footers = [name for name, start, _ in found if start < 0]
+    assert sorted(footers) == [f"{number}.parquet" for number in range(FILES)]
+    chunks = [size for _, start, size in found if start >= 0]
+    assert len(chunks) == 2 * epochs * len(groups) * runs
+    stored = [(parquet.read_metadata(store.local(g.file)), g.index) for g in groups]
+    columns = [footer.row_group(index).column(i) for footer, index in stored for i in range(3)]
+    wanted = [c for c in columns if runs == 1 or c.path_in_schema != "between"]
+    # PyArrow writes some bytes of its own behind each chunk.
+    size = 2 * epochs * sum(c.total_compressed_size for c in wanted)
+    assert size <= sum(chunks) <= size + 2 * epochs * len(groups) * 2 * 100
+
+
+def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
+    counted, monkeypatch
+):
+    store, requests = counted
+    path = store.find(store.get_train_data_path())[0]
+    whole = Path(store.local(path)).read_bytes()
+    assert whole.endswith(read_tail(store, path))
+    assert len(requests.take()) == 1
+    monkeypatch.setattr(tails, "TAIL_BYTES", 100)
+    footers = Footers(store)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(footers.get, [path] * 50))
+    length = int.from_bytes(whole[-8:-4], "little") + 8
+    assert [request[1:] for request in requests.take()] == [(-100, 100), (-length, length)]
+    assert {footer.metadata.num_row_groups for footer in found} == {GROUPS}
+
+
+def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
+    store, requests = counted
+    paths = store.find(store.get_train_data_path())
+    monkeypatch.setattr(tails, "_PARSED", 1)
+    footers = Footers(store)
+    for path in 2 * paths:
+        footers.get(path)
+    assert len(requests.take()) == FILES
+    monkeypatch.setattr(tails, "_UNPARSED_BYTES", 1)
+    footers = Footers(store)
+    for path in 2 * paths:
+        footers.get(path)
+    assert len(requests.take()) == 2 * FILES
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, together):
+    """Of each column, so that no more is held than there is room for, and a piece more of each."""
+    store, requests = make_store(tmp_path)
+    rows = 40_000
+    write(Path(store.local(f"{store.prefix_path}/a.parquet")), 0, rows, rows, data_page_size=2000)
+    path = f"{store.prefix_path}/a.parquet"
+    specs = read_manifest(store, path, None, ["id", "twice"]).columns
+    requests.take()
+    piece, most = 10_000, 80_000
+    monkeypatch.setattr(fetching, "FETCHED_BYTES", piece)
+    monkeypatch.setattr(range_files, "FETCHED_BYTES", piece)
+    monkeypatch.setattr(range_files, "WHOLE_BYTES", most)
+    monkeypatch.setattr(range_files, "OPEN_BYTES", 2 * most)
+    held = []
+    fetch = FetchedFile.fetch
+
+    def fetch_and_look(self, start, stop):
+        held.append(sum(len(span._pieces) * span.piece for span in self._spans))
+        return fetch(self, start, stop)
+
+    monkeypatch.setattr(FetchedFile, "fetch", fetch_and_look)
+    with RangeFiles(store, specs) as files:
+        slices = Slices(RowRange(path, 0, 0, rows), together=together)
+        with files.open(slices) as file:
+            tables = [table for table, _ in range_tables(file, slices, specs)]
+    ids = pa.concat_tables(tables)["id"].to_numpy()
+    assert (ids == np.arange(rows)).all()
+    (_, *pieces) = requests.take()
+    chunks = FileFooter.of(read_tail(store, path)).chunks(0, ["id", "twice"])
+    total = sum(stop - start for start, stop in chunks)
+    assert sum(size for _, _, size in pieces) == total
+    share = min(most, 2 * most // together)
+    expected = [max(share * (stop - start) // total // 2, piece) for start, stop in chunks]
+    assert len(pieces) == sum(
+        -(-(stop - start) // size) for (start, stop), size in zip(chunks, expected, strict=True)
+    )
+    assert max(held) <= share + 2 * sum(expected)
+
+
+class Gate:
+    """Holds back requests until it is opened, and counts those that wait."""
+
+    def __init__(self, store, monkeypatch):
+        self.open = threading.Event()
+        self.asked = threading.Semaphore(0)
+        read = type(store).read_ranges
+
+        def read_ranges(store, path, ranges):
+            if ranges[0][0] >= 0:
+                self.asked.release()
+                assert self.open.wait(30)
+            return read(store, path, ranges)
+
+        monkeypatch.setattr(type(store), "read_ranges", read_ranges)
+
+
+def test_the_next_ranges_are_fetched_before_they_are_asked_for_as_long_as_there_is_room(
+    counted, manifest, monkeypatch
+):
+    store, requests = counted
+    gate = Gate(store, monkeypatch)
+    parts = [Slices(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
+    footer = Footers(store).get(parts[0].row_range.file)
+    ((start, stop),) = joined(footer.chunks(0, ["id", "twice"]))
+    monkeypatch.setattr(range_files, "AHEAD_BYTES", 3 * (stop - start))
+    requests.take()
+    with RangeFiles(store, manifest.columns) as files:
+        for slices in parts[:6]:
+            files.announce(slices)
+        for _ in range(3):
+            assert gate.asked.acquire(timeout=30)
+        assert not gate.asked.acquire(timeout=0.2)
+        gate.open.set()
+        for slices in parts[:6]:
+            with files.open(slices) as file:
+                tables = [table for table, _ in range_tables(file, slices, manifest.columns)]
+            assert pa.concat_tables(tables)["twice"][0].as_py() == 2 * ROWS * parts.index(slices)
+    # Each once, and the footers of both files.
+    assert len([start for _, start, _ in requests.take() if start >= 0]) == 6
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_request_that_fails_is_the_readers_error(counted, manifest, reader, monkeypatch):
+    store, _ = counted
+    read = type(store).read_ranges
+
+    def fail(store, path, ranges):
+        if path.endswith("1.parquet") and ranges[0][0] >= 0:
+            raise OSError("the store is gone")
+        return read(store, path, ranges)
+
+    monkeypatch.setattr(type(store), "read_ranges", fail)
+    with (
+        READERS[reader](
+            train_dir=manifest.train.path,
+            val_dir=None,
+            columns=manifest.columns,
+            train_plan=plan_shards(manifest.train.row_groups, 1),
+            store=store,
+        ) as module,
+        pytest.raises(OSError, match="the store is gone"),
+    ):
+        list(itertools.islice(module.train_data(), FILES * GROUPS * ROWS))
+
+
+def test_a_file_that_has_become_shorter_is_an_error_that_says_so(counted, manifest):
+    store, _ = counted
+    part = plan_shards(manifest.train.row_groups, 1).shards[0][-1]
+    with RangeFiles(store, manifest.columns) as files:
+        files.footers.get(part.file)
+        local = Path(store.local(part.file))
+        local.write_bytes(local.read_bytes()[:100])
+        with (
+            pytest.raises(StoreError, match="changed after training had begun"),
+            files.open(Slices(part)) as file,
+        ):
+            list(range_tables(file, Slices(part), manifest.columns))
+
+
+def test_a_file_without_suffix_requests_is_asked_for_its_size(counted, manifest, monkeypatch):
+    store, requests = counted
+    path = manifest.train.row_groups[0].file
+    expected = store.read_ranges(path, [(-10, None), (4, 6), (-(10**9), None)])
+    monkeypatch.setattr(type(store), "_takes_suffixes", lambda self: False)
+    assert store.read_ranges(path, [(-10, None), (4, 6), (-(10**9), None)]) == expected
+    whole = Path(store.local(path)).read_bytes()
+    assert expected == [whole[-10:], whole[4:6], whole]
+    requests.take()
+
+
+def test_what_a_model_is_tried_on_is_some_pages(counted, manifest):
+    store, requests = counted
+    assert first_rows(store, manifest, 2)["twice"].tolist() == [0, 2]
+    assert all(size <= 2**16 for _, _, size in requests.take())
