@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
     from hvd_estimators.prepare.properties import get_dataset_properties
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Checkpoint",
     "PreparedDataset",
     "Store",
     "__version__",
@@ -26,18 +28,21 @@ __all__ = [
     "clear_training_cache",
     "get_dataset_properties",
     "list_prepared_data",
+    "load_checkpoint",
     "prepare_data",
 ]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "Checkpoint": "hvd_estimators.checkpoints",
         "PreparedDataset": "hvd_estimators.prepare.catalog",
         "Store": "hvd_estimators.store",
         "clear_prepared_data": "hvd_estimators.prepare.reuse",
         "clear_training_cache": "hvd_estimators.prepare.reuse",
         "get_dataset_properties": "hvd_estimators.prepare.properties",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
+        "load_checkpoint": "hvd_estimators.checkpoints",
         "prepare_data": "hvd_estimators.prepare.dataframe",
     },
 )

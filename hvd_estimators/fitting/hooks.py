@@ -29,7 +29,7 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
     out, and a `TrainSpec`, which says what the ranks are told.
     """
 
-    _state_reader: ClassVar[str] = "the framework"
+    _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
     """What opens a trained state, for messages."""
 
     def _check_params(self) -> None:

@@ -80,7 +80,6 @@ class KerasEstimator(KerasParams):
     """
 
     _framework = "keras"
-    _state_reader = "keras.saving.load_model(path), or load_weights(path), with a proper suffix"
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
         """Return the shapes of the model's inputs and outputs, -1 for what is not fixed."""

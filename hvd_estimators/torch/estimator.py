@@ -54,7 +54,6 @@ class TorchEstimator(TorchParams):
     """
 
     _framework = "torch"
-    _state_reader = "torch.load(path)"
 
     def _dry_run(self, columns: Columns) -> Trial:
         get = self.getOrDefault

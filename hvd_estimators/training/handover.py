@@ -193,7 +193,8 @@ class Handover:
                 return (
                     f"What was trained is kept as run_id={run.run_id!r} (its checkpoint is "
                     f"{checkpoint_path(run, found[-1])!r}): fit() with that run_id and otherwise "
-                    "the same params goes on from there and repeats no epoch that was finished."
+                    "the same params goes on from there and repeats no epoch that was finished; "
+                    f"hvd_estimators.load_checkpoint(store, run_id={run.run_id!r}) opens it."
                 )
             if self._store.exists(self._state_path):
                 return (

@@ -158,14 +158,24 @@ def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
         yield file
 
 
+_REMEDY = (
+    " Set another run_id, or none, to train anew; or delete the checkpoints of this run to train "
+    "it from its beginning."
+)
+
+
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
+def naming(path: str, cannot: str = "be gone on from", remedy: str = _REMEDY) -> Iterator[None]:
     """Make a `StoreError` of what the block raises because a checkpoint is not what it should be.
 
     Parameters
     ----------
     path : str
         The checkpoint, for the message.
+    cannot : str
+        What cannot be done with it.
+    remedy : str
+        What to do.
     """
     try:
         yield
@@ -174,10 +184,8 @@ def naming(path: str) -> Iterator[None]:
     except _UNREADABLE as error:
         told = f"{type(error).__name__}: {error}".removesuffix(": ")
         raise StoreError(
-            f"The checkpoint {path!r} cannot be gone on from: it is damaged, of another model, or "
-            f"was not written by this version of hvd_estimators ({told}). Set another run_id, or "
-            "none, to train anew; or delete the checkpoints of this run to train it from its "
-            "beginning."
+            f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
+            f"written by this version of hvd_estimators ({told}).{remedy}"
         ) from error
 
 

@@ -1,0 +1,193 @@
+"""Checkpoints as users read them: with the framework that wrote them, without Spark and Horovod."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import IO, Any
+
+import keras
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators import Store, load_checkpoint
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.keras.checkpoint import save_file
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
+from hvd_estimators.training.state import RunState
+
+LOSSES = [0.5, 0.1, 0.3, 0.2]
+
+
+def save(store: Any, write: Any, framework: str = "torch", losses: Any = LOSSES) -> None:
+    history: tuple[EpochMetrics, ...] = ()
+    options = CheckpointOptions(framework, keep=9)
+    with CheckpointWriter(store, store.run_paths("mine"), options) as writer:
+        for epoch, loss in enumerate(losses):
+            history = (*history, EpochMetrics(epoch, {"loss": 9.0}, {"loss": loss}))
+            writer.save(
+                RunState(epoch + 1, 0, 2, history), lambda file, epoch=epoch: write(file, epoch)
+            )
+
+
+def torch_file(file: IO[bytes], epoch: int) -> None:
+    torch.save({"model": {"weight": torch.full((2,), float(epoch + 1))}}, file)
+
+
+def epoch_of(checkpoint: Any) -> int:
+    (epoch,) = set(checkpoint.content["model"]["weight"].tolist())
+    assert checkpoint.epoch == epoch
+    return int(epoch)
+
+
+def test_the_newest_the_best_and_any_by_its_path(store: Any) -> None:
+    save(store, torch_file)
+    paths = store.get_checkpoints("mine")
+    newest = load_checkpoint(store, run_id="mine")
+    assert (newest.path, newest.framework, newest.rows) == (paths[-1], "torch", 0)
+    assert newest.history[1] == {"epoch": 1, "train": {"loss": 9.0}, "validation": {"loss": 0.1}}
+    assert newest.metrics == {"loss": 9.0, "val_loss": 0.2}
+    assert epoch_of(newest) == 4
+    assert epoch_of(load_checkpoint(store, "mine", which="best")) == 2
+    assert epoch_of(load_checkpoint(store, "mine", which=paths[2])) == 3
+    # By the prefix, and by the path alone.
+    assert epoch_of(load_checkpoint(store.prefix_path, run_id="mine")) == 4
+    assert epoch_of(load_checkpoint(paths[0])) == 1
+    assert epoch_of(load_checkpoint(store, which=paths[0])) == 1
+
+
+def test_damaged_ones_are_skipped_and_named(store: Any, caplog: pytest.LogCaptureFixture) -> None:
+    save(store, torch_file)
+    paths = store.get_checkpoints("mine")
+    for path in (paths[1], paths[3]):
+        Path(path).write_bytes(b"cut")
+    assert epoch_of(load_checkpoint(store, "mine")) == 3
+    assert repr(paths[3]) in caplog.text
+    # The best of those that are whole.
+    assert epoch_of(load_checkpoint(store, "mine", which="best")) == 3
+    assert repr(paths[1]) in caplog.text
+    with pytest.raises(StoreError, match=r"000002.ckpt' is damaged: it has 3 bytes"):
+        load_checkpoint(paths[1])
+
+
+def test_what_is_not_there_is_told(store: Any) -> None:
+    for which in ("newest", "best"):
+        with pytest.raises(StoreError, match="no checkpoint of the run 'mine'"):
+            load_checkpoint(store, "mine", which=which)
+    with pytest.raises(ParamError, match="run_id is not set"):
+        load_checkpoint(store)
+    with pytest.raises(StoreError, match=r"nothing\.ckpt"):
+        load_checkpoint(f"{store.prefix_path}/nothing.ckpt")
+    Path(store.prefix_path).mkdir()
+    Path(store.prefix_path, "text").write_bytes(b"text")
+    with pytest.raises(StoreError, match="no file of torch, Keras or Lightning"):
+        load_checkpoint(f"{store.prefix_path}/text")
+
+
+def test_a_file_that_no_estimator_wrote_has_its_content_alone(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1)}, tmp_path / "state")
+    found = load_checkpoint(str(tmp_path / "state"))
+    assert (found.framework, found.epoch, found.history, found.metrics) == ("torch", None, [], {})
+    assert torch.equal(found.content["a"], torch.ones(1))
+
+
+class Custom:
+    """No plain value."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Custom)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_code_in_a_file_runs_only_when_asked_for(store: Any) -> None:
+    save(store, lambda file, epoch: torch.save({"of users": Custom()}, file), "lightning")
+    with pytest.raises(StoreError, match="safe=False"):
+        load_checkpoint(store, "mine")
+    assert load_checkpoint(store, "mine", safe=False).content == {"of users": Custom()}
+
+
+def make_net(**kwargs: Any) -> keras.Model:
+    net = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, **kwargs)])
+    net.compile(keras.optimizers.Adam(0.25), "mse")
+    return net
+
+
+def test_a_keras_model_comes_back_with_its_optimizer(store: Any) -> None:
+    net = make_net()
+    net.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+    save(store, lambda file, epoch: save_file(net, file), "keras")
+    found = load_checkpoint(store, "mine")
+    assert (found.framework, found.epoch) == ("keras", 4)
+    for a, b in zip(
+        [*found.content.variables, *found.content.optimizer.variables],
+        [*net.variables, *net.optimizer.variables],
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a.numpy(), b.numpy())
+
+
+def halved(x: Any) -> Any:
+    return x / 2
+
+
+class Subclassed(keras.Model):
+    """Has no config."""
+
+    def __init__(self, units: int) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(units)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def test_custom_objects_and_models_without_a_config(store: Any, tmp_path: Path) -> None:
+    net = make_net(activation=halved)
+    save(store, lambda file, epoch: save_file(net, file), "keras", [0.1])
+    with pytest.raises(StoreError, match="custom_objects"):
+        load_checkpoint(store, "mine")
+    found = load_checkpoint(store, "mine", custom_objects={"halved": halved})
+    np.testing.assert_array_equal(found.content.get_weights()[0], net.get_weights()[0])
+
+    other = Store.create(str(tmp_path / "other"))
+    net = Subclassed(3)
+    net(np.ones((1, 2)))
+    save(other, lambda file, epoch: save_file(net, file), "keras", [0.1])
+    weights = load_checkpoint(other, "mine").content
+    assert sorted(array.shape for array in weights.values()) == [(2, 3), (3,)]
+    # And a file of weights alone.
+    net.save_weights(tmp_path / "a.weights.h5")
+    alone = load_checkpoint(str(tmp_path / "a.weights.h5")).content
+    assert alone.keys() == weights.keys()
+
+
+def test_neither_spark_nor_horovod_is_needed(store: Any) -> None:
+    save(store, torch_file)
+    program = f"""
+        import sys
+        sys.modules["pyspark"] = sys.modules["horovod"] = sys.modules["keras"] = None
+        from hvd_estimators import load_checkpoint
+        found = load_checkpoint({store.prefix_path!r}, run_id="mine", which="best")
+        print(found.epoch, found.content["model"]["weight"].tolist())
+    """
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.stdout == "2 [2.0, 2.0]\n", told.stderr
+
+
+def test_any_store_serves(tmp_path: Path) -> None:
+    store = Store.create("memory://load-checkpoint")
+    save(store, torch_file)
+    assert epoch_of(load_checkpoint(store, "mine", which="best")) == 2
+    content = io.BytesIO(store.read(store.get_checkpoints("mine")[0]))
+    assert torch.load(content, weights_only=True)["model"]["weight"].tolist() == [1.0, 1.0]
