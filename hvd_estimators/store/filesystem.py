@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import posixpath
 import tempfile
 from collections.abc import Iterator
@@ -117,12 +118,16 @@ class FilesystemStore(Store):
         then, also where an upload fails. Other filesystems may show the beginning of it for a
         moment, unless a subclass does better.
         """
-        folder = tempfile.gettempdir()
-        what = f"writing {path!r} to a temporary file first, in {folder!r} (set TMPDIR)"
-        with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
-            with typed_errors(what):
-                yield file
-                file.flush()
+        temporary = tempfile.gettempdir()
+        what = f"writing {path!r} to a temporary file first, in {temporary!r} (set TMPDIR)"
+        # Closing a file fails once more where its disk is full; the folder goes all the same.
+        with (
+            typed_errors(what),
+            tempfile.TemporaryDirectory(prefix="hvd_estimators-") as folder,
+            open(os.path.join(folder, "content"), "w+b") as file,
+        ):
+            yield file
+            file.flush()
             self._retried(lambda: self._upload(file.name, path), f"writing {path!r}")
 
     def _open(self, path: str) -> IO[bytes]:

@@ -107,7 +107,7 @@ class CheckpointWriter:
         self.finish()
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
         path = checkpoint_path(self._run, Position(state.epoch, state.rows))
-        with contextlib.ExitStack() as stack, _told(path):
+        with _told(path), contextlib.ExitStack() as stack:
             target = stack.enter_context(self._store.open_atomic(path))
             file = target
             if not (target.seekable() and target.readable()):
