@@ -12,6 +12,7 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
+    from hvd_estimators.plots import plot_histories
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
     from hvd_estimators.prepare.properties import get_dataset_properties
@@ -29,6 +30,7 @@ __all__ = [
     "get_dataset_properties",
     "list_prepared_data",
     "load_checkpoint",
+    "plot_histories",
     "prepare_data",
 ]
 
@@ -43,6 +45,7 @@ __getattr__, __dir__ = lazy_names(
         "get_dataset_properties": "hvd_estimators.prepare.properties",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
         "load_checkpoint": "hvd_estimators.checkpoints",
+        "plot_histories": "hvd_estimators.plots",
         "prepare_data": "hvd_estimators.prepare.dataframe",
     },
 )

@@ -11,9 +11,11 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
+from hvd_estimators.fitting.record import RunRecord
 from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.runs import FoundRun, RowOrder, in_use
+from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, find_run
 from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
@@ -105,19 +107,23 @@ class HorovodEstimator(EstimatorHooks):
         tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
         self._check_monitored(manifest.validation is not None)
-        found = self._find_run(
+        run = self._run_paths(
             self._framework, self._fingerprint(manifest, self._model_identity(tried))
         )
-        self._check_found(found, tried)
-        given = self.getOrDefault("random_seed")
+        store, given = self.getOrDefault("store"), self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
+        with HeldRun(store, run) as held:
+            found = find_run(store, run)
+            check_run(found)
+            self._check_found(found, tried)
 
-        def spec_for(num_ranks: int) -> TrainSpec:
-            common = self._common_spec(manifest, num_ranks, found, seed)
-            self._check_spec(common, tried)
-            return self._make_spec(common, tried)
+            def spec_for(num_ranks: int) -> TrainSpec:
+                order = found.row_order or RowOrder(num_ranks, seed)
+                common = self._common_spec(manifest, num_ranks, run, order)
+                self._check_spec(common, tried)
+                return self._make_spec(common, tried)
 
-        return self._run(backend, spec_for, tried)
+            return self._run(backend, spec_for, tried, held, found)
 
     def _check_monitored(self, has_validation: bool) -> None:
         """Make sure that what tells the best checkpoint is measured, as far as that is known."""
@@ -137,7 +143,12 @@ class HorovodEstimator(EstimatorHooks):
         find_whole(store, found.run, look, found.checkpoints)
 
     def _run(
-        self, backend: Backend, spec_for: Callable[[int], TrainSpec], trial: Trial
+        self,
+        backend: Backend,
+        spec_for: Callable[[int], TrainSpec],
+        trial: Trial,
+        held: HeldRun,
+        found: FoundRun,
     ) -> HorovodModel:
         """Run the trainer on every rank, showing progress, and make the model of the results.
 
@@ -149,21 +160,43 @@ class HorovodEstimator(EstimatorHooks):
             What the ranks are told, given how many of them are about to start.
         trial : Trial
             What the dry run found out.
+        held : HeldRun
+            Keeps other fits from the run.
+        found : FoundRun
+            What there is of the run already.
         """
         spec = spec_for(backend.num_processes())
-        order = RowOrder(spec.data.num_shards, spec.data.random_seed)
-        with in_use(spec.store, spec.run, order), Handover(spec, self._state_reader) as handover:
-            with (
-                handover.naming_what_is_kept(trained=False),
-                show_progress(spec.verbose) as on_event,
-            ):
+        with Handover(spec, self._state_reader) as handover:
+            with handover.naming_what_is_kept(trained=False):
                 call = handover.put(self._rank_function())
-                env = self._rank_environment()
-                answers = backend.run(
-                    train_stored, args=(call,), kwargs={}, env=env, on_event=on_event
-                )
-            with handover.naming_what_is_kept(trained=True):
-                return self._wrap(RunResults(handover.read(answers), spec), trial)
+            held.confirm()
+            with self._record(spec, found) as record:
+                with (
+                    handover.naming_what_is_kept(trained=False),
+                    show_progress(spec.verbose) as shown,
+                ):
+                    answers = backend.run(
+                        train_stored,
+                        args=(call,),
+                        kwargs={},
+                        env=self._rank_environment(),
+                        on_event=record.handler(shown),
+                    )
+                with handover.naming_what_is_kept(trained=True):
+                    results = RunResults(handover.read(answers), spec)
+                    model = self._wrap(results, trial)
+                    record.complete(results.history, model, results[0].stopped)
+                    return model
+
+    def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
+        """Return what notes this fit while the ranks train."""
+        order = RowOrder(spec.data.num_shards, spec.data.random_seed)
+        data = spec.data
+        document = begun(
+            self, self._framework, spec.run, order, data.columns, data.num_ranks, found.notes
+        )
+        tracking = self._make_tracking(spec.run.run_id, document["params"])
+        return RunRecord(spec.store, spec.run, document, bool(found.checkpoints), tracking)
 
     def _wrap(self, results: RunResults, trial: Trial) -> HorovodModel:
         """Make the fitted model of the ranks' results."""

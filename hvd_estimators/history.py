@@ -9,13 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.training.monitoring import numbers
-from hvd_estimators.training.spec import EpochMetrics
+from hvd_estimators.training.spec import EpochMetrics, HistoryRow
 
-__all__ = ["HistoryRow", "as_keras_history", "as_records", "history_rows"]
-
-HistoryRow = tuple[int, str, str, float]
-"""Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
+__all__ = ["as_keras_history", "as_records", "history_rows"]
 
 _VALIDATION = "val_"
 """Begins the names of what Keras has measured in validation."""
@@ -37,7 +33,9 @@ def as_keras_history(epochs: Sequence[EpochMetrics]) -> dict[str, list[Any]]:
     return history
 
 
-def history_rows(history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]]) -> list[Any]:
+def history_rows(
+    history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, Any]],
+) -> list[HistoryRow]:
     """Return one row per number of a history of any framework.
 
     Parameters
@@ -52,11 +50,11 @@ def history_rows(history: Mapping[str, Sequence[Any]] | Sequence[Mapping[str, An
     """
     epochs = _of_keras(history) if isinstance(history, Mapping) else history
     return [
-        (int(epoch["epoch"]), stage, name, value)
+        row
         for epoch in epochs
-        for stage in ("train", "validation")
-        for key, measured in (epoch.get(stage) or {}).items()
-        for name, value in numbers(key, measured)
+        for row in EpochMetrics(
+            int(epoch["epoch"]), epoch.get("train") or {}, epoch.get("validation")
+        ).rows()
     ]
 
 

@@ -11,6 +11,7 @@ INSTALL = {
     "horovod": BUILD_HOROVOD,
     "keras": 'pip install --upgrade "hvd_estimators[keras]"',
     "lightning": 'pip install --upgrade "hvd_estimators[lightning]"',
+    "matplotlib": 'pip install "hvd_estimators[plot]"',
     "petastorm": (
         'pip install "hvd_estimators[petastorm]" && pip install --no-deps petastorm==0.13.1'
     ),

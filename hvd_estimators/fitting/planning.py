@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from hvd_estimators.fitting.run_params import RunParams
-from hvd_estimators.fitting.runs import FoundRun, RowOrder, find_run
+from hvd_estimators.fitting.runs import RowOrder, find_run
 from hvd_estimators.fitting.trials import DRY_RUN_ROWS
 from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.readers import check_shards
@@ -21,6 +21,8 @@ from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import first_rows
 from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.store import RunPaths
+from hvd_estimators.store.lease import require_free
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]
@@ -48,12 +50,15 @@ class TrainPlanning(
         Raises
         ------
         ParamError
-            If these ranks cannot go on with the run.
+            If these ranks cannot go on with the run, or another fit trains it.
         """
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
         if run_id is None or self._grid_index is not None:
             return num_ranks
-        order = find_run(store, store.run_paths(run_id)).row_order
+        run = store.run_paths(run_id)
+        if store.saving_runs():
+            require_free(store, run)
+        order = find_run(store, run).row_order
         if order is None:
             return num_ranks
         num_shards = order.canonical_shards
@@ -61,11 +66,11 @@ class TrainPlanning(
         return num_shards
 
     def _common_spec(
-        self, manifest: DatasetManifest, num_ranks: int, found: FoundRun, seed: int
+        self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, order: RowOrder
     ) -> TrainSpec:
-        """Return what the trainers of all frameworks are told; ``seed`` is of the rows' order.
+        """Return what the trainers of all frameworks are told.
 
-        A run that is gone on with keeps the order that it began with.
+        A run that is gone on with keeps the ``order`` that it began with.
 
         Raises
         ------
@@ -73,7 +78,6 @@ class TrainPlanning(
             If these ranks cannot go on with it.
         """
         get = self.getOrDefault
-        order, run = found.row_order or RowOrder(num_ranks, seed), found.run
         check_shards(get("data_module"), order.canonical_shards, num_ranks, run.run_id)
         return TrainSpec(
             data=self._plan(manifest, order.canonical_shards, num_ranks, order.random_seed),
@@ -89,6 +93,7 @@ class TrainPlanning(
             callbacks=tuple(get("callbacks")),
             verbose=get("verbose"),
             checkpoints=self._checkpoint_options(self._framework),
+            resume_stopped=get("resume_stopped"),
         )
 
     def _plan(

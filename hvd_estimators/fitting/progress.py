@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hvd_estimators.launch.events import Event, Handler, RankProgress
+from hvd_estimators.launch.events import Event, Handler, RankOutput, RankProgress, print_output
 
 __all__ = ["show_progress"]
 
@@ -18,7 +18,7 @@ logger = logging.getLogger("hvd_estimators")
 
 
 @contextlib.contextmanager
-def show_progress(verbose: int) -> Iterator[Handler | None]:
+def show_progress(verbose: int) -> Iterator[Handler]:
     """Show what ranks report until the block ends. Runs on the driver.
 
     On a terminal rank 0's epochs are live bars; elsewhere each epoch is a log line of the logger
@@ -27,22 +27,22 @@ def show_progress(verbose: int) -> Iterator[Handler | None]:
     Parameters
     ----------
     verbose : int
-        0 shows nothing.
+        0 shows nothing but the lines that ranks print, if the backend is to show them.
 
     Yields
     ------
-    callable or None
+    callable
         What `Backend.run` takes as ``on_event``.
     """
     if verbose <= 0:
-        yield None
+        yield print_output
         return
     shown = _Bars() if sys.stderr.isatty() else _Lines()
 
     def handle(event: Event) -> None:
         if isinstance(event, RankProgress):
             shown.show(event)
-        else:
+        elif isinstance(event, RankOutput):
             tqdm.write(f"[{event.rank}] {event.line}", file=sys.stderr, end="")
 
     with contextlib.closing(shown):

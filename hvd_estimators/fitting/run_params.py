@@ -12,20 +12,13 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.runs import (
-    Fits,
-    FoundRun,
-    check_run,
-    data_identity,
-    digest,
-    find_run,
-    named,
-)
+from hvd_estimators.fitting.runs import Fits, data_identity, digest, named
+from hvd_estimators.fitting.tracking import Tracking, TrackingRun, active_run
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import declare, text
+from hvd_estimators.params import boolean, declare, text
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.store import Store
+from hvd_estimators.store import RunPaths, Store
 
 __all__ = ["RunParams"]
 
@@ -43,12 +36,21 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
         *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
         *("transformation_edit_fields", "transformation_removed_fields"),
     )
-    # Its place in a grid, where this is one of the copies that are fitted.
+    # Its place in a grid, where this is one of the copies that are fitted, which other threads do.
     _grid_index: int | None = None
+    _grid_tracking: TrackingRun | None = None
 
     store = declare("Store that keeps datasets, checkpoints and logs. Required.")
     run_id = declare(
         "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
+    )
+
+    log_to_mlflow = declare(
+        "Whether params, what is measured in each epoch, while training goes on, and the fitted "
+        "model are logged to the active run of MLflow, where there is one in the thread that calls "
+        "fit(). Each fit of a grid gets a run below it, without its model.",
+        default=True,
+        convert=boolean,
     )
 
     def _check_run(self) -> None:
@@ -76,16 +78,13 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
         }
 
-    def _find_run(self, prefix: str, fingerprint: Mapping[str, Any]) -> FoundRun:
-        """Return the fit's run, and what the store holds of it already, which has to fit."""
+    def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:
+        """Return the fit's run."""
         get = self.getOrDefault
         run_id = self._new_run_id(prefix)
         if self._grid_index is not None:
             run_id += f"-{digest({**fingerprint, 'grid': self._grid_index})}"
-        run = replace(get("store").run_paths(run_id), fingerprint=fingerprint)
-        found = find_run(get("store"), run)
-        check_run(found)
-        return found
+        return replace(get("store").run_paths(run_id), fingerprint=fingerprint)
 
     def fitMultiple(
         self, dataset: DataFrame, paramMaps: Sequence[Mapping[Any, Any]]
@@ -101,15 +100,26 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             Of (index, model); threads may share it.
         """
         estimator = self.copy()
+        tracking = active_run() if self.getOrDefault("log_to_mlflow") else None
 
         def fit_one(index: int) -> HorovodModel:
             copied = estimator.copy(paramMaps[index])
             given = {key if isinstance(key, str) else key.name for key in paramMaps[index]}
             if estimator.getOrDefault("run_id") is not None and "run_id" not in given:
                 copied._grid_index = index
+            copied._grid_tracking = tracking
             return copied.fit(dataset)
 
         return Fits(fit_one, len(paramMaps))
+
+    def _make_tracking(self, run_id: str, params: Mapping[str, Any]) -> Tracking | None:
+        """Return what logs a fit to MLflow; None where there is nothing to log it to."""
+        if not self.getOrDefault("log_to_mlflow"):
+            return None
+        within = self._grid_tracking or active_run()
+        if within is None:
+            return None
+        return Tracking(within, run_id, params, own_run=self._grid_tracking is not None)
 
     def _new_run_id(self, prefix: str) -> str:
         """Return the run's name: what is set, or one that no other run has."""

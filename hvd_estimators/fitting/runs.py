@@ -6,15 +6,17 @@ values, so that an error can tell what differs.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
+
+from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.parquet.manifest import DatasetManifest, Split
@@ -22,23 +24,23 @@ from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import positions
+from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.runs import read_metadata, run_file
 
 __all__ = [
     "Fits",
     "FoundRun",
+    "HeldRun",
     "RowOrder",
+    "as_json",
     "check_run",
     "data_identity",
     "digest",
     "find_run",
-    "in_use",
     "named",
 ]
 
 logger = logging.getLogger(__name__)
-
-_lock = threading.Lock()
-_in_use: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,7 @@ class FoundRun:
 def find_run(store: Store, run: RunPaths) -> FoundRun:
     """Look for a run in the store."""
     found = tuple(positions(store, run))
-    if not found or not store.exists(_notes_path(run)):
-        return FoundRun(run, found)
-    return FoundRun(run, found, json.loads(store.read(_notes_path(run)).decode()))
+    return FoundRun(run, found, read_metadata(store, run.run_path) if found else None)
 
 
 def check_run(found: FoundRun) -> None:
@@ -105,6 +105,7 @@ def check_run(found: FoundRun) -> None:
         If they are of other data, another model or other settings.
     """
     run, notes = found.run, found.notes
+    path = run_file(run.run_path, "metadata")
     if not found.checkpoints:
         return
     if notes is None:
@@ -112,78 +113,68 @@ def check_run(found: FoundRun) -> None:
             "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
             "no %s). It is gone on from unchecked.",
             run.run_id,
-            _notes_path(run),
+            path,
         )
         return
-    differences = _differences(notes.get("fingerprint", {}), _as_json(run.fingerprint))
+    differences = _differences(notes.get("fingerprint", {}), as_json(run.fingerprint))
     if differences:
         raise ParamError(
             f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
             f"trained with {'; '.join(differences)}. Set another run_id (or none: each fit then "
             "has a run of its own), or what it was trained with. To go on from it all the same, "
-            f"delete {_notes_path(run)!r}."
+            f"delete {path!r}."
         )
 
 
-def _note(store: Store, run: RunPaths, order: RowOrder | None) -> None:
-    """Note beside a run's checkpoint, which may not be there yet, what it is of."""
-    if run.checkpoints_path is not None:
-        document = {"run_id": run.run_id, "fingerprint": _as_json(run.fingerprint)}
-        if order is not None:
-            document["row_order"] = asdict(order)
-        store.write_text(_notes_path(run), json.dumps(document, indent=1, sort_keys=True))
-
-
-@contextlib.contextmanager
-def in_use(store: Store, run: RunPaths, order: RowOrder | None = None) -> Iterator[None]:
-    """Note what a run is of, and keep other fits of this process from it until the block ends.
+class HeldRun:
+    """Keeps other fits from a run until the block ends: those of all processes.
 
     Parameters
     ----------
     store : Store
-        Keeps the run.
+        Keeps the run. Where it keeps no runs there is nothing to keep others from.
     run : RunPaths
         The run.
-    order : RowOrder, optional
-        The order of its rows, which is noted for those who go on with it.
 
     Raises
     ------
     ParamError
-        If one has it already.
+        If another fit has it.
     """
-    key = (store.prefix_path, run.run_path)
-    with _lock:
-        if key in _in_use:
-            raise ParamError(
-                f"run_id: {run.run_id!r} is being trained by another fit of this application, "
-                "which writes the same checkpoints. Set another run_id, or none."
-            )
-        _in_use.add(key)
-    try:
-        _note(store, run, order)
-        yield
-    finally:
-        try:
-            _tidy(store, run)
-        except OSError as error:
-            logger.warning("What a fit has left could not be deleted: %s", error)
-        with _lock:
-            _in_use.discard(key)
 
+    def __init__(self, store: Store, run: RunPaths) -> None:
+        self._store = store
+        self._run = run
+        self._lease = RunLease(store, run) if store.saving_runs() else None
 
-def _tidy(store: Store, run: RunPaths) -> None:
-    """Delete the notes of a run from which nothing is left, and its folder if it is empty."""
-    if run.checkpoints_path is not None:
-        if positions(store, run):
-            return
-        store.delete(_notes_path(run))
-    store.delete_empty(run.run_path)
+    def __enter__(self) -> Self:
+        if self._lease is not None:
+            self._lease.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._lease is not None:
+            self._lease.__exit__(exc_type, exc, traceback)
+        if self._lease is None or exc is not None:
+            try:
+                self._store.delete_empty(self._run.run_path)
+            except OSError as error:
+                logger.warning("What a fit has left could not be deleted: %s", error)
+
+    def confirm(self) -> None:
+        """See `RunLease.confirm`."""
+        if self._lease is not None:
+            self._lease.confirm()
 
 
 def digest(fingerprint: Mapping[str, Any]) -> str:
     """Return a few characters that are others for another fingerprint."""
-    document = json.dumps(_as_json(fingerprint), sort_keys=True)
+    document = json.dumps(as_json(fingerprint), sort_keys=True)
     return hashlib.sha256(document.encode()).hexdigest()[:12]
 
 
@@ -252,11 +243,8 @@ def _files(split: Split) -> list[Any]:
     ]
 
 
-def _notes_path(run: RunPaths) -> str:
-    return f"{run.run_path}/metadata.json"
-
-
-def _as_json(fingerprint: Mapping[str, Any]) -> Any:
+def as_json(fingerprint: Mapping[str, Any]) -> Any:
+    """Return a fingerprint as it is found again in a file."""
     return json.loads(json.dumps(plain(dict(fingerprint)), default=named))
 
 

@@ -230,6 +230,8 @@ class EpochEnd(keras.callbacks.Callback):
         State of the callbacks after these.
     writer : EventWriter
         Writes the logs, where no callback of the user's does.
+    progress : Progress
+        Tells the driver.
     save : callable
         Called after each epoch, on all ranks, with the epochs and what gives the callbacks'
         states.
@@ -248,6 +250,7 @@ class EpochEnd(keras.callbacks.Callback):
         history: Sequence[EpochMetrics],
         restored: Sequence[Mapping[str, Any]],
         writer: EventWriter,
+        progress: Progress,
         save: Callable[[tuple[EpochMetrics, ...], Callable[[], Sequence[Any]]], None],
     ) -> None:
         super().__init__()
@@ -255,6 +258,7 @@ class EpochEnd(keras.callbacks.Callback):
         self._callbacks = callbacks
         self._restored = restored
         self._writer = writer
+        self._progress = progress
         self._save = save
         self._own_tensorboard = any(
             isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
@@ -273,7 +277,9 @@ class EpochEnd(keras.callbacks.Callback):
         validation = {
             name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
         }
-        self.history.append(EpochMetrics(epoch, train, validation or None))
+        record = EpochMetrics(epoch, train, validation or None)
+        self.history.append(record)
+        self._progress.record(record)
         if not self._own_tensorboard:
             stages = {"train": train, "validation": validation}
             self._writer.scalars(

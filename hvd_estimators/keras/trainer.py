@@ -150,7 +150,7 @@ class _Trainer:
         with data, self.logs, EventWriter(self.logs.path) as writer, progress, self.checkpoints:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
-            end = EpochEnd(stateful, history, states, writer, self._save)
+            end = EpochEnd(stateful, history, states, writer, progress, self._save)
             if done < spec.epochs:
                 self._fit(data, done, end, progress)
         return TrainResult(_digest(self.model), self._final_state(), tuple(end.history))

@@ -40,8 +40,8 @@ class Backend(ABC):
             Environment variables of the ranks; None deletes one.
         on_event : callable, optional
             Called on the driver, from another thread, with what ranks report while they run: a
-            `RankProgress` or a `RankOutput` at a time. Default: what ranks print is shown on the
-            driver, if the backend is to show it.
+            `RankProgress`, `RankEpoch` or `RankOutput` at a time. Default: what ranks print is
+            shown on the driver, if the backend is to show it.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""Events from ranks to the driver while a job runs: progress, and lines of output.
+"""Events from ranks to the driver while a job runs: progress, epochs, and lines of output.
 
 They travel as messages of `hvd_estimators.launch.channel`: both ends prove that they know a secret,
 which ranks get in their environment, so that nobody else's events are taken.
@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "EventSender",
     "Handler",
+    "RankEpoch",
     "RankOutput",
     "RankProgress",
     "one_by_one",
@@ -80,6 +81,27 @@ class RankProgress:
 
 
 @dataclass(frozen=True)
+class RankEpoch:
+    """What was measured in an epoch that is over; rank 0 tells it for all.
+
+    Attributes
+    ----------
+    rank : int
+        Who tells it.
+    epoch : int
+        The epoch, from 0.
+    rows : sequence of (str, str, float)
+        Stage (``"train"`` or ``"validation"``), name and value of each number.
+    """
+
+    kind: ClassVar[str] = "epoch"
+
+    rank: int
+    epoch: int
+    rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
 class RankOutput:
     """A line that a rank has printed.
 
@@ -97,13 +119,13 @@ class RankOutput:
     line: str
 
 
-Event = RankProgress | RankOutput
+Event = RankProgress | RankEpoch | RankOutput
 
 Handler = Callable[[Event], None]
 """Called on the driver with one event at a time, from another thread."""
 
-_KINDS: dict[str, type[RankProgress] | type[RankOutput]] = {
-    kind.kind: kind for kind in (RankProgress, RankOutput)
+_KINDS: dict[str, type[RankProgress] | type[RankEpoch] | type[RankOutput]] = {
+    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput)
 }
 
 

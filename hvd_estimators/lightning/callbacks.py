@@ -115,6 +115,7 @@ class EpochRecorder(Checkpoint):
         )
         record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
+        self._progress.record(record)
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
 

@@ -44,6 +44,12 @@ class TrainingParams(DeclaredParams):
         "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
     )
     epochs = declare("Epochs of the whole run.", default=1, convert=integer(1))
+    resume_stopped = declare(
+        "Whether to go on with a run that a callback has stopped early, as far as epochs says. "
+        "Otherwise its model is returned as it is. Leave out or change what has stopped it.",
+        default=False,
+        convert=boolean,
+    )
     train_steps_per_epoch = declare(
         "Batches of an epoch on each rank. Default: as many as hold every row once.",
         convert=integer(1),

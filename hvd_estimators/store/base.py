@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import fsspec
 
@@ -21,6 +21,11 @@ from hvd_estimators.store.checkpoint_names import listed
 from hvd_estimators.store.errors import secret_values
 from hvd_estimators.store.registry import store_class
 from hvd_estimators.store.retries import with_retries
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hvd_estimators.store.runs import RunInfo
 
 __all__ = ["RunPaths", "Store"]
 
@@ -80,6 +85,9 @@ class Store(ABC):
     checkpoint_filename : str
         Begins the names of the checkpoints' files in ``runs/<run_id>/checkpoints``.
     """
+
+    creates_exclusively: ClassVar[bool] = False
+    """Whether of several processes that call `write_new` at the same time one alone succeeds."""
 
     def __init__(
         self,
@@ -296,6 +304,16 @@ class Store(ABC):
         with self.open_atomic(path) as file:
             file.write(text.encode())
 
+    def write_new(self, path: str, text: str) -> bool:
+        """Write a file, whole, if there is none, and return whether it was written.
+
+        Two processes may both succeed, unless `creates_exclusively`.
+        """
+        if self.exists(path):
+            return False
+        self.write_text(path, text)
+        return True
+
     def get_train_data_path(self, idx: str | None = None) -> str:
         """Return where the training part of a dataset lies.
 
@@ -368,6 +386,55 @@ class Store(ABC):
             self.get_logs_path(run_id),
             checkpoint_filename=self.get_checkpoint_filename(),
         )
+
+    def list_runs(self) -> list[RunInfo]:
+        """Return what is known of all runs, the one that began last first. Runs on the driver.
+
+        Each costs two reads of small files, several at a time.
+        """
+        from hvd_estimators.store.runs import list_runs
+
+        return list_runs(self)
+
+    def load_history(self, run_id: str) -> pd.DataFrame:
+        """Return what was measured in a run, as far as it has come.
+
+        Parameters
+        ----------
+        run_id : str
+            The run.
+
+        Returns
+        -------
+        pandas.DataFrame
+            A row per number, as a model's ``history_frame()`` has: ``epoch`` (from 0), ``stage``
+            (``"train"`` or ``"validation"``), ``name`` and ``value``.
+
+        Raises
+        ------
+        ParamError
+            If there is no such run.
+        """
+        from hvd_estimators.store.runs import load_history
+
+        return load_history(self, run_id)
+
+    def delete_run(self, run_id: str) -> None:
+        """Delete a run: its checkpoints, logs, history and all else that is in its folder.
+
+        Parameters
+        ----------
+        run_id : str
+            The run.
+
+        Raises
+        ------
+        ParamError
+            If there is no such run, or a fit trains it.
+        """
+        from hvd_estimators.store.runs import delete_run
+
+        delete_run(self, run_id)
 
     def find(self, path: str) -> list[str]:
         """Return the full paths of all files below a path, in the order of their names.

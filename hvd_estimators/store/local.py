@@ -24,6 +24,8 @@ class LocalStore(Store):
     Takes a path or a ``file://`` URL; see `Store` for the parameters.
     """
 
+    creates_exclusively = True
+
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
         """Local filesystem of fsspec."""
@@ -72,3 +74,28 @@ class LocalStore(Store):
                 os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
+
+    def write_new(self, path: str, text: str) -> bool:
+        """Write a file, whole, if there is none; of several processes one alone succeeds."""
+        target = Path(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        try:
+            partial.write_bytes(text.encode())
+            os.link(partial, target)
+        except FileExistsError:
+            return False
+        except OSError:
+            return self._create(target, text)  # some mounted filesystems have no links
+        finally:
+            partial.unlink(missing_ok=True)
+        return True
+
+    @staticmethod
+    def _create(target: Path, text: str) -> bool:
+        try:
+            with open(target, "xb") as file:
+                file.write(text.encode())
+        except FileExistsError:
+            return False
+        return True

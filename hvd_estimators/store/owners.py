@@ -36,13 +36,15 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.base import Store
+
+if TYPE_CHECKING:
+    from hvd_estimators.store.base import Store
 
 __all__ = [
     "HEARTBEAT_SECONDS",

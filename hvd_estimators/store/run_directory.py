@@ -7,10 +7,14 @@ store is no local directory, they write into one that is temporary, whose files 
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -22,14 +26,21 @@ __all__ = ["RunDirectory"]
 
 logger = logging.getLogger(__name__)
 
+SYNC_SECONDS = 30.0
+"""How often files go to the store within an epoch."""
+
+_SHARE = 0.1
+
 
 class RunDirectory:
     """A directory of a run, for libraries that write local files. Runs on a rank.
 
     Used as a context manager. For a store on this machine's filesystem it is the store's directory
-    itself. Otherwise whole files go to the store whenever `sync` asks for it, beside training,
-    and when the block ends, also by an error. Several ranks may have the same directory, if
-    their files have different names.
+    itself. Otherwise new and changed files go to the store, as a whole, whenever `sync` asks for
+    it, every `SYNC_SECONDS` besides, and when the block ends, also by an error. This is done beside
+    training; where files are so large that it takes long, the times between grow, so that a tenth
+    of the time is spent on it. What could not be sent is sent with what comes next. Several ranks
+    may have the same directory, if their files have different names.
 
     Parameters
     ----------
@@ -54,7 +65,9 @@ class RunDirectory:
         self._is_copy = False
         self._known: dict[str, tuple[int, int]] = {}
         self._uploader: concurrent.futures.ThreadPoolExecutor | None = None
-        self._upload: concurrent.futures.Future[None] | None = None
+        self._upload: concurrent.futures.Future[bool] | None = None
+        self._took = 0.0
+        self._ended = threading.Event()
         self.path: str | None = None
 
     def __enter__(self) -> Self:
@@ -72,6 +85,9 @@ class RunDirectory:
             shutil.rmtree(self.path, ignore_errors=True)
             raise
         self._uploader = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators run directory")
+        threading.Thread(
+            target=self._sync_now_and_then, name="hvd_estimators run directory timer", daemon=True
+        ).start()
         return self
 
     def __exit__(
@@ -82,11 +98,20 @@ class RunDirectory:
     ) -> None:
         if self._uploader is None or self.path is None:
             return
+        self._ended.set()
+        is_complete = False
         try:
             self._uploader.shutdown(wait=True)
-            self._upload_changes()
+            is_complete = self._upload_changes("")
+            if not is_complete:
+                logger.warning(
+                    "They stay in %r on %s until somebody deletes them.",
+                    self.path,
+                    socket.gethostname(),
+                )
         finally:
-            shutil.rmtree(self.path, ignore_errors=True)
+            if is_complete:
+                shutil.rmtree(self.path, ignore_errors=True)
 
     def sync(self) -> None:
         """Send new and changed files to the store, in a thread; what has gone is deleted there.
@@ -94,7 +119,12 @@ class RunDirectory:
         One that is still on its way is enough: what comes later goes with the next one.
         """
         if self._uploader is not None and (self._upload is None or self._upload.done()):
-            self._upload = self._uploader.submit(self._upload_changes)
+            with contextlib.suppress(RuntimeError):  # the block has just ended
+                self._upload = self._uploader.submit(self._upload_changes)
+
+    def _sync_now_and_then(self) -> None:
+        while not self._ended.wait(max(SYNC_SECONDS, self._took / _SHARE)):
+            self.sync()
 
     def _download(self, target: str) -> None:
         for file in self._store.find(target):
@@ -105,7 +135,9 @@ class RunDirectory:
                 shutil.copyfileobj(source, copy)
         self._known = self._files()
 
-    def _upload_changes(self) -> None:
+    def _upload_changes(self, next_time: str = " They are sent again soon.") -> bool:
+        """Send what is new, and return whether all of it was."""
+        began = time.monotonic()
         try:
             found = self._files()
             for name in self._known.keys() - found.keys():
@@ -124,12 +156,16 @@ class RunDirectory:
         except Exception as error:
             # Logs are not worth a training run.
             logger.warning(
-                "Files of the run could not be written to %s (%s: %s). They are sent again when "
-                "the next epoch has ended.",
+                "Files of the run could not be written to %s (%s: %s).%s",
                 self._target,
                 type(error).__name__,
                 error,
+                next_time,
             )
+            return False
+        finally:
+            self._took = time.monotonic() - began
+        return True
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Return the size and the time of change of each file, by its name."""

@@ -147,6 +147,7 @@ class _Trainer:
             for epoch in range(done, spec.epochs):
                 record = self._run_epoch(epoch, batches, data)
                 self.history.append(record)
+                self.progress.record(record)
                 writer.scalars(epoch, epoch_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 logs.sync()

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import math
-import numbers as abstract
 import re
-from collections.abc import Collection, Iterator, Mapping
-from typing import Any
-
-import numpy as np
+from collections.abc import Collection
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = ["check_monitor", "measured", "mode_of", "monitored", "numbers"]
+__all__ = ["check_monitor", "measured", "mode_of", "monitored"]
 
 _VALIDATION = "val_"
 
@@ -24,29 +19,12 @@ _MORE = (
 )
 
 
-def numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers of what was measured: of groups of metrics, and of arrays, each."""
-    if isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from numbers(str(key), entry)
-    elif isinstance(value, np.ndarray) and value.ndim:
-        yield from numbers(name, value.tolist())
-    elif isinstance(value, (list, tuple)):
-        for index, entry in enumerate(value):
-            yield from numbers(f"{name}_{index}", entry)
-    elif value is None:
-        yield name, math.nan
-    elif isinstance(value, abstract.Number) or hasattr(value, "item"):
-        yield name, float(value)
-
-
 def measured(record: EpochMetrics) -> dict[str, float]:
     """Return the numbers of an epoch by name; those of validation begin with ``val_``."""
-    found = {n: v for key, value in record.train.items() for n, v in numbers(key, value)}
-    for key, value in (record.validation or {}).items():
-        for name, number in numbers(key, value):
-            found[f"{_VALIDATION}{name.removeprefix(_VALIDATION)}"] = number
-    return found
+    return {
+        name if stage == "train" else f"{_VALIDATION}{name.removeprefix(_VALIDATION)}": value
+        for _, stage, name, value in record.rows()
+    }
 
 
 def monitored(monitor: str | None, names: Collection[str]) -> str | None:

@@ -8,8 +8,8 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.events import EventSender, RankProgress
-from hvd_estimators.training.spec import TrainSpec
+from hvd_estimators.launch.events import EventSender, RankEpoch, RankProgress
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["Progress"]
 
@@ -22,13 +22,14 @@ class Progress:
     Parameters
     ----------
     spec : TrainSpec
-        The training job; nothing is reported if it is not ``verbose``.
+        The training job; if it is not ``verbose``, only records of epochs are sent.
     rank : int
         This rank.
     """
 
     def __init__(self, spec: TrainSpec, rank: int) -> None:
-        self._sender = EventSender() if rank == 0 and spec.verbose else None
+        self._sender = EventSender() if rank == 0 else None
+        self._is_shown = spec.verbose > 0
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
         self._rows_per_step = spec.data.batch_size * spec.data.num_shards
@@ -58,7 +59,7 @@ class Progress:
 
         It can be costly to get what is reported, such as a loss from a GPU.
         """
-        if self._sender is None:
+        if self._sender is None or not self._is_shown:
             return False
         return time.monotonic() - self._reported > _SECONDS_BETWEEN
 
@@ -71,8 +72,13 @@ class Progress:
         """Report the means of the whole epoch."""
         self._report(self._steps, means, done=True)
 
+    def record(self, record: EpochMetrics) -> None:
+        """Send all that was measured in an epoch, which the driver notes and hands to others."""
+        if self._sender is not None:
+            self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))
+
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
-        if self._sender is None:
+        if self._sender is None or not self._is_shown:
             return
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._sender.send(

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import math
+import numbers
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.local_file import LocalFile
 
-__all__ = ["CheckpointOptions", "EpochMetrics", "TrainResult", "TrainSpec"]
+__all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
+
+HistoryRow = tuple[int, str, str, float]
+"""Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +76,8 @@ class TrainSpec:
         0 is silent.
     checkpoints : CheckpointOptions
         Which checkpoints are kept.
+    resume_stopped : bool
+        Go on with a run that a callback has stopped.
     """
 
     data: DataSpec
@@ -83,6 +93,7 @@ class TrainSpec:
     callbacks: tuple[Callable[..., Any] | Any, ...]
     verbose: int
     checkpoints: CheckpointOptions
+    resume_stopped: bool
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,33 @@ class EpochMetrics:
         if self.validation is not None:
             record["validation"] = dict(self.validation)
         return record
+
+    def rows(self) -> list[HistoryRow]:
+        """Return a row per number, those of training first."""
+        return [
+            (self.epoch, stage, name, value)
+            for stage, measured in (("train", self.train), ("validation", self.validation or {}))
+            for key, entry in measured.items()
+            for name, value in _numbers(str(key), entry)
+        ]
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of what was measured: of groups of metrics, and of arrays, each."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _numbers(str(key), entry)
+    elif isinstance(value, np.ndarray) and value.ndim:
+        yield from _numbers(name, value.tolist())
+    elif isinstance(value, (list, tuple)):
+        for index, entry in enumerate(value):
+            yield from _numbers(f"{name}_{index}", entry)
+    elif value is None:
+        yield name, math.nan
+    elif isinstance(value, numbers.Number) or hasattr(value, "item"):
+        # A complex number, or many that are no array of NumPy's, have no place in a row.
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            yield name, float(value)
 
 
 @dataclass(frozen=True)
@@ -121,6 +159,8 @@ class TrainResult:
         Whether the driver, too, gets the state as a `LocalFile`.
     output_shapes : tuple of tuple of int, or None
         Shape of one row of each output, as the ranks saw it; None where they did not look.
+    stopped : bool
+        Whether a callback has stopped the run, in this fit or an earlier one.
     """
 
     weights_digest: str
@@ -129,3 +169,4 @@ class TrainResult:
     state_digest: str = ""
     state_is_file: bool = False
     output_shapes: tuple[tuple[int, ...], ...] | None = None
+    stopped: bool = False

@@ -73,6 +73,8 @@ class RunState:
         The states of the random streams, by canonical shard; see `training.randomness`.
     parts : mapping
         What else a framework keeps: states of callbacks, for example. Plain values, see `encode`.
+    stopped : bool
+        Whether a callback has ended training after the newest epoch.
     """
 
     epoch: int
@@ -81,6 +83,7 @@ class RunState:
     history: tuple[EpochMetrics, ...]
     random: tuple[Mapping[str, Any], ...] = ()
     parts: Mapping[str, Any] = field(default_factory=dict)
+    stopped: bool = False
 
 
 def write_archive(

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.fitting.runs import in_use
+from hvd_estimators.fitting.runs import HeldRun
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.store.checkpoint_names import Position
@@ -143,7 +143,7 @@ CHANGES: list[Any] = [
 def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework: str) -> None:
     write(store)
     start(store, framework)
-    assert not store.exists(store.get_run_path("mine"))
+    assert [run.state for run in store.list_runs()] == ["failed"]
     # Nothing was kept: whatever comes next is the first part.
     start(store, framework, batch_size=7)
     leave_checkpoint_of(store, framework)
@@ -211,7 +211,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
 def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
     write(store)
     with (
-        in_use(store, store.run_paths("mine")),
+        HeldRun(store, store.run_paths("mine")),
         pytest.raises(ParamError, match="'mine' is being trained by another fit"),
     ):
         start(store, "torch")
@@ -219,16 +219,35 @@ def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
 
 
 @pytest.mark.parametrize("save_runs", [True, False])
-def test_a_run_of_which_nothing_is_kept_leaves_no_folder(tmp_path: Path, save_runs: bool) -> None:
+def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, save_runs: bool) -> None:
     store = Store.create(str(tmp_path), save_runs=save_runs)
     run = store.run_paths("mine")
     only_copy = f"{run.run_path}/handover/state"
-    with in_use(store, run):
-        store.write_text(only_copy, "state")
+
+    def fail(path: str | None) -> None:
+        with HeldRun(store, run):
+            if path is not None:
+                store.write_text(path, "state")
+            raise Started
+
+    with pytest.raises(Started):
+        fail(only_copy)
     assert store.exists(only_copy)
-    with in_use(store, run):
-        store.delete(f"{run.run_path}/handover")
+    store.delete(f"{run.run_path}/handover")
+    with pytest.raises(Started):
+        fail(None)
     assert not store.exists(run.run_path)
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_says_so(store: Any) -> None:
+    write(store)
+    start(store, "torch")
+    (run,) = store.list_runs()
+    assert (run.run_id, run.state, run.epochs, run.error) == ("mine", "failed", 0, "Started: ")
+    # It begins anew, with other settings, too.
+    start(store, "torch", batch_size=8)
+    (run,) = store.list_runs()
+    assert run.state == "failed"
 
 
 def test_a_store_that_keeps_no_runs_has_nothing_to_go_on_from(tmp_path: Path) -> None:

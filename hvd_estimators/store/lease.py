@@ -1,0 +1,142 @@
+"""The lease of a run: one fit at a time trains it, of all processes on all machines.
+
+Runs on the driver. ``runs/<run_id>/lease.json`` names the process that holds the lease; see
+`hvd_estimators.store.owners` for when a holder counts as gone. What is guaranteed:
+
+- Where a store creates files exclusively (`Store.creates_exclusively`), of several processes that
+  take a free lease exactly one gets it.
+- Elsewhere, and where a lease is taken over from a holder that is gone, each process writes the
+  file, lets `SETTLE_SECONDS` pass, and reads it again: who wrote last has it. Two of them may both
+  believe to have it only where a write took longer than that to be seen.
+- A holder that was taken for gone (its machine was asleep for minutes, or did not reach the store)
+  finds out when it next writes its heartbeat, and says so; nothing stops its ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store.owners import (
+    STALE_SECONDS,
+    Claim,
+    Heartbeat,
+    Owner,
+    is_abandoned,
+    read_claim,
+    this_process,
+)
+
+if TYPE_CHECKING:
+    from hvd_estimators.store.base import RunPaths, Store
+
+__all__ = ["SETTLE_SECONDS", "RunLease", "holder", "lease_path", "require_free"]
+
+SETTLE_SECONDS = 1.0
+"""Time in which a file that was written is seen by all."""
+
+
+def lease_path(run_path: str) -> str:
+    """Return the path of a run's lease."""
+    return f"{run_path}/lease.json"
+
+
+def holder(store: Store, run_path: str) -> Claim | None:
+    """Return who holds a run's lease; None where nobody does, or the holder is gone."""
+    path = lease_path(run_path)
+    claim = read_claim(store, path)
+    if claim is None and store.exists(path):
+        claim = Claim(Owner("", 0, ""))  # damaged: its age alone tells
+    return None if claim is None or is_abandoned(store, path, claim) else claim
+
+
+def require_free(store: Store, run: RunPaths) -> None:
+    """Make sure that nobody holds a run's lease.
+
+    Raises
+    ------
+    ParamError
+        If somebody does; it says who, and since when.
+    """
+    held = holder(store, run.run_path)
+    if held is not None:
+        raise _refused(run, held)
+
+
+class RunLease:
+    """A run's lease, until the block ends.
+
+    Parameters
+    ----------
+    store : Store
+        Keeps the run.
+    run : RunPaths
+        The run.
+
+    Raises
+    ------
+    ParamError
+        By `__enter__` and `confirm`, if somebody else holds it.
+    """
+
+    def __init__(self, store: Store, run: RunPaths) -> None:
+        self._store = store
+        self._run = run
+        self._path = lease_path(run.run_path)
+        self._heartbeat = Heartbeat(store, self._path, {"run_id": run.run_id})
+        self._certain_at: float | None = None
+
+    def __enter__(self) -> Self:
+        now = datetime.now(timezone.utc)
+        claim = Claim(this_process(), now, now, self._heartbeat.token)
+        is_certain = self._store.creates_exclusively
+        if not self._store.write_new(self._path, claim.to_json()):
+            require_free(self._store, self._run)
+            is_certain = False
+        if not is_certain:
+            self._certain_at = time.monotonic() + SETTLE_SECONDS
+        self._heartbeat.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._heartbeat.stop()
+
+    def confirm(self) -> None:
+        """Make sure that nobody has taken the lease at the same moment; may wait for a second.
+
+        To be called before anything is written to the run's folder.
+        """
+        if self._certain_at is None:
+            return
+        time.sleep(max(self._certain_at - time.monotonic(), 0))
+        self._certain_at = None
+        claim = read_claim(self._store, self._path)
+        if claim is not None and claim.token != self._heartbeat.token:
+            self._heartbeat.stop()
+            raise _refused(self._run, claim)
+
+
+def _refused(run: RunPaths, held: Claim) -> ParamError:
+    since = "" if held.created is None else f" since {held.created:%Y-%m-%d %H:%M:%S} UTC"
+    if held.owner == this_process():
+        return ParamError(
+            f"run_id: {run.run_id!r} is being trained by another fit of this application{since}, "
+            "which writes the same checkpoints. Set another run_id, or none."
+        )
+    beaten = "" if held.beaten is None else f" (last heartbeat {held.beaten:%H:%M:%S} UTC)"
+    return ParamError(
+        f"run_id: {run.run_id!r} is being trained by {held.owner}{since}{beaten}, which writes the "
+        "same checkpoints. Set another run_id, or none, or wait until that fit has ended. If that "
+        f"process is no more, this run is free {STALE_SECONDS / 60:g} minutes after its last "
+        f"heartbeat, or as soon as {lease_path(run.run_path)!r} is deleted."
+    )

@@ -1,0 +1,245 @@
+"""The runs that a store keeps, by what is noted in their folders: listed, read and deleted.
+
+``runs/<run_id>/metadata.json`` says what a run is of, ``history.json`` what was measured in it.
+The driver of a fit writes both, as a whole, whenever there is something new.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import datetime
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
+from hvd_estimators.store.lease import RunLease, holder
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from hvd_estimators.store.base import Store
+
+__all__ = [
+    "COLUMNS",
+    "RunInfo",
+    "delete_run",
+    "history_text",
+    "list_runs",
+    "load_history",
+    "read_history",
+    "read_if_there",
+    "read_metadata",
+    "require_run",
+    "run_file",
+]
+
+COLUMNS = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
+"""Columns of a history and their dtypes in pandas."""
+
+_THREADS = 16
+
+Row = tuple[int, str, str, float]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A run of a store.
+
+    Attributes
+    ----------
+    run_id : str
+        Its name.
+    framework : str
+        ``"torch"``, ``"keras"``, ``"lightning"``, or what an estimator of somebody else's says.
+    state : str
+        ``"running"``, ``"finished"``, ``"failed"``, or ``"interrupted"``: its driver has ended
+        without a word.
+    started : datetime.datetime
+        When its first fit began to train, in UTC.
+    ended : datetime.datetime or None
+        When its newest fit ended; None while it runs, or where nobody knows.
+    epochs : int
+        Epochs that are done.
+    metrics : dict of str to float
+        What was measured in the newest epoch, as ``"train/loss"`` or ``"validation/loss"``.
+    error : str or None
+        Class and message of the error that ended it.
+    path : str
+        Its folder.
+    """
+
+    run_id: str
+    framework: str
+    state: str
+    started: datetime.datetime
+    ended: datetime.datetime | None
+    epochs: int
+    metrics: dict[str, float]
+    error: str | None
+    path: str
+
+
+def run_file(run_path: str, name: str) -> str:
+    """Return the path of a run's ``"metadata"`` or ``"history"``."""
+    return f"{run_path}/{name}.json"
+
+
+def read_if_there(store: Store, path: str) -> bytes | None:
+    """Return the content of a file; None where there is none."""
+    try:
+        return store.read(path)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+
+
+def read_metadata(store: Store, run_path: str) -> dict[str, Any] | None:
+    """Return what is noted of a run; None if nothing is.
+
+    Raises
+    ------
+    StoreError
+        If the file is damaged.
+    """
+    return _document(store, run_file(run_path, "metadata"))
+
+
+def read_history(store: Store, run_path: str) -> list[Row] | None:
+    """Return what was measured in a run: epoch, stage, name and value. None if nothing is noted.
+
+    Raises
+    ------
+    StoreError
+        If the file is damaged.
+    """
+    path = run_file(run_path, "history")
+    document = _document(store, path)
+    if document is None:
+        return None
+    try:
+        return [(int(e), str(s), str(n), float(v)) for e, s, n, v in document["rows"]]
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def history_text(rows: Iterable[Row]) -> str:
+    """Return the content of ``history.json``: a row per line, infinity and NaN as texts."""
+    lines = (json.dumps([*row[:3], _strict(row[3])]) for row in rows)
+    return f'{{"columns": {json.dumps(list(COLUMNS))}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def list_runs(store: Store) -> list[RunInfo]:
+    """Return the runs of a store, the one that began last first; see `Store.list_runs`."""
+    folder = store.get_runs_path()
+    paths = [f"{folder}/{name}" for name in store.names(folder)]
+    with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
+        found = list(threads.map(lambda path: _info(store, path), paths))
+    runs = [run for run in found if run is not None]
+    return sorted(runs, key=lambda run: (run.started, run.run_id), reverse=True)
+
+
+def load_history(store: Store, run_id: str) -> pd.DataFrame:
+    """Return what was measured in a run; see `Store.load_history`."""
+    import pandas as pd
+
+    run = store.run_paths(run_id)
+    rows = read_history(store, run.run_path)
+    if rows is None:
+        require_run(store, run_id)
+    return pd.DataFrame(rows or [], columns=list(COLUMNS)).astype(COLUMNS)
+
+
+def delete_run(store: Store, run_id: str) -> None:
+    """Delete a run; see `Store.delete_run`."""
+    require_run(store, run_id)
+    run = store.run_paths(run_id)
+    with RunLease(store, run) as lease:
+        lease.confirm()
+        store.delete(run.run_path)
+
+
+def require_run(store: Store, run_id: str) -> None:
+    """Make sure that a run has a folder.
+
+    Raises
+    ------
+    ParamError
+        If there is none; it names one that has a similar name.
+    """
+    run_path = store.run_paths(run_id).run_path
+    if not store.exists(run_path):
+        folder = store.get_runs_path()
+        raise ParamError(
+            f"run_id: {folder!r} has no run {run_id!r}.{did_you_mean(run_id, store.names(folder))}"
+        )
+
+
+def _info(store: Store, path: str) -> RunInfo | None:
+    """Return what is known of a run; None for a folder that nothing is noted in."""
+    try:
+        metadata = read_metadata(store, path)
+    except StoreError:
+        return None
+    if metadata is None:
+        return None
+    rows = _readable_history(store, path)
+    newest = max((row[0] for row in rows), default=-1)
+    error = metadata.get("error")
+    return RunInfo(
+        run_id=metadata["run_id"],
+        framework=metadata.get("framework", ""),
+        state=_state(store, path, metadata),
+        started=_moment(metadata.get("started")) or datetime.datetime.fromtimestamp(0, _UTC),
+        ended=_moment(metadata.get("ended")),
+        epochs=newest + 1,
+        metrics={f"{row[1]}/{row[2]}": row[3] for row in rows if row[0] == newest},
+        error=f"{error['class']}: {error['message']}" if error else None,
+        path=path,
+    )
+
+
+def _state(store: Store, path: str, metadata: Mapping[str, Any]) -> str:
+    state = str(metadata.get("state", "finished"))
+    if state == "running" and holder(store, path) is None:
+        return "interrupted"
+    return state
+
+
+def _readable_history(store: Store, path: str) -> Sequence[Row]:
+    try:
+        return read_history(store, path) or ()
+    except StoreError:
+        return ()
+
+
+def _document(store: Store, path: str) -> dict[str, Any] | None:
+    content = read_if_there(store, path)
+    if content is None:
+        return None
+    try:
+        document = json.loads(content)
+    except ValueError as error:
+        raise _damaged(path, error) from error
+    if not isinstance(document, dict):
+        raise _damaged(path, TypeError(f"found {type(document).__name__}"))
+    return document
+
+
+def _damaged(path: str, error: Exception) -> StoreError:
+    return StoreError(f"The file {path!r} is damaged ({type(error).__name__}: {error}). Delete it.")
+
+
+def _moment(text: Any) -> datetime.datetime | None:
+    return datetime.datetime.fromisoformat(text) if isinstance(text, str) else None
+
+
+def _strict(value: float) -> float | str:
+    """Return a number that every reader of JSON takes."""
+    return value if math.isfinite(value) else str(value)
+
+
+_UTC = datetime.timezone.utc

@@ -1,0 +1,30 @@
+"""Runs that a callback has stopped: a later fit returns their model, and trains nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TypeVar
+
+from hvd_estimators.training.spec import TrainSpec
+from hvd_estimators.training.state import RunState
+
+__all__ = ["heeding_stop"]
+
+S = TypeVar("S", bound=TrainSpec)
+
+
+def heeding_stop(spec: S, state: RunState | None) -> S:
+    """Return a job without further epochs, if its run has been stopped and is not to go on.
+
+    Runs on every rank, after the run's newest checkpoint has been restored.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        The job.
+    state : RunState or None
+        What was restored.
+    """
+    if state is None or not state.stopped or spec.resume_stopped:
+        return spec
+    return replace(spec, epochs=min(spec.epochs, state.epoch))

@@ -1,0 +1,177 @@
+"""The lease of a run: one fit at a time, of all processes, and none for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store import FilesystemStore, LocalStore, lease
+from hvd_estimators.store.lease import RunLease, holder, lease_path, require_free
+from hvd_estimators.store.owners import STALE_SECONDS, Claim, read_claim, this_process
+
+HOLDER = """
+import sys
+from hvd_estimators import Store
+from hvd_estimators.store.lease import RunLease
+store = Store.create(sys.argv[1])
+with RunLease(store, store.run_paths("mine")):
+    print("held", flush=True)
+    sys.stdin.readline()
+print("ended", flush=True)
+"""
+
+
+@pytest.fixture
+def other(store: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds the lease until it reads a line."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", HOLDER, store.prefix_path], **pipes) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "held\n"
+            yield process
+        finally:
+            process.kill()
+
+
+def path_of(store: Any) -> str:
+    return lease_path(store.run_paths("mine").run_path)
+
+
+def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
+    store: Any, other: subprocess.Popen[str]
+) -> None:
+    run = store.run_paths("mine")
+    message = (
+        rf"run_id: 'mine' is being trained by process {other.pid} on \S+ since \d+-.* UTC \(last "
+        r"heartbeat .*\).* Set another run_id, or none, or wait .*lease.json' is deleted"
+    )
+    for _ in range(2):
+        with pytest.raises(ParamError, match=message), RunLease(store, run):
+            pass
+    with pytest.raises(ParamError, match=message):
+        require_free(store, run)
+    claim = read_claim(store, path_of(store))
+    assert claim is not None
+    assert claim.owner.pid == other.pid
+    # Another run is nobody's.
+    with RunLease(store, store.run_paths("another")):
+        pass
+    assert other.communicate("\n", timeout=60)[0] == "ended\n"
+    assert not store.exists(path_of(store))
+    require_free(store, run)
+
+
+def test_a_process_that_was_killed_holds_nothing(
+    store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    os.kill(other.pid, signal.SIGKILL)
+    other.wait(60)
+    assert store.exists(path_of(store))
+    run = store.run_paths("mine")
+    require_free(store, run)
+    with RunLease(store, run) as taken:
+        taken.confirm()
+        claim = holder(store, run.run_path)
+        assert claim is not None
+        assert claim.owner.pid == os.getpid()
+    assert not store.exists(path_of(store))
+
+
+def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
+    now = datetime.now(timezone.utc)
+    owner = dataclasses.replace(this_process(), machine="elsewhere", host="node7")
+    claim = Claim(owner, now, now, "token")
+    store.write_text(path_of(store), claim.to_json())
+    path = Path(path_of(store))
+    moment = path.stat().st_mtime - seconds_ago
+    os.utime(path, (moment, moment))
+
+
+def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    run = store.run_paths("mine")
+    leave_lease_of_another_machine(store, STALE_SECONDS - 100)
+    with pytest.raises(ParamError, match=r"by process \d+ on node7 .* free 5 minutes after"):
+        require_free(store, run)
+    leave_lease_of_another_machine(store, STALE_SECONDS + 100)
+    with RunLease(store, run) as taken:
+        taken.confirm()
+    assert not store.exists(path_of(store))
+
+
+def test_a_lease_that_is_damaged_is_judged_by_its_age(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    run, path = store.run_paths("mine"), path_of(store)
+    store.write_text(path, "{")
+    with pytest.raises(ParamError, match="'mine' is being trained by"):
+        require_free(store, run)
+    os.utime(path, (1, 1))
+    with RunLease(store, run):
+        assert json.loads(Path(path).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
+    tmp_path: Path, remote: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
+    run, number = store.run_paths("mine"), 8
+    start, looked, got = threading.Barrier(number), threading.Barrier(number), []
+    everybody_tried, refused = threading.Barrier(number), []
+    if remote:
+        # The worst that can be: all of them look before any of them writes.
+        monkeypatch.setattr(
+            FilesystemStore,
+            "write_new",
+            lambda self, path, text: looked.wait(60) >= 0 and not self.write_text(path, text),
+        )
+
+    def take() -> None:
+        start.wait(60)
+        try:
+            with RunLease(store, run) as taken:
+                taken.confirm()
+                got.append(threading.get_ident())
+                everybody_tried.wait(60)
+        except ParamError as error:
+            refused.append(str(error))
+            everybody_tried.wait(60)
+
+    threads = [threading.Thread(target=take) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(got), len(refused)) == (1, number - 1)
+    assert not store.exists(path_of(store))
+
+
+def test_a_filesystem_without_links_creates_exclusively_all_the_same(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{store.prefix_path}/new/file"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(PermissionError))
+        assert store.write_new(path, "größe")
+        assert not store.write_new(path, "2")
+    assert not store.write_new(path, "3")
+    assert store.read(path).decode() == "größe"
+    assert os.listdir(f"{store.prefix_path}/new") == ["file"]

@@ -1,0 +1,231 @@
+"""What the driver notes of a run while ranks train, and what a store tells of its runs."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import queue
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.metadata import begun, noted_params
+from hvd_estimators.fitting.record import RunRecord
+from hvd_estimators.fitting.runs import RowOrder
+from hvd_estimators.launch.events import RankEpoch, RankOutput, print_output
+from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.runs import read_metadata
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.training.spec import EpochMetrics
+
+COLUMNS = [
+    ColumnSpec("größe, x", "vector", "float32", (3,)),
+    ColumnSpec("y", "scalar", "int64", ()),
+]
+
+
+def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) -> RunRecord:
+    estimator = TorchEstimator(store=store, model=torch.nn.Linear(3, 1), epochs=4, **params)
+    run = store.run_paths(run_id)
+    document = begun(estimator, "torch", run, RowOrder(3, 7), COLUMNS, 2, before)
+    return RunRecord(store, run, document, goes_on=before is not None)
+
+
+def epoch(number: int, loss: float, val_loss: float | None = None) -> RankEpoch:
+    rows = [("train", "loss", loss)]
+    return RankEpoch(0, number, [*rows, ("validation", "loss", val_loss)] if val_loss else rows)
+
+
+def rows_of(store: Any, run_id: str = "mine") -> list[tuple[Any, ...]]:
+    return list(store.load_history(run_id).itertuples(index=False, name=None))
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
+    """Names of files that are written to local stores, once they are there."""
+    written: queue.Queue[str] = queue.Queue()
+    real = LocalStore.write_text
+
+    def write(self: Any, path: str, text: str) -> None:
+        real(self, path, text)
+        written.put(Path(path).name)
+
+    monkeypatch.setattr(LocalStore, "write_text", write)
+    return written
+
+
+def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
+    store: Any, writes: queue.Queue[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLease(store, store.run_paths("mine")), record(store) as noted:
+        handle = noted.handler(print_output)
+        assert {writes.get(timeout=10) for _ in range(2)} == {"lease.json", "metadata.json"}
+        (info,) = store.list_runs()
+        assert (info.run_id, info.state, info.epochs, info.ended) == ("mine", "running", 0, None)
+        assert rows_of(store) == []
+        handle(epoch(0, 0.5, 0.75))
+        assert writes.get(timeout=10) == "history.json"
+        assert rows_of(store) == [(0, "train", "loss", 0.5), (0, "validation", "loss", 0.75)]
+        handle(RankOutput(1, "hello\n"))
+        handle(epoch(1, math.nan))
+    assert capsys.readouterr().err == "[1] hello\n"
+
+    # Without its results, as where a rank has returned nothing: what was told is there.
+    (info,) = store.list_runs()
+    assert (info.framework, info.state, info.epochs, info.error) == ("torch", "finished", 2, None)
+    assert info.ended is not None
+    assert info.ended >= info.started
+    assert math.isnan(info.metrics["train/loss"])
+    frame = store.load_history("mine")
+    assert list(frame.columns) == ["epoch", "stage", "name", "value"]
+    assert frame["value"].isna().tolist() == [False, False, True]
+
+    notes = read_metadata(store, info.path)
+    assert notes is not None
+    assert notes["columns"][0] == {
+        "name": "größe, x",
+        "kind": "vector",
+        "dtype": "float32",
+        "shape": [3],
+    }
+    assert notes["row_order"] == {"canonical_shards": 3, "random_seed": 7}
+    assert (notes["num_ranks"], notes["params"]["epochs"]) == (2, 4)
+    assert notes["params"]["model"] == "torch.nn.modules.linear.Linear"
+    assert notes["versions"]["torch"] == torch.__version__
+    assert [fit["state"] for fit in notes["fits"]] == ["finished"]
+    # Numbers as all readers of JSON take them.
+    text = Path(info.path, "history.json").read_text()
+    json.loads(text, parse_constant=lambda name: pytest.fail(f"found {name}"))
+
+
+def test_the_whole_history_is_noted_in_the_end_also_where_no_rank_told_it(store: Any) -> None:
+    history = [EpochMetrics(0, {"loss": 0.5, "m": [1, {"a": 2.0}]}), EpochMetrics(1, {}, {"x": 3})]
+    with record(store) as noted:
+        noted.complete(history, None)  # type: ignore[arg-type]
+    assert rows_of(store) == [
+        (0, "train", "loss", 0.5),
+        (0, "train", "m_0", 1.0),
+        (0, "train", "a", 2.0),
+        (1, "validation", "x", 3.0),
+    ]
+    (info,) = store.list_runs()
+    assert (info.epochs, info.metrics) == (2, {"validation/x": 3.0})
+
+
+def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None:
+    with record(store, batch_size=8) as noted:
+        handle = noted.handler(print_output)
+        for number in range(3):
+            handle(epoch(number, 1 / (number + 1)))
+    first = read_metadata(store, store.run_paths("mine").run_path)
+    assert first is not None
+    # Its newest checkpoint is of epoch 2, the third epoch is trained once more.
+
+    def fail(noted: RunRecord) -> None:
+        noted.handler(print_output)(epoch(2, 0.25))
+        raise RuntimeError("the rank ended")
+
+    with pytest.raises(RuntimeError), record(store, before=first, batch_size=9) as noted:
+        fail(noted)
+    assert [row[3] for row in rows_of(store)] == [1.0, 0.5, 0.25]
+    second = read_metadata(store, store.run_paths("mine").run_path)
+    assert second is not None
+    assert second["started"] == first["started"]
+    assert second["params"] == first["params"]
+    assert [fit["state"] for fit in second["fits"]] == ["finished", "failed"]
+    assert second["error"] == {"class": "RuntimeError", "message": "the rank ended"}
+    (info,) = store.list_runs()
+    assert (info.state, info.error) == ("failed", "RuntimeError: the rank ended")
+    with record(store, before=second):
+        pass
+    (info,) = store.list_runs()
+    assert (info.state, info.error) == ("finished", None)
+
+
+def test_nothing_that_is_noted_is_secret(tmp_path: Path) -> None:
+    mark = "MARKED-abc+/="
+    store = LocalStore(str(tmp_path), storage_options={"secret": mark, "nested": [{"key": mark}]})
+    params = {"custom_objects": {"api_key": mark, "tokenizer": "bert"}, "long": "x" * 5000}
+    with pytest.raises(OSError), record(store):  # noqa: PT011
+        raise OSError(f"403 for {mark}")
+
+    many = [f"c{i}" for i in range(300)]
+    estimator = TorchEstimator(store=store, callbacks=[params, object()], feature_cols=many)
+    noted = noted_params(estimator)
+    assert noted["callbacks"][0]["custom_objects"] == {"api_key": "(hidden)", "tokenizer": "bert"}
+    assert len(noted["callbacks"][0]["long"]) < 1100
+    assert noted["feature_cols"][-1] == "… (300 in all)"
+    assert noted["callbacks"][1] == "builtins.object"
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or mark not in file.read_text()
+    assert store.list_runs()[0].error == "OSError: 403 for ***"
+
+
+def test_a_store_that_fails_costs_warnings(
+    store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, path: str, text: str) -> None:
+        raise OSError(28, "no space left")
+
+    with caplog.at_level(logging.WARNING), record(store) as noted:
+        monkeypatch.setattr(LocalStore, "write_text", fail)
+        noted.handler(print_output)(epoch(0, 0.5))
+        noted.complete([EpochMetrics(0, {"loss": 0.5})], None)  # type: ignore[arg-type]
+    assert caplog.text.count("could not be told what was measured") == 1
+    assert caplog.text.count("What is noted of run 'mine' is not complete") == 2
+
+
+def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path), save_runs=False)
+    with record(store) as noted:
+        noted.handler(print_output)(epoch(0, 0.5))
+        noted.complete([], None)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+    assert store.list_runs() == []
+
+
+def test_runs_are_listed_the_newest_first_and_what_is_damaged_is_left_out(store: Any) -> None:
+    for number, run_id in enumerate(["b", "a", "c"]):
+        with record(store, run_id) as noted:
+            noted.handler(print_output)(epoch(number, 0.5))
+    folder = Path(store.get_runs_path())
+    (folder / "stray file").write_text("")
+    (folder / "empty").mkdir()
+    (folder / "damaged").mkdir()
+    (folder / "damaged" / "metadata.json").write_text("{")
+    (folder / "a" / "history.json").write_text("[")
+    assert [(run.run_id, run.epochs) for run in store.list_runs()] == [("c", 3), ("a", 0), ("b", 1)]
+    # What says that it runs, and nobody holds, has ended without a word.
+    notes = json.loads((folder / "b" / "metadata.json").read_text())
+    (folder / "b" / "metadata.json").write_text(json.dumps({**notes, "state": "running"}))
+    assert store.list_runs()[-1].state == "interrupted"
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_run_is_deleted_and_nothing_else(tmp_path: Path, remote: bool) -> None:
+    store: Any = FilesystemStore(f"memory://{tmp_path}") if remote else LocalStore(str(tmp_path))
+    for run_id in ("run", "run-2"):
+        with record(store, run_id):
+            store.write_text(f"{store.run_paths(run_id).logs_path}/events", "")
+    with pytest.raises(ParamError, match=r"has no run 'run-3'. Did you mean 'run-2'"):
+        store.delete_run("run-3")
+    with (
+        RunLease(store, store.run_paths("run")),
+        pytest.raises(ParamError, match="'run' is being trained by another fit"),
+    ):
+        store.delete_run("run")
+    store.delete_run("run")
+    assert [run.run_id for run in store.list_runs()] == ["run-2"]
+    assert not store.exists(store.run_paths("run").run_path)
+    with pytest.raises(ParamError, match=r"has no run 'run'"):
+        store.load_history("run")
+    assert isinstance(store.load_history("run-2"), pd.DataFrame)
+    store.delete(store.prefix_path)

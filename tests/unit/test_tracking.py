@@ -1,0 +1,187 @@
+"""A fit in MLflow: its own file store, and a server that fails."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+
+from hvd_estimators.fitting import tracking
+from hvd_estimators.fitting.tracking import Tracking, active_run
+
+
+@pytest.fixture
+def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """MLflow's client of a folder of the test's own."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+    yield mlflow.MlflowClient()
+    mlflow.end_run()
+    mlflow.set_tracking_uri(before)
+
+
+@pytest.fixture(autouse=True)
+def models(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Models that would have been logged, and the run that was active then."""
+    logged: list[Any] = []
+    monkeypatch.setattr(
+        Tracking, "_log_model", lambda self, model, *_: logged.append((model, self._run_id))
+    )
+    return logged
+
+
+def rows(epoch: int, loss: float) -> list[Any]:
+    return [(epoch, "train", "loss", loss), (epoch, "validation", "top-5 %", loss + 1)]
+
+
+def metrics(client: Any, run_id: str, key: str = "train/loss") -> list[tuple[int, float]]:
+    return [(m.step, m.value) for m in client.get_metric_history(run_id, key)]
+
+
+def complete(tracked: Tracking, history: Any = (), model: Any = "model") -> None:
+    tracked.complete(history, model, "torch", {})
+
+
+def test_without_an_active_run_there_is_nothing(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert active_run() is None
+    with mlflow.start_run() as run:
+        found = active_run()
+        assert found is not None
+        assert found.run_id == run.info.run_id
+        monkeypatch.setattr(mlflow, "active_run", lambda: 1 / 0)
+        assert active_run() is None
+        # Who has not imported MLflow has no run of it.
+        monkeypatch.delitem(sys.modules, "mlflow")
+        assert active_run() is None
+
+
+def test_params_metrics_and_model_go_to_the_active_run(client: Any, models: list[Any]) -> None:
+    with mlflow.start_run() as run:
+        mlflow.log_param("model", "my own")
+        params = {"model": "Linear", "batch_size": 8, "list": [1, None], "long": "x" * 900}
+        tracked = Tracking(
+            active_run(),
+            "mine",
+            {**{f"p{n}": n for n in range(120)}, **params},
+            own_run=False,
+        )
+        tracked.start()
+        tracked.put(rows(0, 0.5))
+        tracked.put(rows(1, 0.25))
+        # Epoch 2 was not told while it was trained.
+        complete(tracked, [*rows(0, 0.5), *rows(1, 0.25), *rows(2, 0.125)])
+    found = client.get_run(run.info.run_id)
+    assert found.data.params["model"] == "my own"
+    assert found.data.params["batch_size"] == "8"
+    assert found.data.params["list"] == "[1, null]"
+    assert len(found.data.params["long"]) == 500
+    assert len(found.data.params) == 125
+    assert metrics(client, run.info.run_id) == [(0, 0.5), (1, 0.25), (2, 0.125)]
+    assert metrics(client, run.info.run_id, "validation/top-5 _")[0] == (0, 1.5)
+    assert models == [("model", run.info.run_id)]
+    assert found.info.status == "FINISHED"
+
+
+def test_fits_of_threads_do_not_mix(client: Any, models: list[Any]) -> None:
+    with mlflow.start_run() as run:
+        within = active_run()
+        go_on = threading.Barrier(4)
+
+        def fit(number: int) -> None:
+            assert active_run() is None  # it is of the thread that has started it
+            tracked = Tracking(within, f"fit-{number}", {"number": number}, own_run=True)
+            tracked.start()
+            for epoch in range(5):
+                go_on.wait(30)
+                tracked.put(rows(epoch, number * 100 + epoch))
+            if number:
+                complete(tracked)
+            else:
+                tracked.fail()
+
+        threads = [threading.Thread(target=fit, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        # The best one is fitted once more, in the run itself; a second such fit is another one.
+        complete(Tracking(within, "best", {"number": 9}, own_run=False), rows(0, 9.0), "best")
+        complete(Tracking(within, "second", {"number": 10}, own_run=False), rows(0, 10.0), "second")
+        # The first goes on.
+        complete(
+            Tracking(within, "best", {"number": 9}, own_run=False), [*rows(0, 9.0), *rows(1, 8.0)]
+        )
+    runs = {r.data.params["number"]: r for r in client.search_runs([run.info.experiment_id])}
+    assert sorted(runs) == ["0", "1", "10", "2", "3", "9"]
+    for number in range(4):
+        child = runs[f"{number}"]
+        assert child.data.tags["mlflow.parentRunId"] == run.info.run_id
+        assert child.data.tags["hvd_estimators.run_id"] == f"fit-{number}"
+        assert child.info.status == ("FINISHED" if number else "FAILED")
+        assert metrics(client, child.info.run_id) == [(e, number * 100 + e) for e in range(5)]
+    assert runs["9"].info.run_id == run.info.run_id
+    assert metrics(client, run.info.run_id) == [(0, 9.0), (1, 8.0)]
+    assert runs["10"].data.tags["mlflow.parentRunId"] == run.info.run_id
+    assert [model for model, _ in models] == ["best", "second", "model"]
+
+
+def test_a_server_that_fails_costs_a_warning(
+    client: Any,
+    models: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("no server")
+
+    with caplog.at_level(logging.WARNING), mlflow.start_run():
+        monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail)
+        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
+        tracked.start()
+        tracked.put(rows(0, 0.5))
+        complete(tracked)
+    assert models == []
+    assert caplog.text.count("could not be told what was measured (ConnectionError") == 1
+    assert caplog.text.count("has not taken all that was measured in run 'mine'") == 1
+
+
+def test_a_server_that_does_not_answer_is_not_waited_for(
+    client: Any,
+    models: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answer = threading.Event()
+    monkeypatch.setattr(tracking, "_SECONDS_AT_END", 0.01)
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: answer.wait(30))
+    with caplog.at_level(logging.WARNING), mlflow.start_run():
+        tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)
+        tracked.start()
+        tracked.put(rows(0, 0.5))
+        complete(tracked)
+        answer.set()
+    assert models == []
+    assert "has not taken all that was measured" in caplog.text
+
+
+def test_a_model_that_cannot_be_logged_costs_a_warning(
+    client: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ImportError("no module named mlflow.spark")
+
+    monkeypatch.setattr(Tracking, "_log_model", fail)
+    with caplog.at_level(logging.WARNING), mlflow.start_run() as run:
+        complete(Tracking(active_run(), "mine", {}, own_run=False), rows(0, 0.5))
+    assert metrics(client, run.info.run_id) == [(0, 0.5)]
+    assert "the model was not logged (ImportError: no module named mlflow.spark)" in caplog.text
+    assert "once mlflow is installed" in caplog.text
