@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -202,19 +203,34 @@ class KeptModel:
                 shutil.copyfileobj(stored, file, CHUNK_BYTES)
             self._written = os.stat(self._path).st_mtime_ns
 
-    def upload(self) -> None:
-        """Write the file to the store, where it is new."""
+    def upload(self) -> Callable[[], None] | None:
+        """Return what writes the file to the store as it is now; None if nothing has to be done.
+
+        A store on this machine's filesystem has it at once. What was returned before has to have
+        ended.
+        """
         if self._stored_at is None or not os.path.exists(self._path):
-            return
+            return None
         written = os.stat(self._path).st_mtime_ns
-        if written != self._written:
-            with open(self._path, "rb") as file, self._store.open_atomic(self._stored_at) as stored:
-                shutil.copyfileobj(file, stored, CHUNK_BYTES)
-            self._written = written
+        if written == self._written:
+            return None
+        self._written = written
+        if self._store.local_path(self._stored_at) is not None:
+            _upload(self._path, self._store, self._stored_at)
+            return None
+        # The callback may replace the file while it is uploaded.
+        copy = f"{self._path}.copy"
+        shutil.copyfile(self._path, copy)
+        return functools.partial(_upload, copy, self._store, self._stored_at)
 
     def path(self) -> str | None:
         """Return the path of the model's file; None if the callback kept none."""
         return self._path if os.path.exists(self._path) else None
+
+
+def _upload(path: str, store: Store, target: str) -> None:
+    with open(path, "rb") as file, store.open_atomic(target) as stored:
+        shutil.copyfileobj(file, stored, CHUNK_BYTES)
 
 
 class EpochEnd(keras.callbacks.Callback):

@@ -246,8 +246,10 @@ class _Trainer:
     ) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
         self.logs.sync()
+        kept = None
         if self.kept is not None:
-            self.kept.upload()
+            self.checkpoints.finish()
+            kept = self.kept.upload()
         data = self.spec.data
         if self.spec.run.checkpoints_path is None:
             return
@@ -257,7 +259,7 @@ class _Trainer:
             random = of_shards(streams, data.num_shards)
             parts = {"callbacks": list(callbacks())}
             state = RunState(len(history), 0, data.num_shards, history, random, parts)
-            self.checkpoints.save(state, lambda file: save_file(self.model, file))
+            self.checkpoints.save(state, lambda file: save_file(self.model, file), kept)
 
     def _final_state(self) -> LocalFile | None:
         if self.rank != 0:

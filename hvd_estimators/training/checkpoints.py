@@ -87,7 +87,12 @@ class CheckpointWriter:
                 self._thread.shutdown()
                 self._thread = None
 
-    def save(self, state: RunState, write_model: Callable[[IO[bytes]], None]) -> None:
+    def save(
+        self,
+        state: RunState,
+        write_model: Callable[[IO[bytes]], None],
+        first: Callable[[], None] | None = None,
+    ) -> None:
         """Save a state, which may change as soon as this has returned.
 
         Parameters
@@ -96,6 +101,8 @@ class CheckpointWriter:
             What is added to the framework's file.
         write_model : callable
             Writes the framework's file, a zip archive, to a file object.
+        first : callable, optional
+            Called by the thread before there is the checkpoint: uploads what belongs to it.
 
         Raises
         ------
@@ -129,7 +136,7 @@ class CheckpointWriter:
             monitor,
             "min" if monitor is None else mode_of(monitor, self._options.mode),
         )
-        self._upload = self._thread.submit(self._publish, opened, file, target, info)
+        self._upload = self._thread.submit(self._publish, opened, file, target, info, first)
         if metrics:
             check_monitor(self._options.monitor, metrics)
 
@@ -151,9 +158,12 @@ class CheckpointWriter:
         file: IO[bytes],
         target: IO[bytes],
         info: CheckpointInfo,
+        first: Callable[[], None] | None,
     ) -> None:
         with _told(info.path):
             with opened:
+                if first is not None:
+                    first()
                 digest, size = hashlib.sha256(), 0
                 file.seek(0)
                 while chunk := file.read(CHUNK_BYTES):

@@ -1,0 +1,108 @@
+"""Which checkpoints are kept, as users set it: what does not go is told before ranks start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_runs import ESTIMATORS, NoRanks, Started, write
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.training.monitoring import mode_of
+
+ALL = list(ESTIMATORS)
+
+
+def start(store: Any, framework: str, monkeypatch: pytest.MonkeyPatch, **params: Any) -> Any:
+    """Fit up to the start of the ranks, and return which checkpoints they would keep."""
+    told = []
+    cls, given = ESTIMATORS[framework]
+    make = cls._make_spec
+
+    def make_spec(self: Any, common: Any, trial: Any) -> Any:
+        told.append(common.checkpoints)
+        return make(self, common, trial)
+
+    monkeypatch.setattr(cls, "_make_spec", make_spec)
+    write(store)
+    estimator = cls(
+        **{
+            "backend": NoRanks(),
+            "store": store,
+            "feature_cols": ["x"],
+            "label_cols": ["y"],
+            "verbose": 0,
+            **given,
+            **params,
+        }
+    )
+    with pytest.raises(Started):
+        estimator.fit_on_parquet()
+    return told[-1]
+
+
+@pytest.mark.parametrize("framework", ALL)
+def test_ranks_are_told_which_are_kept(
+    store: Any, framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = start(store, framework, monkeypatch)
+    assert (usual.framework, usual.keep, usual.monitor, usual.mode) == (framework, 2, None, "auto")
+    other = start(
+        store,
+        framework,
+        monkeypatch,
+        keep_checkpoints=5,
+        checkpoint_monitor="loss",
+        checkpoint_mode="max",
+    )
+    assert (other.keep, other.monitor, other.mode) == (5, "loss", "max")
+
+
+@pytest.mark.parametrize("framework", ALL)
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"keep_checkpoints": 0}, "keep_checkpoints: expected 1 or more, found 0"),
+        ({"checkpoint_monitor": 1}, "checkpoint_monitor: expected a string, found 1"),
+        ({"checkpoint_mode": "best"}, "checkpoint_mode: expected one of 'auto', 'min', 'max'"),
+        ({"checkpoint_monitor": "val_loss"}, "checkpoint_monitor: .*'val_loss'.*Set validation"),
+        ({"checkpoint_monitor": "odd"}, "checkpoint_mode: .*'odd'.*Set checkpoint_mode to 'min'"),
+    ],
+)
+def test_what_does_not_go_is_told(
+    store: Any, framework: str, params: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ParamError, match=message):
+        start(store, framework, monkeypatch, **params)
+
+
+def test_torch_knows_beforehand_what_is_measured(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = {"metrics": [torch.nn.L1Loss()], "checkpoint_mode": "min"}
+    with pytest.raises(
+        ParamError, match=r"'group_0_x', which is not measured.*'group_0_y', 'loss'"
+    ):
+        start(store, "torch", monkeypatch, checkpoint_monitor="group_0_x", **params)
+    told = start(store, "torch", monkeypatch, checkpoint_monitor="group_0_y", **params)
+    assert told.monitor == "group_0_y"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, "min") for name in ("loss", "val_loss", "train_loss", "mae", "val_mean_error")),
+        *((name, "max") for name in ("val_acc", "accuracy", "binary_accuracy", "val/AUC", "f1")),
+    ],
+)
+def test_the_name_tells_whether_less_is_better(name: str, expected: str) -> None:
+    assert mode_of(name, "auto") == expected
+    assert mode_of(name, "min") == "min"
+
+
+@pytest.mark.parametrize("name", ["odd", "accuracy_loss", "val_"])
+def test_a_name_that_tells_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ParamError, match="checkpoint_mode"):
+        mode_of(name, "auto")
+    assert mode_of(name, "max") == "max"

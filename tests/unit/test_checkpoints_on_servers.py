@@ -1,0 +1,55 @@
+"""Checkpoints that are damaged on S3: the one before serves."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from typing import Any
+
+import pytest
+from test_checkpoints import epochs_in, restored, save
+
+from hvd_estimators import load_checkpoint
+from hvd_estimators.store import FilesystemStore
+from hvd_estimators.training.spec import CheckpointOptions
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture(params=["s3"])
+def remote(request: pytest.FixtureRequest) -> Any:
+    server = request.getfixturevalue(request.param)
+    options = getattr(server, "storage_options", None)
+    return FilesystemStore(f"{server.url}/{uuid.uuid4().hex}", storage_options=options)
+
+
+def replace(store: Any, path: str, content: bytes) -> None:
+    with store.open_atomic(path) as file:
+        file.write(content)
+
+
+def test_a_checkpoint_that_is_cut_or_changed_is_skipped_for_the_one_before(
+    remote: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert restored(remote) is None
+    save(remote, 1, 2, 3, options=CheckpointOptions("torch", 2))
+    assert epochs_in(remote) == [2, 3]
+    older, newest = remote.get_checkpoints("mine")
+    whole = remote.read(newest)
+    place = len(whole) // 2
+    damaged = [whole[: len(whole) * tenth // 10] for tenth in range(10)]
+    damaged.append(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for content in damaged:
+        replace(remote, newest, content)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            assert restored(remote) == (2, 2)
+        assert f"The one before, {older!r}, is taken" in caplog.text
+    # As another process finds it, which trains the epoch anew.
+    save(remote, 3)
+    assert restored(remote) == (3, 3)
+    assert epochs_in(remote) == [2, 3]
+    newest = remote.get_checkpoints("mine")[-1]
+    assert load_checkpoint(remote, which=newest).epoch == 3
+    remote.delete(newest)
+    assert load_checkpoint(remote, "mine").epoch == 2

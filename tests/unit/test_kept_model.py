@@ -1,0 +1,40 @@
+"""The model that a Keras checkpoint callback keeps, in a run's directory."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import keras
+import pytest
+
+from hvd_estimators import Store
+from hvd_estimators.keras.session import KeptModel
+
+
+@pytest.mark.parametrize("is_remote", [True, False])
+def test_it_is_stored_as_it_was_when_the_epoch_ended(
+    store: Any, tmp_path: Path, is_remote: bool
+) -> None:
+    if is_remote:
+        store = Store.create(f"memory://{uuid.uuid4().hex}")
+    folder = store.get_checkpoint_path("mine")
+    callback = keras.callbacks.ModelCheckpoint("a.keras")
+    kept = KeptModel(callback, str(tmp_path), folder, store)
+    assert kept.upload() is None
+    Path(callback.filepath).write_bytes(b"of the first epoch")
+    upload = kept.upload()
+    # A store that is elsewhere gets it from a thread, while the callback may write the next one.
+    assert (upload is not None) == is_remote
+    Path(callback.filepath).write_bytes(b"of the second epoch")
+    if upload is not None:
+        upload()
+    assert store.read(f"{folder}/kept.keras") == b"of the first epoch"
+
+    (tmp_path / "later").mkdir()
+    later = KeptModel(callback, str(tmp_path / "later"), folder, store)
+    later.fetch()
+    assert Path(callback.filepath).read_bytes() == b"of the first epoch"
+    # It is there already.
+    assert later.upload() is None
