@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-__all__ = ["BUILD_HOROVOD", "INSTALL", "INSTALL_A_FRAMEWORK"]
+from dataclasses import dataclass
+
+__all__ = ["BUILD_HOROVOD", "CONNECTORS", "INSTALL", "INSTALL_A_FRAMEWORK", "Connector"]
 
 BUILD_HOROVOD = "hvd-estimators build-horovod"
 """Builds and installs Horovod."""
 
 INSTALL = {
+    "adlfs": 'pip install "hvd_estimators[azure]"',
+    "gcsfs": 'pip install "hvd_estimators[gcs]"',
+    "hdfs_native": 'pip install "hvd_estimators[hdfs]"',
     "horovod": BUILD_HOROVOD,
     "keras": 'pip install --upgrade "hvd_estimators[keras]"',
     "lightning": 'pip install --upgrade "hvd_estimators[lightning]"',
     "matplotlib": 'pip install "hvd_estimators[plot]"',
+    "ocifs": "pip install ocifs",
+    "ossfs": "pip install ossfs",
     "petastorm": (
         'pip install "hvd_estimators[petastorm]" && pip install --no-deps petastorm==0.13.1'
     ),
+    "s3fs": 'pip install "hvd_estimators[s3]"',
     "tensorflow": 'pip install --upgrade "hvd_estimators[keras]"',
     "torch": 'pip install --upgrade "hvd_estimators[torch]"',
 }
@@ -24,3 +32,65 @@ INSTALL["lightning_utilities"] = INSTALL["lightning"]  # what an import of Light
 
 INSTALL_A_FRAMEWORK = 'pip install "hvd_estimators[torch]" or pip install "hvd_estimators[keras]"'
 """What to run where there is none at all."""
+
+
+@dataclass(frozen=True)
+class Connector:
+    """What Spark writes to a kind of storage with.
+
+    Attributes
+    ----------
+    package : str
+        Maven coordinates; ``{hadoop}`` stands for the version of Spark's own Hadoop.
+    settings : str
+        What to set for it.
+    """
+
+    package: str
+    settings: str
+
+    def remedy(self, hadoop: str) -> str:
+        """Return what to do where it is missing, given the version of Spark's Hadoop."""
+        package = self.package.format(hadoop=hadoop)
+        return f"Start Spark with spark.jars.packages={package} (or its jars). {self.settings}"
+
+
+_S3A = Connector(
+    "org.apache.hadoop:hadoop-aws:{hadoop}",
+    "Set what it needs when Spark is started: spark.hadoop.fs.s3a.access.key and "
+    "spark.hadoop.fs.s3a.secret.key (with a role or a profile: "
+    "spark.hadoop.fs.s3a.aws.credentials.provider); for a server that is not Amazon's "
+    "spark.hadoop.fs.s3a.endpoint and spark.hadoop.fs.s3a.path.style.access=true. The store's "
+    "storage_options are for Python alone.",
+)
+_GCS = Connector(
+    "com.google.cloud.bigdataoss:gcs-connector:hadoop3-2.2.26",
+    "Set what it needs when Spark is started: spark.hadoop.fs.gs.impl="
+    "com.google.cloud.hadoop.fs.gcs.GoogleHadoopFileSystem and credentials "
+    "(spark.hadoop.google.cloud.auth.service.account.json.keyfile). The store's storage_options "
+    "are for Python alone.",
+)
+_AZURE = Connector(
+    "org.apache.hadoop:hadoop-azure:{hadoop}",
+    "Set what it needs when Spark is started: "
+    "spark.hadoop.fs.azure.account.key.<account>.dfs.core.windows.net, or "
+    "spark.hadoop.fs.azure.account.auth.type and what belongs to it. The store's storage_options "
+    "are for Python alone.",
+)
+CONNECTORS = {
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "gs": _GCS,
+    "oci": Connector(
+        "com.oracle.oci.sdk:oci-hdfs-connector:3.3.4.1.5.0",
+        "Set what it needs when Spark is started: spark.hadoop.fs.oci.client.*.",
+    ),
+    "oss": Connector(
+        "org.apache.hadoop:hadoop-aliyun:{hadoop}",
+        "Set what it needs when Spark is started: spark.hadoop.fs.oss.endpoint, "
+        "spark.hadoop.fs.oss.accessKeyId and spark.hadoop.fs.oss.accessKeySecret.",
+    ),
+    "s3": _S3A,
+    "s3a": _S3A,
+}
+"""Scheme of a URL to what Spark needs to write to it."""

@@ -39,6 +39,7 @@ from hvd_estimators.launch.rendezvous import (
 from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
 from hvd_estimators.launch.rendezvous_server import RendezvousServer
 from hvd_estimators.launch.supervisor import failure_of, supervise
+from hvd_estimators.store.errors import redacted
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -83,11 +84,15 @@ class Job:
 def hosts_without(
     batches: Iterator[pa.RecordBatch], *, store: Store, path: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield this machine's name if it does not see a file. Runs in a barrier task."""
+    """Yield this machine's name, and why, if it does not see a file. Runs in a barrier task."""
     for _ in batches:
         pass
-    if not store.exists(path):
-        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()]})
+    try:
+        problem = None if store.exists(path) else "does not see it"
+    except Exception as error:  # a package may be missing here, credentials, a route
+        problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
+    if problem is not None:
+        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()], "problem": [problem]})
 
 
 def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:

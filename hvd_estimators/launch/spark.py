@@ -147,15 +147,15 @@ class SparkBackend(Backend):
             If a machine does not.
         """
         cluster = Cluster.current()
-        if cluster.is_local:
+        if cluster.is_local and store.local_path(store.folder) is not None:
             return
         session, num_proc = cluster.session(), self.num_processes()
-        probe = f"{store.prefix_path}/.probe-{uuid.uuid4().hex}"
+        probe = f"{store.folder}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:
             frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
                 functools.partial(hosts_without, store=store, path=probe),
-                "host string",
+                "host string, problem string",
                 barrier=True,
             )
             with barrier_job(cluster, num_proc, self._start_timeout):
@@ -166,7 +166,8 @@ class SparkBackend(Backend):
             hosts = sorted({row["host"] for row in rows})
             raise StoreError(
                 f"store: executors on {', '.join(hosts)} do not see what the driver writes under "
-                f"{store.prefix_path!r}. Set a prefix on storage that all machines share."
+                f"{store.folder!r} ({rows[0]['problem']}). Set a prefix on storage that all "
+                "machines share, with packages and credentials on all of them."
             )
 
     def run(

@@ -20,6 +20,7 @@ from hvd_estimators.parquet.arrow_types import text_options
 from hvd_estimators.plain import plain
 from hvd_estimators.prepare.catalog import load_manifest
 from hvd_estimators.prepare.column_names import quoted, require_columns
+from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
 from hvd_estimators.prepare.reuse import lend
 from hvd_estimators.prepare.schema import StoredColumn, stored_column
@@ -148,9 +149,10 @@ def prepare_data(
     if shuffle_on_write:
         shuffle = Shuffle(seed, _num_files(df, columns, num_processes, max_files))
     by_position = shuffle is not None or (split is not None and split.by_position)
-    store.check()
+    store.check_data()
 
     def write(index: str) -> None:
+        check_connector(df.sparkSession, store)
         manifest = write_dataset(
             store,
             index,
@@ -166,7 +168,7 @@ def prepare_data(
             "Prepared %d training and %d validation rows under %s (dataset %s)",
             manifest.train.rows,
             manifest.validation.rows if manifest.validation else 0,
-            store.prefix_path,
+            store.folder,
             index,
         )
 

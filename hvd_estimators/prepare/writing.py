@@ -18,6 +18,7 @@ from hvd_estimators.parquet.discovery import complete_shapes, read_split
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.prepare.catalog import manifest_path, split_path
 from hvd_estimators.prepare.column_names import quoted, unused_name
+from hvd_estimators.prepare.connectors import spark_url
 from hvd_estimators.prepare.open_files import several_open_files
 from hvd_estimators.prepare.schema import StoredColumn
 from hvd_estimators.store import Store
@@ -123,13 +124,13 @@ def write_dataset(
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
-        writer.parquet(store.spark_url(train_path))
+        writer.parquet(spark_url(df.sparkSession, store, train_path))
         observed = _told(observation)
     else:
         path, split = split_path(store, index), _own_name(_SPLIT, columns)
         train_path, val_path = f"{path}/{split}=false", f"{path}/{split}=true"
         with several_open_files(df.sparkSession, _SIDES):
-            writer.partitionBy(split).parquet(store.spark_url(path))
+            writer.partitionBy(split).parquet(spark_url(df.sparkSession, store, path))
         observed = _told(observation)
         if observed["split_nulls"]:
             raise DataError(

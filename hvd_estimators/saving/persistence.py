@@ -200,7 +200,7 @@ class _Document:
         left_out += [
             f"storage_options of {name}"
             for name, value in values.items()
-            if isinstance(value, Store) and value.storage_options
+            if isinstance(value, Store) and value.storage_options and not value.save_storage_options
         ]
         bare = instance.copy()
         bare._paramMap = {p: v for p, v in instance._paramMap.items() if p.name in json_values}
@@ -209,8 +209,11 @@ class _Document:
 
 
 def dump_param(instance: Any, name: str, value: Any) -> bytes:
-    """Return a param's value as it is saved: a store without its options, which may be secrets."""
-    if isinstance(value, Store):
+    """Return a param's value as it is saved.
+
+    A store without its options, which may be secrets, unless it is to keep them.
+    """
+    if isinstance(value, Store) and not value.save_storage_options:
         value = value.without_options()
     document: bytes = instance._dump_param(name, value)
     return document

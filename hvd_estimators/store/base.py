@@ -18,7 +18,7 @@ import fsspec
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
 from hvd_estimators.store.checkpoint_names import listed
-from hvd_estimators.store.errors import secret_values
+from hvd_estimators.store.errors import holds_credentials, redacted, secret_values
 from hvd_estimators.store.registry import store_class
 from hvd_estimators.store.retries import with_retries
 
@@ -72,8 +72,9 @@ class Store(ABC):
 
     Parameters
     ----------
-    prefix_path : str
-        Everything lives under this path.
+    prefix_path : str, optional
+        Everything lives under this path. May be left out where ``train_path`` and ``runs_path`` are
+        given.
     train_path, val_path, test_path : str, optional
         Datasets, where they are not ``<prefix>/intermediate_{train,val,test}_data``.
     runs_path : str, optional
@@ -81,9 +82,19 @@ class Store(ABC):
     save_runs : bool
         Keep checkpoints and logs; without them a run cannot be resumed.
     storage_options : dict, optional
-        Passed to the fsspec filesystem.
+        Passed to the fsspec filesystem: keys, tokens, endpoints. They go to the ranks with the
+        store, and into no file, log or message.
     checkpoint_filename : str
         Begins the names of the checkpoints' files in ``runs/<run_id>/checkpoints``.
+    save_storage_options : bool
+        Whether an estimator or model that is saved with this store keeps its ``storage_options``,
+        in plain text. By default they are left out, since they may be secrets, and have to be set
+        again after loading.
+
+    Raises
+    ------
+    ParamError
+        If a path is not of this kind of store, holds credentials, or is missing.
     """
 
     creates_exclusively: ClassVar[bool] = False
@@ -91,23 +102,32 @@ class Store(ABC):
 
     def __init__(
         self,
-        prefix_path: str,
+        prefix_path: str | None = None,
         train_path: str | None = None,
         val_path: str | None = None,
         test_path: str | None = None,
         runs_path: str | None = None,
         save_runs: bool = True,
         storage_options: dict[str, Any] | None = None,
-        checkpoint_filename: str = "checkpoint",
+        checkpoint_filename: str | None = None,
+        save_storage_options: bool = False,
     ) -> None:
         self.storage_options = dict(storage_options or {})
-        self.prefix_path = self.get_full_path(prefix_path)
-        self._train_path = self._data_path(train_path, "intermediate_train_data")
-        self._val_path = self._data_path(val_path, "intermediate_val_data")
-        self._test_path = self._data_path(test_path, "intermediate_test_data")
-        self._runs_path = self._data_path(runs_path, "runs")
+        self.save_storage_options = save_storage_options
+        self.prefix_path = self._checked_path("prefix_path", prefix_path)
+        if self.prefix_path is None and not (train_path and runs_path):
+            raise ParamError(
+                "prefix_path: expected a path, found none. It may be left out where train_path and "
+                "runs_path are set."
+            )
+        self._train_path = self._data_path("train_path", train_path, "intermediate_train_data")
+        self._val_path = self._data_path("val_path", val_path, "intermediate_val_data")
+        self._test_path = self._data_path("test_path", test_path, "intermediate_test_data")
+        runs = self._data_path("runs_path", runs_path, "runs")
+        assert runs is not None
+        self._runs_path = runs
         self._save_runs = save_runs
-        self._checkpoint_filename = checkpoint_filename
+        self._checkpoint_filename = checkpoint_filename or "checkpoint"
 
     @staticmethod
     def create(prefix_path: str, **kwargs: Any) -> Store:
@@ -116,8 +136,9 @@ class Store(ABC):
         Parameters
         ----------
         prefix_path : str
-            A local path, or a URL whose scheme a store is registered for: ``file://``, and what
-            `hvd_estimators.store.register_store` has added.
+            A local path (on Databricks also ``dbfs:/…`` and ``/Volumes/…``), or a URL whose scheme
+            a store is registered for: ``hdfs://``, ``s3://``, ``gs://``, ``abfss://`` and the like,
+            and what `hvd_estimators.store.register_store` has added.
         **kwargs
             Passed to the store's constructor.
 
@@ -159,6 +180,26 @@ class Store(ABC):
     def spark_url(self, path: str) -> str:
         """Return a path in the form in which Spark writes to it."""
 
+    def spark_urls(self, path: str) -> Sequence[str]:
+        """Return the forms in which a Spark may know a path, the best one first.
+
+        By default `spark_url` alone.
+        """
+        return (self.spark_url(path),)
+
+    def url(self, path: str) -> str:
+        """Return a path as a URL by which other packages of Python open it."""
+        local = self.local_path(path)
+        # Not percent-encoded: fsspec and Petastorm take the characters as they are.
+        return path if local is None else f"file://{local}"
+
+    def writable_path(self, path: str) -> str | None:
+        """Return the path by which the operating system writes a file in place.
+
+        None where files can only be written as a whole. By default `local_path`.
+        """
+        return self.local_path(path)
+
     @contextlib.contextmanager
     @abstractmethod
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
@@ -178,20 +219,45 @@ class Store(ABC):
         yield
 
     def check(self) -> None:
-        """Make sure that the prefix can be written to. Runs on the driver.
+        """Make sure that runs can be written. Runs on the driver.
 
         Raises
         ------
         StoreError
-            If a file cannot be written under the prefix.
+            If a file cannot be written under the prefix, or ``runs_path`` where there is none.
         """
-        probe = f"{self.prefix_path}/.probe-{uuid.uuid4().hex}"
+        self._check_folder(self.folder)
+
+    def check_data(self) -> None:
+        """Make sure that datasets can be written. Runs on the driver.
+
+        Raises
+        ------
+        StoreError
+            If a file cannot be written beside ``train_path``.
+        """
+        self._check_folder(self.data_folder)
+
+    @property
+    def folder(self) -> str:
+        """The prefix; ``runs_path`` where there is none."""
+        return self.prefix_path or self._runs_path
+
+    @property
+    def data_folder(self) -> str:
+        """The folder that datasets are written in: that of ``train_path``."""
+        assert self._train_path is not None
+        return posixpath.dirname(self._train_path)
+
+    def _check_folder(self, folder: str) -> None:
+        probe = f"{folder}/.probe-{uuid.uuid4().hex}"
         try:
             self.write_text(probe, "probe")
             self.delete(probe)
         except OSError as error:
+            name = "prefix_path" if folder == self.prefix_path else "path"
             raise StoreError(
-                f"The store cannot be written to: prefix_path={self.prefix_path!r} ({error}). "
+                f"The store cannot be written to: {name}={folder!r} ({error}). "
                 "Set a prefix that exists, or can be made, on storage that the driver and all "
                 "executors share."
             ) from error
@@ -320,15 +386,15 @@ class Store(ABC):
         With ``idx`` that is a prepared dataset's manifest, and its rows if it has no validation
         part; `list_prepared_data` tells the folders of both parts.
         """
-        return _numbered(self._train_path, idx)
+        return _numbered("train_path", self._train_path, idx)
 
     def get_val_data_path(self, idx: str | None = None) -> str:
         """Return where the validation part of a dataset lies that `prepare_data` did not write."""
-        return _numbered(self._val_path, idx)
+        return _numbered("val_path", self._val_path, idx)
 
     def get_test_data_path(self, idx: str | None = None) -> str:
         """Return where the test part of a dataset lies."""
-        return _numbered(self._test_path, idx)
+        return _numbered("test_path", self._test_path, idx)
 
     def saving_runs(self) -> bool:
         """Return whether runs are kept."""
@@ -535,12 +601,33 @@ class Store(ABC):
     def _retried(self, action: Callable[[], T], what: str) -> T:
         return with_retries(action, what, self.secrets)
 
-    def _data_path(self, path: str | None, default: str) -> str:
-        return self.get_full_path(path) if path else f"{self.prefix_path}/{default}"
+    def _data_path(self, name: str, path: str | None, default: str) -> str | None:
+        found = self._checked_path(name, path)
+        if found is None and self.prefix_path is not None:
+            return f"{self.prefix_path}/{default}"
+        return found
+
+    def _checked_path(self, name: str, path: str | None) -> str | None:
+        """Return a path's full form; None where none is given."""
+        if not path:
+            return None
+        if holds_credentials(path):
+            raise ParamError(
+                f"{name}: {redacted(path)!r} holds credentials, which would be written to "
+                "manifests, logs and messages. Set them as storage_options of the store."
+            )
+        return self.get_full_path(path)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.prefix_path!r})"
+        if self.prefix_path is not None:
+            return f"{type(self).__name__}({self.prefix_path!r})"
+        paths = f"train_path={self._train_path!r}, runs_path={self._runs_path!r}"
+        return f"{type(self).__name__}({paths})"
 
 
-def _numbered(path: str, idx: str | None) -> str:
+def _numbered(name: str, path: str | None, idx: str | None) -> str:
+    if path is None:
+        raise ParamError(
+            f"{name}: the store has none, since it was made without a prefix_path. Set {name}."
+        )
     return path if idx is None else f"{path}.{idx}"

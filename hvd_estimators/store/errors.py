@@ -18,7 +18,7 @@ from typing import Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError
 
-__all__ = ["REMEDIES", "Kind", "kind_of", "redacted", "secret_values"]
+__all__ = ["REMEDIES", "Kind", "holds_credentials", "kind_of", "redacted", "secret_values"]
 
 
 class Kind(enum.Enum):
@@ -266,6 +266,7 @@ def _kind_of_pythons(error: Exception) -> Kind:
 _SECRET_NAMES = re.compile(
     r"(?i)key|secret|token|passw|credential|sas|signature|connection_string|anon_id"
 )
+_SIGNED = re.compile(r"(?i)[?&](sig|signature|x-(amz|goog)-[a-z-]+|awsaccesskeyid|token)=")
 _SECRET_TEXTS = (
     # User and password, and a key and its secret, before a host.
     (re.compile(r"://[^/@\s'\"]*:[^@\s'\"]*@"), "://***@"),
@@ -278,6 +279,19 @@ _SECRET_TEXTS = (
         r"\1\2***",
     ),
 )
+
+
+def holds_credentials(path: str) -> bool:
+    """Return whether a URL has a user and a password, a key and its secret, or a signature."""
+    _, separator, rest = path.partition("://")
+    if not separator:
+        return False
+    user, at, _ = rest.partition("/")[0].rpartition("@")
+    # A secret may have a slash in it, where a host has none before its "@".
+    before = rest.rpartition("@")[0]
+    return (bool(at) and ":" in user) or (
+        bool(re.match(r"[^/@]+:(?!\d+/)[^@]*$", before)) or bool(_SIGNED.search(rest))
+    )
 
 
 def secret_values(options: Any) -> frozenset[str]:

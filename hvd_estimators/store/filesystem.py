@@ -3,22 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import os
 import posixpath
+import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import IO, Any, cast
 
 import fsspec
 
 from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.remedies import INSTALL
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
 from hvd_estimators.store.remote_file import RemoteFile
 from hvd_estimators.store.retries import typed_errors
 
 __all__ = ["FilesystemStore"]
+
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("abfs", "abfss", "az"), "adlfs"),
+    "oci": "ocifs",
+    "oss": "ossfs",
+}
+"""Scheme to the package that has its filesystem."""
+
+_AZURE = ("abfs", "abfss", "az")
+_AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
 
 _OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
 """Where there are no directories to make; s3fs would make the bucket."""
@@ -32,10 +47,14 @@ class FilesystemStore(Store):
     `Store` for the parameters.
     """
 
+    _first_path: str | None = None
+    """What tells the filesystem, and what Spark is to call it."""
+
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
-        """The filesystem of the prefix, with the store's ``storage_options``."""
-        return self._opened(self.prefix_path)[0]
+        """The filesystem of the store's paths, with its ``storage_options``."""
+        assert self._first_path is not None
+        return self._opened(self._first_path)[0]
 
     def get_full_path(self, path: str) -> str:
         """Return a URL in fsspec's form, without a slash at its end.
@@ -48,26 +67,24 @@ class FilesystemStore(Store):
         DependencyError
             If a package is not installed that fsspec needs for it.
         """
-        if any(character in path for character in "*?["):
-            raise ParamError(
-                f"The store cannot use {path!r}: fsspec takes '*', '?' and '[' for patterns, so "
-                "that it would delete other files. Set a path without them."
-            )
+        self._check_path(path)
+        if self._first_path is None:
+            self._first_path = path
         try:
             fs, path_in_fs = self._opened(path)
         except ImportError as error:
-            raise DependencyError(
-                f"The store cannot open {path!r}: {error}. Install that package on the driver and "
-                "on all executors."
-            ) from error
+            raise _not_installed(path, error) from error
         except ValueError as error:
+            package = _PACKAGES.get(scheme_of(path))
+            if package is not None and importlib.util.find_spec(package) is None:
+                raise _not_installed(path, error) from error
             raise ParamError(f"The store cannot open {path!r}: {error}.") from error
-        if hasattr(self, "prefix_path") and fs.protocol != self.fs.protocol:
+        if fs.protocol != self.fs.protocol:
             raise ParamError(
-                f"found {path!r}, which is on another filesystem than "
-                f"prefix_path={self.prefix_path!r}. Set all paths of a store on one."
+                f"found {path!r}, which is on another filesystem than {self._first_path!r}. Set "
+                "all paths of a store on one."
             )
-        return str(fs.unstrip_protocol(path_in_fs)).rstrip("/")
+        return self.full_path(path_in_fs).rstrip("/")
 
     def full_path(self, listed: str) -> str:
         """Return the URL of what the filesystem lists."""
@@ -80,7 +97,10 @@ class FilesystemStore(Store):
         return path_in_fs if "file" in protocols else None
 
     def spark_url(self, path: str) -> str:
-        """Return the path as it is.
+        """Return the path as it is, or as Hadoop's connectors know it.
+
+        Where the store was made with ``s3a://`` that stays; ``az://`` is ``abfss://`` with the name
+        of the account.
 
         Raises
         ------
@@ -88,7 +108,20 @@ class FilesystemStore(Store):
             If no other process sees this filesystem.
         """
         self._check_shared()
-        return path
+        scheme, rest = path.split("://", 1)
+        if scheme in _AZURE:
+            return self._azure_url(rest)
+        return f"s3a://{rest}" if scheme == "s3" and self._given_scheme == "s3a" else path
+
+    def spark_urls(self, path: str) -> Sequence[str]:
+        """Return what `spark_url` does; for S3 also its other name.
+
+        All Sparks but Amazon's own know it as ``s3a``.
+        """
+        url = self.spark_url(path)
+        scheme, _, rest = url.partition("://")
+        other = {"s3": "s3a", "s3a": "s3"}.get(scheme)
+        return (url,) if other is None else (url, f"{other}://{rest}")
 
     def check(self) -> None:
         """Make sure that others see the prefix and that it can be written to; see `Store.check`."""
@@ -150,9 +183,9 @@ class FilesystemStore(Store):
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
         """Make them fsspec's own for this kind of filesystem; see `Store.options_for_others`."""
-        protocol = self.prefix_path.partition("://")[0]
+        protocol = self.folder.partition("://")[0]
         before = fsspec.config.conf.get(protocol)
-        fsspec.config.conf[protocol] = {**(before or {}), **self.storage_options}
+        fsspec.config.conf[protocol] = {**(before or {}), **self._options(self.folder)}
         try:
             yield
         finally:
@@ -162,19 +195,76 @@ class FilesystemStore(Store):
                 fsspec.config.conf[protocol] = before
 
     def _opened(self, path: str) -> tuple[fsspec.AbstractFileSystem, str]:
-        fs, path_in_fs = fsspec.core.url_to_fs(path, **self.storage_options)
+        fs, path_in_fs = fsspec.core.url_to_fs(path, **self._options(path))
         return fs, str(path_in_fs)
 
     def _path_in_fs(self, path: str) -> str:
         return self._opened(path)[1]
 
+    def _check_path(self, path: str) -> None:
+        if "::" in path:
+            raise ParamError(
+                f"The store cannot use {path!r}: a chain of filesystems. Set the URL of the last "
+                "one, on storage that the driver and all executors share."
+            )
+        if any(character in path for character in "*?["):
+            raise ParamError(
+                f"The store cannot use {path!r}: fsspec takes '*', '?' and '[' for patterns, so "
+                "that it would delete other files. Set a path without them."
+            )
+
+    def url(self, path: str) -> str:
+        """Return a path as a URL by which other packages of Python open it; see `Store.url`."""
+        scheme, _, rest = path.partition("://")
+        return self._azure_url(rest) if scheme in _AZURE else super().url(path)
+
+    def _azure_url(self, rest: str) -> str:
+        """Return the URL by which Hadoop's connector for Azure knows a path, with the account."""
+        container, _, path = rest.partition("/")
+        host = self._azure_host()
+        if host is None:
+            raise ParamError(
+                f"store: Spark needs the name of the account for {self.folder!r}. Set "
+                "abfss://container@account.dfs.core.windows.net/path, or account_name in "
+                "storage_options."
+            )
+        return f"abfss://{container}@{host}/{path}"
+
+    @property
+    def _given_scheme(self) -> str:
+        return scheme_of(self._first_path or "")
+
+    def _azure_host(self) -> str | None:
+        found = re.match(r"[^:]+://[^/@]+@([^/]+)", self._first_path or "")
+        if found:
+            return found[1]
+        name = self.storage_options.get("account_name", os.environ.get(_AZURE_ACCOUNT))
+        return f"{name}.dfs.core.windows.net" if name else None
+
+    def _options(self, path: str) -> dict[str, Any]:
+        """Return what the filesystem is made with: what only the first path tells, as well."""
+        options = dict(self.storage_options)
+        host = self._azure_host() if scheme_of(path) in _AZURE else None
+        if host is not None and "connection_string" not in options:
+            options.setdefault("account_name", host.partition(".")[0])
+        return options
+
     def _is_memory(self) -> bool:
-        return self.prefix_path.startswith("memory://")
+        return self.folder.startswith("memory:")
 
     def _check_shared(self) -> None:
         if self._is_memory():
             raise ParamError(
-                f"store: found {self.prefix_path!r}, which is in the memory of this process alone: "
+                f"store: found {self.folder!r}, which is in the memory of this process alone: "
                 "neither Spark nor the ranks see it. Set a prefix on storage that the driver and "
                 "all executors share."
             )
+
+
+def _not_installed(path: str, error: Exception) -> DependencyError:
+    package = _PACKAGES.get(scheme_of(path), "")
+    remedy = INSTALL.get(package, "Install that package")
+    run = f"Run: {remedy}" if package in INSTALL else f"{remedy}"
+    return DependencyError(
+        f"The store cannot open {path!r}: {error}. {run}, on the driver and on all executors."
+    )

@@ -3,23 +3,60 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from importlib import metadata
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store.errors import redacted
 
-__all__ = ["ENTRY_POINTS", "register_store", "registered_schemes", "scheme_of", "store_class"]
+__all__ = [
+    "ENTRY_POINTS",
+    "dbfs_path",
+    "register_store",
+    "registered_schemes",
+    "scheme_of",
+    "store_class",
+]
 
 ENTRY_POINTS = "hvd_estimators.stores"
 """Group of entry points; the name of each is a scheme, and its value a class of stores."""
 
-# Names, not classes: a store's module is imported when it is asked for.
+_LOCAL = "hvd_estimators.store.local:LocalStore"
+_FILESYSTEM = "hvd_estimators.store.filesystem:FilesystemStore"
+_HDFS = "hvd_estimators.store.hdfs:HDFSStore"
+
+# Names, not classes: a store's module is imported when it is asked for. What both fsspec and Spark
+# have filesystems for; memory, which nobody else sees, is refused when it is to be trained on.
 _stores: dict[str, type[Any] | str] = {
-    "": "hvd_estimators.store.local:LocalStore",
-    "file": "hvd_estimators.store.local:LocalStore",
-    "memory": "hvd_estimators.store.filesystem:FilesystemStore",
+    "": _LOCAL,
+    "file": _LOCAL,
+    **dict.fromkeys(("hdfs", "viewfs"), _HDFS),
+    **dict.fromkeys(("abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss"), _FILESYSTEM),
+    **dict.fromkeys(("s3", "s3a"), _FILESYSTEM),
 }
+
+_databricks: dict[str, type[Any] | str] = {
+    "dbfs": "hvd_estimators.store.dbfs:DBFSLocalStore",
+    "volumes": "hvd_estimators.store.dbfs:VolumesStore",
+}
+"""Stores on Databricks alone."""
+
+_DBFS = re.compile(r"(?:dbfs:(?=/(?!/))|(?:file:(?://)?)?/dbfs(?=/|$))(.*)", re.DOTALL)
+
+_UNSHARED = {
+    **dict.fromkeys(
+        ("libarchive", "tar", "zip"), "is one archive, which several processes cannot write to"
+    ),
+    **dict.fromkeys(
+        ("blockcache", "cached", "filecache", "simplecache"),
+        "is a copy on this machine alone; set the URL behind it",
+    ),
+    **dict.fromkeys(("data", "reference"), "is seen by this process alone"),
+    **dict.fromkeys(("git", "github", "http", "https"), "cannot be written to"),
+}
+"""fsspec's filesystems that stores are never on, and why."""
 
 
 def register_store(scheme: str, store: type[Any] | str) -> None:
@@ -48,9 +85,10 @@ def registered_schemes() -> list[str]:
 def scheme_of(path: str) -> str:
     """Return a path's scheme in lower case; empty for a path without one.
 
-    One letter is no scheme but a drive, and ``file:/data`` has one without two slashes, too.
+    One letter is no scheme but a drive, and ``file:/data`` has one without two slashes, too. Of a
+    chain (``simplecache::s3://…``) it is the first.
     """
-    match = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/", path)
+    match = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+)(?:::|:/)", path)
     return match[1].lower() if match else ""
 
 
@@ -63,19 +101,45 @@ def store_class(path: str) -> type[Any]:
         If no store is registered for its scheme.
     """
     scheme = scheme_of(path)
+    key = _databricks_key(path) if "DATABRICKS_RUNTIME_VERSION" in os.environ else None
+    if key is not None:
+        return _class(_databricks, key)
     store = _stores.get(scheme)
     if store is None:
         entries = metadata.entry_points(group=ENTRY_POINTS)
         entry = next((entry for entry in entries if entry.name.lower() == scheme), None)
+        if entry is None and scheme in _UNSHARED:
+            raise ParamError(
+                f"prefix_path: found {redacted(path)!r}, which {_UNSHARED[scheme]}. Set a prefix "
+                "on storage that the driver and all executors share."
+            )
         if entry is None:
             raise ParamError(
-                f"prefix_path: there is no store for the scheme {scheme!r}, found {path!r}. Set a "
-                f"path without a scheme or with one of: {', '.join(registered_schemes())}. For "
-                "another filesystem of fsspec, which Spark writes to as well, call "
+                f"prefix_path: there is no store for the scheme {scheme!r}, found "
+                f"{redacted(path)!r}. Set a path without a scheme or with one of: "
+                f"{', '.join(registered_schemes())}. For another "
+                "filesystem of fsspec, which Spark writes to as well, call "
                 f"hvd_estimators.store.register_store({scheme!r}, FilesystemStore) first."
             )
-        store = _stores[scheme] = entry.load()
+        _stores[scheme] = entry.load()
+    return _class(_stores, scheme)
+
+
+def dbfs_path(path: str) -> str | None:
+    """Return a path on DBFS from its root on; None where it is none, or of an unknown form."""
+    match = _DBFS.fullmatch(path)
+    return match[1] or "/" if match else None
+
+
+def _databricks_key(path: str) -> str | None:
+    if dbfs_path(path) is not None:
+        return "dbfs"
+    return "volumes" if path.startswith("/Volumes/") else None
+
+
+def _class(stores: dict[str, type[Any] | str], key: str) -> type[Any]:
+    store = stores[key]
     if isinstance(store, str):
         module, _, name = store.partition(":")
-        store = _stores[scheme] = getattr(importlib.import_module(module), name)
+        store = stores[key] = getattr(importlib.import_module(module), name)
     return store

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, TypeVar
@@ -137,7 +138,8 @@ def _told(error: BaseException) -> str:
     texts: list[str] = []
     found: BaseException | None = error
     while found is not None and len(texts) < 3:
-        text = f"{type(found).__name__}: {found}".rstrip(": ")
-        texts.append(text)
+        # Without the name node's traceback.
+        told = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(found), maxsplit=1)[0]
+        texts.append(f"{type(found).__name__}: {told}".rstrip(": "))
         found = found.__cause__
     return ", from ".join(texts)

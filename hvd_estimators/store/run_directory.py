@@ -73,7 +73,7 @@ class RunDirectory:
     def __enter__(self) -> Self:
         if self._target is None:
             return self
-        self.path = self._store.local_path(self._target)
+        self.path = self._store.writable_path(self._target)
         if self.path is not None:
             return self
         self._is_copy = True

@@ -1,0 +1,134 @@
+"""What Spark needs to write to a store: a filesystem of Hadoop's, its packages and its keys.
+
+Spark writes by its own connectors, which are other programs than the Python clients of the ranks:
+they have names, settings and credentials of their own. Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+
+from hvd_estimators.exceptions import DependencyError, StoreError
+from hvd_estimators.remedies import CONNECTORS
+from hvd_estimators.store import Store
+from hvd_estimators.store.errors import redacted
+from hvd_estimators.store.registry import scheme_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["check_connector", "spark_url"]
+
+# Enough to see that nobody answers; the connectors' own patience is many minutes.
+_IMPATIENT = {
+    "fs.s3a.attempts.maximum": "2",
+    "fs.s3a.retry.limit": "2",
+    "fs.s3a.connection.establish.timeout": "10000",
+    "fs.azure.io.retry.max.retries": "2",
+    "fs.gs.http.max.retry": "2",
+}
+
+
+def spark_url(session: SparkSession, store: Store, path: str) -> str:
+    """Return a path in the form in which the session's Spark writes to it.
+
+    Raises
+    ------
+    DependencyError
+        If it has no connector for it.
+    """
+    urls = store.spark_urls(path)
+    jvm: Any = getattr(session, "_jvm", None)  # none with Spark Connect, whose server has it
+    if jvm is None or scheme_of(urls[0]) == "file":
+        return urls[0]
+    configuration = _configuration(session)
+    for url in urls:
+        if _knows(jvm, scheme_of(url), configuration):
+            return url
+    schemes = [scheme_of(url) for url in urls]
+    connector = next((CONNECTORS[scheme] for scheme in schemes if scheme in CONNECTORS), None)
+    remedy = (
+        f"Add the package that has it to Spark, for all of {schemes}."
+        if connector is None
+        else connector.remedy(str(jvm.org.apache.hadoop.util.VersionInfo.getVersion()))
+    )
+    raise DependencyError(
+        f"store: Spark cannot write to {urls[0]!r}: it has no connector for the scheme "
+        f"{schemes[0]!r}. {remedy}"
+    )
+
+
+def check_connector(session: SparkSession, store: Store) -> None:
+    """Make sure that Spark writes to where this process reads. Nothing stays there.
+
+    Raises
+    ------
+    DependencyError
+        If Spark has no connector for the store, or not all of one.
+    StoreError
+        If Spark cannot write to it, or writes elsewhere.
+    """
+    probe = f"{store.data_folder}/.probe-{uuid.uuid4().hex}"
+    url = spark_url(session, store, probe)
+    jvm: Any = getattr(session, "_jvm", None)
+    if jvm is None or scheme_of(url) == "file":
+        return
+    hadoop = jvm.org.apache.hadoop.fs
+    configuration = _configuration(session)
+    for name, value in _IMPATIENT.items():
+        configuration.set(name, value)
+    try:
+        try:
+            path = hadoop.Path(url)
+            # One of its own: others wait for as long as they are told to.
+            filesystem = hadoop.FileSystem.newInstance(path.toUri(), configuration)
+            try:
+                filesystem.create(path, True).close()
+            finally:
+                filesystem.close()
+        except Py4JJavaError as error:
+            raise _typed(jvm, url, store, error) from None
+        if not store.exists(probe):
+            raise StoreError(
+                f"store: Spark writes to {url!r}, and Python does not see it at {probe!r}. Set a "
+                "store that both take for the same: the same server (endpoint, name node) and "
+                "bucket or folder."
+            )
+    finally:
+        store.delete(probe)
+
+
+def _configuration(session: SparkSession) -> Any:
+    """Return a copy of Hadoop's configuration, with the session's settings."""
+    jsession: Any = session._jsparkSession
+    return jsession.sessionState().newHadoopConf()
+
+
+def _knows(jvm: Any, scheme: str, configuration: Any) -> bool:
+    try:
+        jvm.org.apache.hadoop.fs.FileSystem.getFileSystemClass(scheme, configuration)
+    except Py4JJavaError:
+        return False
+    return True
+
+
+def _typed(jvm: Any, url: str, store: Store, error: Py4JJavaError) -> Exception:
+    causes: list[str] = []
+    found = error.java_exception
+    while found is not None and len(causes) < 5:
+        causes.append(str(found.toString()).split("\n")[0][:500])
+        found = found.getCause()
+    told = redacted("; caused by ".join(dict.fromkeys(causes)), store.secrets)
+    connector = CONNECTORS.get(scheme_of(url))
+    if any(name in told for name in ("NoClassDefFound", "ClassNotFound", "NoSuchMethodError")):
+        version = str(jvm.org.apache.hadoop.util.VersionInfo.getVersion())
+        remedy = connector.remedy(version) if connector else "Add the packages that it lacks."
+        return DependencyError(
+            f"store: Spark cannot write to {url!r}, since a package of its connector is missing "
+            f"({told}). {remedy}"
+        )
+    remedy = connector.settings if connector else "Set what Spark's connector needs for it."
+    return StoreError(f"store: Spark cannot write to {url!r} ({told}). {remedy}")
