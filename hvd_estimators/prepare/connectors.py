@@ -29,6 +29,7 @@ _IMPATIENT = {
     "fs.s3a.connection.establish.timeout": "10000",
     "fs.azure.io.retry.max.retries": "2",
     "fs.gs.http.max.retry": "2",
+    "ipc.client.connect.max.retries": "2",
 }
 
 
@@ -81,24 +82,26 @@ def check_connector(session: SparkSession, store: Store) -> None:
     for name, value in _IMPATIENT.items():
         configuration.set(name, value)
     try:
+        path = hadoop.Path(url)
+        # One of its own: others wait for as long as they are told to.
+        filesystem = hadoop.FileSystem.newInstance(path.toUri(), configuration)
         try:
-            path = hadoop.Path(url)
-            # One of its own: others wait for as long as they are told to.
-            filesystem = hadoop.FileSystem.newInstance(path.toUri(), configuration)
-            try:
-                filesystem.create(path, True).close()
-            finally:
-                filesystem.close()
-        except Py4JJavaError as error:
-            raise _typed(jvm, url, store, error) from None
-        if not store.exists(probe):
-            raise StoreError(
-                f"store: Spark writes to {url!r}, and Python does not see it at {probe!r}. Set a "
-                "store that both take for the same: the same server (endpoint, name node) and "
-                "bucket or folder."
-            )
-    finally:
-        store.delete(probe)
+            filesystem.create(path, True).close()
+            is_seen = store.exists(probe)
+            if is_seen:
+                store.delete(probe)  # Spark would make a marker of the directory
+            else:
+                filesystem.delete(path, False)
+        finally:
+            filesystem.close()
+    except Py4JJavaError as error:
+        raise _typed(jvm, url, store, error) from None
+    if not is_seen:
+        raise StoreError(
+            f"store: Spark writes to {url!r}, and Python does not see it at {probe!r}. Set a store "
+            "that both take for the same: the same server (endpoint, name node) and bucket or "
+            "folder."
+        )
 
 
 def _configuration(session: SparkSession) -> Any:

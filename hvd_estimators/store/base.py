@@ -520,7 +520,8 @@ class Store(ABC):
         def list_files() -> list[str]:
             self._forget_listings(path)
             try:
-                return list(fs.find(path, **options))
+                # Hadoop's connectors mark directories by empty objects.
+                return [file for file in fs.find(path, **options) if not file.endswith("/")]
             except (FileNotFoundError, NotADirectoryError):
                 if self._info(path) is None:
                     return []

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyspark.ml import Pipeline
 from pyspark.ml.feature import VectorAssembler
 
 from hvd_estimators import Store
@@ -157,3 +158,11 @@ def test_a_saved_estimator_holds_no_options_of_its_store(
     assert loaded.getStore().prefix_path == store.prefix_path
     assert loaded.getStore().storage_options == {}
     assert estimator.getStore().storage_options == options
+
+    # Who asks for it has them saved, also within a pipeline.
+    kept = Store.create(store.prefix_path, storage_options=options, save_storage_options=True)
+    caplog.clear()
+    Pipeline(stages=[TorchEstimator(store=kept)]).save(str(tmp_path / "pipeline"))
+    (loaded,) = Pipeline.load(str(tmp_path / "pipeline")).getStages()
+    assert loaded.getStore().storage_options == options
+    assert "storage_options" not in caplog.text

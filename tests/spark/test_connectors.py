@@ -1,0 +1,128 @@
+"""What Spark writes to a store with: which form of a path, and what is said where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import DependencyError, StoreError
+from hvd_estimators.launch import SparkBackend
+from hvd_estimators.launch.barrier import hosts_without
+from hvd_estimators.prepare.connectors import check_connector, spark_url
+from hvd_estimators.prepare.dataframe import prepare_data
+from hvd_estimators.store import DBFSLocalStore, HDFSStore, LocalStore, Store
+
+pytestmark = pytest.mark.spark
+
+
+class ElsewhereStore(LocalStore):
+    """A local store, of which Spark is told other places."""
+
+    places: tuple[str, ...] = ()
+
+    def spark_urls(self, path: str) -> Sequence[str]:
+        return [place + path for place in self.places]
+
+
+def test_s3_is_s3a_to_this_spark(s3a: Any, spark: Any) -> None:
+    for url in (s3a.url, s3a.url.replace("s3:", "s3a:")):
+        store = Store.create(f"{url}/connectors", storage_options=s3a.storage_options)
+        path = store.get_train_data_path("7f")
+        assert spark_url(spark, store, path) == path.replace("s3:", "s3a:")
+        check_connector(spark, store)
+        assert store.find(store.prefix_path) == []
+    SparkBackend(num_proc=2).check_store(store)
+    assert store.find(store.prefix_path) == []
+
+
+def test_what_spark_needs_for_s3_is_said(s3a: Any, spark: Any) -> None:
+    store = Store.create(f"{s3a.url}/connectors", storage_options=s3a.storage_options)
+    # A bucket for which this session has no keys, and one that is not there.
+    for bucket in (s3a.new_bucket(), s3a.url.replace("bucket-", "absent-")):
+        elsewhere = Store.create(bucket, storage_options=s3a.storage_options)
+        with pytest.raises(StoreError, match=r"Spark cannot write.*spark\.hadoop\.fs\.s3a\.") as e:
+            check_connector(spark, elsewhere)
+        assert s3a.endpoint not in str(e.value)
+    assert store.find(store.prefix_path) == []
+
+
+def test_hdfs_by_its_url_and_by_hadoops_configuration(
+    hdfs: Any, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(f"{hdfs.url}/connectors")
+    assert spark_url(spark, store, store.prefix_path) == store.prefix_path
+    check_connector(spark, store)
+    SparkBackend(num_proc=1).check_store(store)
+    assert store.find(store.prefix_path) == []
+
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(hdfs.conf_dir))
+    path = hdfs.url.partition(f":{hdfs.port}")[2]
+    by_configuration = HDFSStore(f"{path}/connectors")
+    assert by_configuration.prefix_path == store.prefix_path
+    store.write_text(f"{store.prefix_path}/file", "text")
+    assert by_configuration.read(f"{store.prefix_path}/file") == b"text"
+    store.delete(store.prefix_path)
+
+
+def test_nobody_answers_where_the_name_node_should_be(spark: Any, tmp_path: Path) -> None:
+    store = ElsewhereStore(str(tmp_path))
+    store.places = ("hdfs://127.0.0.1:1",)
+    with pytest.raises(StoreError, match=r"Spark cannot write to 'hdfs://.*Connection refused"):
+        check_connector(spark, store)
+
+
+def test_a_connector_that_is_missing_is_named_with_its_package(spark: Any, tmp_path: Path) -> None:
+    store = ElsewhereStore(str(tmp_path))
+    store.places = ("gs://bucket",)
+    with pytest.raises(
+        DependencyError,
+        match=r"no connector for the scheme 'gs'.*spark\.jars\.packages=com\.google",
+    ):
+        spark_url(spark, store, "/a")
+    store.places = ("oss://bucket",)
+    version = spark._jvm.org.apache.hadoop.util.VersionInfo.getVersion()
+    # Before anything is written.
+    prepared = prepare_data(1, store, spark.range(4), ["id"], ["id"])
+    with pytest.raises(DependencyError, match=f"hadoop-aliyun:{version} "), prepared:
+        pass
+    assert list(tmp_path.iterdir()) == []
+    store.places = ("strange://bucket", "file://")
+    assert spark_url(spark, store, "/a") == "file:///a"
+
+
+def test_spark_and_python_have_to_mean_the_same_place(
+    hdfs: Any, spark: Any, tmp_path: Path
+) -> None:
+    store = ElsewhereStore(str(tmp_path))
+    store.places = (f"{hdfs.url}/elsewhere",)
+    with pytest.raises(StoreError, match="Python does not see it at"):
+        check_connector(spark, store)
+
+
+def test_dbfs_is_known_to_databricks_spark_and_mounted_elsewhere(
+    spark: Any, tmp_path: Path
+) -> None:
+    store = DBFSLocalStore("dbfs:/store", mount=str(tmp_path))
+    path = store.get_train_data_path("7f")
+    found = spark_url(spark, store, path)
+    assert found in ("dbfs:/store/intermediate_train_data.7f", f"file://{path}")
+
+
+class BrokenStore(LocalStore):
+    def exists(self, path: str) -> bool:
+        raise StoreError("no credentials here, s3cr3t!")
+
+
+def test_a_machine_that_cannot_reach_the_store_tells_why(tmp_path: Path) -> None:
+    store = BrokenStore(str(tmp_path), storage_options={"secret": "s3cr3t!"})
+    (batch,) = hosts_without(iter(()), store=store, path="/a")
+    (problem,) = batch.to_pydict()["problem"]
+    assert problem == "StoreError: no credentials here, ***"
+    store = LocalStore(str(tmp_path))
+    (batch,) = hosts_without(iter(()), store=store, path=f"{tmp_path}/absent")
+    assert batch.to_pydict()["problem"] == ["does not see it"]
+    (tmp_path / "there").touch()
+    assert list(hosts_without(iter(()), store=store, path=f"{tmp_path}/there")) == []
