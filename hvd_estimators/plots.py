@@ -29,7 +29,9 @@ _STYLES: dict[str, Literal["-", "--"]] = {"train": "-", "validation": "--"}
 _MARKERS = "osD^vP*X"
 _COLORS = 10
 _COLUMNS = 3
-_MOST_MARKED = 30
+_MOST_MARKERS = 5
+_INCHES = 5.2, 3.6
+_INCHES_PER_CHARACTER = 0.085
 _PIXELS_PER_INCH = 120
 _LONGEST_NAME = 40
 
@@ -110,7 +112,8 @@ def _joined(frame: pd.DataFrame) -> pd.DataFrame:
 def _figure(histories: dict[str, pd.DataFrame], names: Sequence[str]) -> Figure:
     columns = min(_COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
-    figure = Figure(figsize=(5.2 * columns, 3.6 * rows), dpi=_PIXELS_PER_INCH, layout="constrained")
+    size = _INCHES[0] * columns, _INCHES[1] * rows
+    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(figure)
     charts = figure.subplots(rows, columns, squeeze=False).ravel()
     looks = {run_id: _look(number) for number, run_id in enumerate(histories)}
@@ -128,10 +131,12 @@ def _figure(histories: dict[str, pd.DataFrame], names: Sequence[str]) -> Figure:
         for stage, style in _STYLES.items()
         if stage in stages
     ]
+    longest = max(len(str(handle.get_label())) for handle in handles)
+    fitting = int(size[0] / (_INCHES_PER_CHARACTER * (longest + 8)))
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=max(1, min(len(handles), 2 * columns)),
+        ncols=max(1, min(len(handles), fitting)),
         fontsize="small",
         frameon=False,
     )
@@ -145,11 +150,12 @@ def _draw(
         for stage, style in _STYLES.items():
             chosen = frame[(frame["name"] == name) & (frame["stage"] == stage)]
             if len(chosen):
-                few = len(chosen) <= _MOST_MARKED
-                look = {**looks[run_id], **({} if few else {"marker": ""})}
+                # So few that dashes are seen as such.
+                every = -(-len(chosen) // _MOST_MARKERS)
                 # As people count, and as progress is shown.
                 epochs = chosen["epoch"] + 1
-                chart.plot(epochs, chosen["value"], linestyle=style, markersize=4, **look)
+                look = {**looks[run_id], "markersize": 4, "markevery": every}
+                chart.plot(epochs, chosen["value"], linestyle=style, **look)
     chart.set_title(name)
     chart.set_xlabel("epoch")
     chart.set_ylabel(name)

@@ -32,6 +32,7 @@ __all__ = [
     "StreamsCallback",
     "check_callbacks",
     "for_rank",
+    "writes_files",
 ]
 
 _WRITING = (
@@ -63,7 +64,7 @@ def for_rank(
     """
     chosen = []
     for callback in callbacks:
-        if isinstance(callback, _WRITING) or getattr(callback, "rank_zero_only", False):
+        if writes_files(callback) or getattr(callback, "rank_zero_only", False):
             if rank != 0:
                 continue
             if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
@@ -74,6 +75,11 @@ def for_rank(
                 callback.filepath = _kept(callback.filepath, logs_path)
         chosen.append(callback)
     return chosen
+
+
+def writes_files(callback: keras.callbacks.Callback) -> bool:
+    """Return whether a callback is one of Keras's that write files, or to a server."""
+    return isinstance(callback, _WRITING)
 
 
 def _kept(path: str, logs_path: str | None) -> str:
@@ -249,8 +255,8 @@ class EpochEnd(keras.callbacks.Callback):
     progress : Progress
         Tells the driver.
     save : callable
-        Called after each epoch, on all ranks, with the epochs and what gives the callbacks'
-        states.
+        Called after each epoch, on all ranks, with the epochs, what gives the callbacks' states,
+        and whether a callback has stopped training.
 
     Attributes
     ----------
@@ -258,6 +264,8 @@ class EpochEnd(keras.callbacks.Callback):
         All epochs so far.
     stop : bool
         Whether a callback of this rank has asked for a stop in the course of the epoch.
+    stopped : bool
+        Whether callbacks have stopped training.
     """
 
     def __init__(
@@ -267,7 +275,7 @@ class EpochEnd(keras.callbacks.Callback):
         restored: Sequence[Mapping[str, Any]],
         writer: EventWriter,
         progress: Progress,
-        save: Callable[[tuple[EpochMetrics, ...], Callable[[], Sequence[Any]]], None],
+        save: Callable[[tuple[EpochMetrics, ...], Callable[[], Sequence[Any]], bool], None],
     ) -> None:
         super().__init__()
         self.history = list(history)
@@ -280,6 +288,7 @@ class EpochEnd(keras.callbacks.Callback):
             isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
         )
         self.stop = False
+        self.stopped = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Restore the callbacks, which have reset themselves just before."""
@@ -308,8 +317,12 @@ class EpochEnd(keras.callbacks.Callback):
             )
         wanted = float(self.stop or self.model.stop_training)
         (ranks,) = sum_arrays([np.array(wanted)], "stop")
-        self.model.stop_training = bool(ranks)
-        self._save(tuple(self.history), lambda: list(map(callback_state, self._callbacks)))
+        self.model.stop_training = self.stopped = bool(ranks)
+        self._save(
+            tuple(self.history),
+            lambda: list(map(callback_state, self._callbacks)),
+            self.stopped,
+        )
 
 
 class RankCallbacks(keras.callbacks.CallbackList):

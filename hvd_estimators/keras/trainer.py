@@ -35,6 +35,7 @@ from hvd_estimators.keras.session import (
     StatisticsCallback,
     StreamsCallback,
     for_rank,
+    writes_files,
 )
 from hvd_estimators.keras.shards import Turns
 from hvd_estimators.keras.synchronized import SynchronizedMoments
@@ -50,6 +51,7 @@ from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState
+from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
@@ -121,6 +123,7 @@ class _Trainer:
             )
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.restored = self._restore()
+        self.spec = spec = heeding_stop(spec, self.restored)
         optimizers = model_optimizers(self.model)
         broadcast_variables(
             [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
@@ -151,9 +154,26 @@ class _Trainer:
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
             end = EpochEnd(stateful, history, states, writer, progress, self._save)
+            end.stopped = stopped_before(spec, state)
             if done < spec.epochs:
                 self._fit(data, done, end, progress)
-        return TrainResult(_digest(self.model), self._final_state(), tuple(end.history))
+            else:
+                self._end_again(end)
+        return TrainResult(
+            _digest(self.model), self._final_state(), tuple(end.history), stopped=end.stopped
+        )
+
+    def _end_again(self, end: EpochEnd) -> None:
+        """Let callbacks do what they have done when training ended: restore the best weights.
+
+        The checkpoint is of the newest epoch, before that.
+        """
+        spec = self.spec
+        chosen = for_rank(spec.callbacks, self.rank, self.logs.path)
+        ending = [callback for callback in chosen if not writes_files(callback)]
+        callbacks = keras.callbacks.CallbackList([*ending, end], model=self.model)
+        callbacks.on_train_begin()
+        callbacks.on_train_end()
 
     def _fit(self, data: DataModule, done: int, end: EpochEnd, progress: Progress) -> None:
         spec = self.spec
@@ -242,7 +262,10 @@ class _Trainer:
         return state
 
     def _save(
-        self, history: tuple[EpochMetrics, ...], callbacks: Callable[[], Sequence[Any]]
+        self,
+        history: tuple[EpochMetrics, ...],
+        callbacks: Callable[[], Sequence[Any]],
+        stopped: bool,
     ) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
         self.logs.sync()
@@ -258,7 +281,7 @@ class _Trainer:
         if self.rank == 0:
             random = of_shards(streams, data.num_shards)
             parts = {"callbacks": list(callbacks())}
-            state = RunState(len(history), 0, data.num_shards, history, random, parts)
+            state = RunState(len(history), 0, data.num_shards, history, random, parts, stopped)
             self.checkpoints.save(state, lambda file: save_file(self.model, file), kept)
 
     def _final_state(self) -> LocalFile | None:

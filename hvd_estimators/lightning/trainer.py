@@ -44,6 +44,7 @@ from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState
+from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
@@ -138,6 +139,8 @@ class _Trainer:
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.restored_path: str | None = None
         self.restored = self._restore()
+        self.stopped = stopped_before(spec, self.restored)
+        self.spec = spec = heeding_stop(spec, self.restored)
         # On each rank: profilers write files of each.
         self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
         self.streams = TorchStreams(self.device)
@@ -199,6 +202,7 @@ class _Trainer:
         path = self.restored_path if done else None
         trainer.fit(self.module, ckpt_path=path, weights_only=False, **data)
         if len(recorder.history) > done:
+            self.stopped = trainer.should_stop
             run_checkpoint.save(trainer)
         elif trainer.num_training_batches == 0:
             raise RuntimeError(
@@ -307,7 +311,9 @@ class _Trainer:
         streams = exchange.gather(own, "checkpoint.streams")
         if self.rank == 0:
             random = of_shards(streams, data.num_shards)
-            state = RunState(len(history), 0, data.num_shards, tuple(history), random)
+            state = RunState(
+                len(history), 0, data.num_shards, tuple(history), random, stopped=self.stopped
+            )
             self.checkpoints.save(state, lambda file: torch.save(dict(checkpoint), file))
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
@@ -316,7 +322,7 @@ class _Trainer:
         if self.rank == 0:
             self._load_best()
             state = save_state(_returned(self.module, self.spec.module))
-        return TrainResult(digest, state, tuple(recorder.history))
+        return TrainResult(digest, state, tuple(recorder.history), stopped=self.stopped)
 
     def _load_best(self) -> None:
         """Load the best weights, where a ModelCheckpoint of the user's says what is best."""

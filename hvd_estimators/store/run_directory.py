@@ -31,6 +31,9 @@ SYNC_SECONDS = 30.0
 
 _SHARE = 0.1
 
+_TELLING_THEIR_PLACE = ("meta.yaml",)
+"""What MLflow's file store writes the place of a run's artifacts into."""
+
 
 class RunDirectory:
     """A directory of a run, for libraries that write local files. Runs on a rank.
@@ -132,7 +135,10 @@ class RunDirectory:
             local = self._local(name)
             local.parent.mkdir(parents=True, exist_ok=True)
             with self._store.open(file) as source, open(local, "wb") as copy:
-                shutil.copyfileobj(source, copy)
+                if local.name in _TELLING_THEIR_PLACE:
+                    copy.write(self._localized(source.read()))
+                else:
+                    shutil.copyfileobj(source, copy)
         self._known = self._files()
 
     def _upload_changes(self, next_time: str = " They are sent again soon.") -> bool:
@@ -151,7 +157,10 @@ class RunDirectory:
                     open(self._local(name), "rb") as source,
                     self._store.open_atomic(f"{self._target}/{name}") as copy,
                 ):
-                    shutil.copyfileobj(source, copy)
+                    if Path(name).name in _TELLING_THEIR_PLACE:
+                        copy.write(self._published(source.read()))
+                    else:
+                        shutil.copyfileobj(source, copy)
                 self._known[name] = state
         except Exception as error:
             # Logs are not worth a training run.
@@ -166,6 +175,17 @@ class RunDirectory:
         finally:
             self._took = time.monotonic() - began
         return True
+
+    def _published(self, content: bytes) -> bytes:
+        """Return a file that tells where it lies, with its place in the store."""
+        local, target = str(self.path).encode(), str(self._target).encode()
+        for written in (b"file://" + local, b"file:" + local, local):
+            content = content.replace(written, target)
+        return content
+
+    def _localized(self, content: bytes) -> bytes:
+        """Return a file that tells where it lies, with its place on this machine."""
+        return content.replace(str(self._target).encode(), f"file:{self.path}".encode())
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Return the size and the time of change of each file, by its name."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 from hvd_estimators.training.spec import TrainSpec
 from hvd_estimators.training.state import RunState
 
-__all__ = ["heeding_stop"]
+__all__ = ["heeding_stop", "stopped_before"]
 
 S = TypeVar("S", bound=TrainSpec)
 
@@ -25,6 +25,11 @@ def heeding_stop(spec: S, state: RunState | None) -> S:
     state : RunState or None
         What was restored.
     """
-    if state is None or not state.stopped or spec.resume_stopped:
+    if state is None or not stopped_before(spec, state):
         return spec
     return replace(spec, epochs=min(spec.epochs, state.epoch))
+
+
+def stopped_before(spec: TrainSpec, state: RunState | None) -> bool:
+    """Return whether a run has been stopped, and is to stay so."""
+    return state is not None and state.stopped and not spec.resume_stopped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +68,7 @@ def make_net() -> keras.Model:
     return keras.Model(inputs, keras.layers.Dense(1)(hidden))
 
 
-def run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
+def run(store: Any, backend: Any, run_id: str, epochs: int, **params: Any) -> list[Any]:
     """Return all that a run has ended with."""
     fitted = make_estimator(
         store,
@@ -89,6 +90,7 @@ def run(store: Any, backend: Any, run_id: str, epochs: int) -> list[Any]:
                 patience=3, min_delta=1e9, restore_best_weights=True, monitor="val_loss"
             ),
         ],
+        **params,
     ).fit_on_parquet()
     model = fitted.getModel()
     state = read_state(store, store.get_checkpoints(run_id)[-1])
@@ -119,7 +121,9 @@ def backend(tmp_path: Path) -> Iterator[StandingBackend]:
         yield standing
 
 
-def test_a_run_goes_on_from_each_epoch(backend: Any, store: Any) -> None:
+def test_a_run_goes_on_from_each_epoch(
+    backend: Any, store: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     whole = run(store, backend, "whole", 6)
@@ -129,5 +133,13 @@ def test_a_run_goes_on_from_each_epoch(backend: Any, store: Any) -> None:
     for epochs in (1, 2, 3, 6):
         parts = run(store, backend, "parts", epochs)
     assert_equal_bits(parts, whole)
+    # It has stopped: nothing is trained, and the best weights are what is returned again.
+    with caplog.at_level(logging.WARNING):
+        assert_equal_bits(run(store, backend, "parts", 9), whole)
+    assert "a callback had stopped the run 'parts' after 4 epochs" in caplog.text
+    assert {row.state for row in store.list_runs()} == {"finished"}
+    assert store.load_history("parts").equals(store.load_history("whole"))
+    # What has stopped it does so again, when it has seen one more epoch.
+    assert len(run(store, backend, "parts", 9, resume_stopped=True)[0]["loss"]) == 5
     first, second = whole[3]
     assert not np.array_equal(first["keras"][0], second["keras"][0])

@@ -196,25 +196,34 @@ class Worsening(Regression):
 def test_the_best_weights_come_back_and_training_stops_early(backend: Any, store: Any) -> None:
     columns = write_rows(Path(store.get_train_data_path()), 64)
     write_rows(Path(store.get_val_data_path()), 10, seed=1)
-    model = fit(
-        backend,
-        store,
-        model=Worsening(),
-        validation=0.5,
-        batch_size=16,
-        epochs=6,
-        run_id="best",
-        callbacks=[
-            EarlyStopping("val_loss", patience=2),
-            ModelCheckpoint(monitor="val_loss", filename="best-{epoch}", dirpath="/nowhere"),
-        ],
-    )
+
+    def fit_up_to(epochs: int) -> Any:
+        return fit(
+            backend,
+            store,
+            model=Worsening(),
+            validation=0.5,
+            batch_size=16,
+            epochs=epochs,
+            run_id="best",
+            callbacks=[
+                EarlyStopping("val_loss", patience=2),
+                ModelCheckpoint(monitor="val_loss", filename="best-{epoch}", dirpath="/nowhere"),
+            ],
+        )
+
+    model = fit_up_to(6)
     # The second epoch is the best one, and two more do not better it.
     assert len(model.getHistory()) == 4
     expected = train_alone(columns, global_batches(64, 2, 16), OPTIMIZERS["adam"], epochs=2)
     assert_same_weights(model.getModel().net, expected)
     files = sorted(path.name for path in Path(store.get_run_path("best"), "checkpoints").iterdir())
     assert {name.partition("-0")[0] for name in files} == {"best-epoch=1.ckpt", "checkpoint"}
+    # It has stopped, and stays so.
+    again = fit_up_to(9)
+    assert again.getHistory() == model.getHistory()
+    assert_same_weights(again.getModel().net, expected)
+    assert store.load_history("best").equals(model.history_frame())
 
 
 class Scheduled(Regression):

@@ -19,6 +19,8 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.fitting.metadata import versions
+from hvd_estimators.fitting.tracking import Tracking, active_run
 from hvd_estimators.keras import KerasEstimator, KerasModel
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -156,6 +158,47 @@ def test_mlflow_saves_a_model_and_its_pyfunc_gives_the_prediction(
 
     frame = pd.DataFrame({"a": [1.0, 3.0, 0.0], "b": [2.0, 0.0, -1.0]})
     assert list(loaded.predict(frame)) == [1.0, 0.0, 0.0]
+
+
+def test_a_fitted_model_in_mlflow_is_loaded_back_and_predicts_the_same(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow.spark")
+    mlflow = importlib.import_module("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DFS_TMP", str(tmp_path / "files"))
+    before = mlflow.get_tracking_uri()
+    mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+    net = torch.nn.Linear(1, 1)
+    model = TorchModel(
+        model=net, feature_columns=["x"], label_columns=["größe `y`"], input_shapes=[[-1, 1]]
+    )
+    frame = spark.createDataFrame([(0.5,), (2.0,)], ["x"])
+    expected = [row[-1] for row in model.transform(frame).collect()]
+    try:
+        with mlflow.start_run() as run:
+            tracked = Tracking(active_run(), "mine", {}, own_run=False)
+            tracked.complete([(0, "train", "loss", 0.5)], model, "torch", versions())
+            # A second fit in the same run has a run below it.
+            below = Tracking(active_run(), "other", {}, own_run=False)
+            below.complete([], model, "torch", versions())
+            assert mlflow.active_run().info.run_id == run.info.run_id
+        client = mlflow.MlflowClient()
+        runs = [found.info.run_id for found in client.search_runs([run.info.experiment_id])]
+        assert len(runs) == 2
+        for run_id in runs:
+            assert client.get_run(run_id).info.status == "FINISHED"
+            loaded = mlflow.spark.load_model(f"runs:/{run_id}/model")
+            found = [row["größe `y`__output"] for row in loaded.transform(frame).collect()]
+            assert found == expected
+        by_pandas = mlflow.pyfunc.load_model(f"runs:/{run.info.run_id}/model")
+        assert list(by_pandas.predict(pd.DataFrame({"x": [0.5, 2.0]}))) == expected
+        files = {file.path for file in client.list_artifacts(run.info.run_id, "model")}
+        requirements = Path(tmp_path, "mlruns").rglob("requirements.txt")
+        assert "model/MLmodel" in files
+        assert f"torch=={torch.__version__}" in next(requirements).read_text()
+    finally:
+        mlflow.set_tracking_uri(before)
 
 
 def test_the_trainings_transformation_is_applied_where_asked(spark: Any, tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """A local directory that is kept the same as one of a store."""
 
+import contextlib
 import os
+import queue
+import shutil
 import threading
 from pathlib import Path
 
 import fsspec
 import pytest
 
-from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store import FilesystemStore, LocalStore, run_directory
 from hvd_estimators.store.run_directory import RunDirectory
 
 
@@ -161,3 +164,51 @@ def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(s
         assert not first.done()
         go_on.set()
     assert contents(store) == {"events": b"one", "later": b"two"}
+
+
+def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
+    monkeypatch.setattr(run_directory, "SYNC_SECONDS", 0.01)
+    sent = queue.Queue()
+    real = FilesystemStore.open_atomic
+
+    @contextlib.contextmanager
+    def told(self, path):
+        with real(self, path) as file:
+            yield file
+        sent.put(path)
+
+    monkeypatch.setattr(FilesystemStore, "open_atomic", told)
+    with RunDirectory(store, logs(store)) as directory:
+        with open(Path(directory.path, "events"), "ab") as file:
+            for part in (b"one", b", two"):
+                file.write(part)
+                file.flush()
+                while sent.get(timeout=10) and not contents(store)["events"].endswith(part):
+                    pass
+        assert contents(store) == {"events": b"one, two"}
+
+
+def test_what_cannot_be_sent_in_the_end_stays_where_the_warning_says(store, monkeypatch, caplog):
+    with RunDirectory(store, logs(store)) as directory:
+        Path(directory.path, "events").write_text("one")
+        monkeypatch.setattr(FilesystemStore, "open_atomic", lambda s, path: 1 / 0)
+    assert Path(directory.path, "events").read_text() == "one"
+    assert f"They stay in {directory.path!r} on " in caplog.text
+    shutil.rmtree(directory.path)
+
+
+def test_a_file_that_tells_where_it_lies_tells_its_place_in_the_store(store):
+    with RunDirectory(store, logs(store)) as directory:
+        text = f"a: file:{directory.path}/x\nb: file://{directory.path}/y\nc: {directory.path}\n"
+        Path(directory.path, "mlruns").mkdir()
+        Path(directory.path, "mlruns", "meta.yaml").write_text(text)
+        Path(directory.path, "other.yaml").write_text(text)
+    target = logs(store)
+    assert contents(store) == {
+        "mlruns/meta.yaml": f"a: {target}/x\nb: {target}/y\nc: {target}\n".encode(),
+        "other.yaml": text.encode(),
+    }
+    with RunDirectory(store, logs(store)) as directory:
+        found = Path(directory.path, "mlruns", "meta.yaml").read_text()
+        assert found.startswith(f"a: file:{directory.path}/x\nb: file:{directory.path}/y\n")
+    assert contents(store)["mlruns/meta.yaml"].startswith(f"a: {target}/x\n".encode())
