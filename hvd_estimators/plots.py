@@ -31,7 +31,7 @@ _COLORS = 10
 _COLUMNS = 3
 _MOST_MARKERS = 5
 _INCHES = 5.2, 3.6
-_INCHES_PER_CHARACTER = 0.085
+_INCHES_PER_CHARACTER, _INCHES_PER_LINE = 0.085, 0.18
 _PIXELS_PER_INCH = 120
 _LONGEST_NAME = 40
 
@@ -112,15 +112,7 @@ def _joined(frame: pd.DataFrame) -> pd.DataFrame:
 def _figure(histories: dict[str, pd.DataFrame], names: Sequence[str]) -> Figure:
     columns = min(_COLUMNS, len(names))
     rows = math.ceil(len(names) / columns)
-    size = _INCHES[0] * columns, _INCHES[1] * rows
-    figure = Figure(figsize=size, dpi=_PIXELS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
-    charts = figure.subplots(rows, columns, squeeze=False).ravel()
     looks = {run_id: _look(number) for number, run_id in enumerate(histories)}
-    for chart, name in zip(charts, names, strict=False):
-        _draw(chart, name, histories, looks)
-    for chart in charts[len(names) :]:
-        chart.set_axis_off()
     handles = [
         Line2D([], [], label=_shortened(run_id), markersize=4, **look)
         for run_id, look in looks.items()
@@ -131,12 +123,21 @@ def _figure(histories: dict[str, pd.DataFrame], names: Sequence[str]) -> Figure:
         for stage, style in _STYLES.items()
         if stage in stages
     ]
+    width, height = _INCHES[0] * columns, _INCHES[1] * rows
     longest = max(len(str(handle.get_label())) for handle in handles)
-    fitting = int(size[0] / (_INCHES_PER_CHARACTER * (longest + 8)))
+    beside = min(max(int(width / (_INCHES_PER_CHARACTER * (longest + 8))), 1), len(handles))
+    height += _INCHES_PER_LINE * math.ceil(len(handles) / beside)
+    figure = Figure(figsize=(width, height), dpi=_PIXELS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    charts = figure.subplots(rows, columns, squeeze=False).ravel()
+    for chart, name in zip(charts, names, strict=False):
+        _draw(chart, name, histories, looks)
+    for chart in charts[len(names) :]:
+        chart.set_axis_off()
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=max(1, min(len(handles), fitting)),
+        ncols=beside,
         fontsize="small",
         frameon=False,
     )
