@@ -27,13 +27,16 @@ from hvd_estimators.store.base import Store
 
 __all__ = ["AHEAD_BYTES", "OPEN_BYTES", "WHOLE_BYTES", "RangeFiles"]
 
-WHOLE_BYTES = 2 * PART_BYTES
-"""Stored bytes of a row group's columns that are fetched at once; larger ones come in pieces."""
+WHOLE_BYTES = 4 * PART_BYTES
+"""Stored bytes of a row group's columns that are fetched at once; larger ones come in pieces.
 
-OPEN_BYTES = 2 * WHOLE_BYTES
+What Spark writes by default, row groups of 128 MiB before they are compressed, mostly fits.
+"""
+
+OPEN_BYTES = WHOLE_BYTES
 """Such bytes of all row groups that are read at the same time, a slice of each in turn."""
 
-AHEAD_BYTES = 2 * WHOLE_BYTES
+AHEAD_BYTES = WHOLE_BYTES
 """Such bytes that are fetched before they are asked for."""
 
 _AHEAD_RANGES = 4

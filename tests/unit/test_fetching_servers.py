@@ -1,0 +1,86 @@
+"""Parquet on a real S3 and a real HDFS: what the readers deliver, and what they request. No Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.mixing import one_by_one
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.fetching import HOLE_BYTES
+from hvd_estimators.store import Store
+
+pytestmark = pytest.mark.timeout(180)
+
+READERS = {"arrow": ArrowDataModule}
+with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+
+    READERS["petastorm"] = PetastormDataModule
+
+FILES, GROUPS, ROWS, EPOCHS = 2, 3, 40, 2
+RUNS = 2
+"""Of neighbouring columns in a row group: two columns, and one behind a wide one."""
+
+
+def make_dataset(store):
+    """Write files that have more than a footer's request, and describe them."""
+    for number in range(FILES):
+        ids = np.arange(number * GROUPS * ROWS, (number + 1) * GROUPS * ROWS)
+        wide = [bytes(2 * HOLE_BYTES // ROWS)] * len(ids)
+        table = pa.table({"id": ids, "half": ids / 2, "wide": wide, "twice": 2 * ids})
+        with store.open_atomic(f"{store.prefix_path}/data/{number}.parquet") as file:
+            options = {"compression": "none", "use_dictionary": False}
+            parquet.write_table(table, file, row_group_size=ROWS, **options)
+    return read_manifest(store, f"{store.prefix_path}/data", None, ["id", "half", "twice"])
+
+
+def read_epochs(reader, store, manifest):
+    """Read for training and for validation, epoch after epoch, and return the row numbers."""
+    plan = plan_shards(manifest.train.row_groups, 1)
+    ids = []
+    with READERS[reader](
+        train_dir=manifest.train.path,
+        val_dir=manifest.train.path,
+        columns=manifest.columns,
+        train_plan=plan,
+        val_plan=plan,
+        store=store,
+    ) as module:
+        for _ in range(EPOCHS):
+            for part in module.read(iter([one_by_one(plan.shards[0])]), 2):
+                assert (part["half"] == part["id"] / 2).all()
+                assert (part["twice"] == part["id"] * 2).all()
+                ids += part["id"].tolist()
+            for batch in module.val_data():
+                ids += batch["id"].tolist()
+    return ids
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_s3_gets_a_request_per_run_of_columns_and_one_per_footer_and_no_other(s3, reader):
+    store = Store.create(f"{s3.new_bucket()}/data", storage_options=s3.storage_options)
+    manifest = make_dataset(store)
+    before = len(s3.requests())
+    ids = read_epochs(reader, store, manifest)
+    requests = s3.requests()[before:]
+    assert ids == 2 * EPOCHS * list(range(FILES * GROUPS * ROWS))
+    assert {request.method for request in requests} == {"GET"}
+    footers = [request for request in requests if request.range.startswith("bytes=-")]
+    assert len(footers) == len({request.path for request in footers}) == FILES
+    assert len(requests) == FILES + 2 * EPOCHS * FILES * GROUPS * RUNS
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_read_from_hdfs(hdfs, reader):
+    store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    manifest = make_dataset(store)
+    ids = read_epochs(reader, store, manifest)
+    assert ids == 2 * EPOCHS * list(range(FILES * GROUPS * ROWS))
