@@ -15,6 +15,7 @@ BENCHMARKS = (
     "fit",
     "keras",
     "lightning",
+    "stores",
 )
 
 

@@ -1,4 +1,4 @@
-"""Parquet on a real S3 and a real HDFS: what the readers deliver, and what they request. No Spark."""
+"""Parquet on a real S3 and a real HDFS: what readers deliver, and what they request. No Spark."""
 
 from __future__ import annotations
 

@@ -1,0 +1,260 @@
+"""Rows per second of both readers on S3 and HDFS, against local disk, and requests per epoch.
+
+The servers run on this machine: moto's S3, and a NameNode and a DataNode of Hadoop's.
+``HVD_TEST_JARS`` names the folder of its archives; HDFS is left out without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import parquet
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from servers.hdfs import Hdfs
+from servers.jars import jars
+from servers.s3 import S3
+
+from benchmarks.common import need_baseline, parser, show_result, show_table
+from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.mixing import one_by_one
+from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.parquet.fetching import joined
+from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.parquet.tails import Footers
+from hvd_estimators.store import Store
+from hvd_estimators.store.base import Store as BaseStore
+
+WORKERS = 2
+FILES = 4
+ROW_GROUP_BYTES = 16 * 2**20
+BATCH = 1000
+READERS = (ArrowDataModule, PetastormDataModule)
+WANTED = [f"x{i:02}" for i in range(20)] + ["vector"]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A copy of the data in one store.
+
+    Attributes
+    ----------
+    name : str
+        For tables.
+    store : Store
+        Reads it.
+    manifest : DatasetManifest
+        What it holds.
+    """
+
+    name: str
+    store: Store
+    manifest: DatasetManifest
+
+    @property
+    def rows(self) -> int:
+        return self.manifest.train.rows
+
+
+Contender = Callable[[], tuple[int, float]]
+"""Reads rows; returns how many, and in how many seconds."""
+
+
+def main() -> None:
+    options = parser(__doc__, rows=1_000_000, repeats=3).parse_args()
+    need_baseline()
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-stores-") as name:
+        folder = Path(name)
+        write(folder / "data" / "train", options.rows)
+        with contextlib.ExitStack() as stack:
+            found = list(places(stack, folder))
+            requests = {place.name: count_requests(place) for place in found}
+            speeds = measure(stack, found, options.repeats)
+    table = []
+    figures: dict[str, Any] = {}
+    for place in found:
+        for what in speeds:
+            speed, local = speeds[what][place.name], speeds[what]["local"]
+            epoch = requests[place.name].get(what, {})
+            row = (place.name, what, speed, speed / local)
+            table.append((*row, epoch.get("first", "-"), epoch.get("next", "-")))
+            figures[f"{place.name}, {what}"] = {
+                "rows_per_second": speed,
+                "of_local": speed / local,
+                "requests": epoch,
+            }
+    groups = len(found[0].manifest.train.row_groups)
+    show_table(
+        f"{options.rows} rows, {FILES} files, {groups} row groups",
+        ("store", "reader", "rows/s", "of local disk", "requests, first epoch", "later epochs"),
+        table,
+    )
+    settings = {"rows": options.rows, "files": FILES, "row_groups": groups, "workers": WORKERS}
+    show_result("stores", settings, {"stores": figures})
+
+
+def write(folder: Path, rows: int) -> None:
+    """Write files of 20 narrow columns, a column that nobody wants, and a vector."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for number in range(FILES):
+        count = rows // FILES
+        columns: dict[str, Any] = {
+            f"x{i:02}": rng.standard_normal(count, np.float32) for i in range(20)
+        }
+        columns["unwanted"] = rng.standard_normal(count)
+        values = rng.standard_normal((count, 16), np.float32)
+        offsets = np.arange(0, values.size + 1, 16, dtype=np.int32)
+        columns["vector"] = pa.ListArray.from_arrays(offsets, values.reshape(-1))
+        table = pa.table(columns)
+        group = max(ROW_GROUP_BYTES * count // table.nbytes, 1)
+        parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=group)
+
+
+def places(stack: contextlib.ExitStack, folder: Path) -> Iterator[Place]:
+    """Start the servers, and copy the data to them."""
+    source = folder / "data" / "train"
+    yield _place("local", Store.create(str(folder / "data")), str(source))
+    s3 = S3(folder)
+    s3.start_process()
+    stack.callback(s3.end_process)
+    yield _copied("S3", Store.create(s3.url, storage_options=s3.storage_options), source)
+    if "HVD_TEST_JARS" in os.environ:
+        hdfs = Hdfs(folder / "hdfs", jars("hadoop"))
+        hdfs.start()
+        stack.callback(hdfs.stop)
+        yield _copied("HDFS", Store.create(hdfs.url), source)
+
+
+def _copied(name: str, store: Store, source: Path) -> Place:
+    target = f"{store.prefix_path}/train"
+    for file in sorted(source.iterdir()):
+        with store.open_atomic(f"{target}/{file.name}") as copied:
+            copied.write(file.read_bytes())
+    return _place(name, store, target)
+
+
+def _place(name: str, store: Store, path: str) -> Place:
+    return Place(name, store, read_manifest(store, path, None, WANTED))
+
+
+def module(kind: type[PlannedDataModule], place: Place) -> PlannedDataModule:
+    return kind(
+        train_dir=place.manifest.train.path,
+        val_dir=None,
+        columns=place.manifest.columns,
+        train_plan=plan_shards(place.manifest.train.row_groups, 1),
+        train_batch_size=BATCH,
+        train_reader_worker_count=WORKERS,
+        store=place.store,
+    )
+
+
+def count_requests(place: Place) -> dict[str, dict[str, int]]:
+    """Return the requests of a first and of a later epoch for each reader."""
+    found: dict[str, dict[str, int]] = {}
+    for kind in READERS:
+        with module(kind, place) as data, counted() as requests:
+            bundles = one_by_one(data.train_plan.shards[0])
+            counts = []
+            for _ in range(2):
+                before = len(requests)
+                rows = sum(
+                    len(next(iter(part.values()))) for part in data.read(iter([bundles]), WORKERS)
+                )
+                assert rows == place.rows
+                counts.append(len(requests) - before)
+        found[kind.short_name] = {"first": counts[0], "next": counts[1]}
+    return found
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[list[int]]:
+    """Note the bytes of each range that is requested of a store in this process."""
+    sizes: list[int] = []
+    read_ranges = BaseStore.read_ranges
+
+    def read_and_note(store: Store, path: str, ranges: Any) -> list[bytes]:
+        found = read_ranges(store, path, ranges)
+        sizes.extend(map(len, found))
+        return found
+
+    BaseStore.read_ranges = read_and_note  # type: ignore[method-assign]
+    try:
+        yield sizes
+    finally:
+        BaseStore.read_ranges = read_ranges  # type: ignore[method-assign]
+
+
+def measure(
+    stack: contextlib.ExitStack, found: list[Place], repeats: int
+) -> dict[str, dict[str, float]]:
+    """Return the rows per second of each contender on each store: the best of turns."""
+    contenders: dict[tuple[str, str], Contender] = {}
+    for place in found:
+        for kind in READERS:
+            contenders[kind.short_name, place.name] = reading(stack, kind, place)
+        contenders["fetching alone", place.name] = fetching(place)
+    best: dict[str, dict[str, float]] = {}
+    for turn in range(repeats + 1):
+        for (what, name), contender in contenders.items():
+            rows, seconds = contender()
+            if turn:
+                speeds = best.setdefault(what, {})
+                speeds[name] = max(speeds.get(name, 0.0), rows / seconds)
+    return best
+
+
+def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: Place) -> Contender:
+    """Open a reader, that reads shuffled rows pass after pass; a pass goes before a timed one."""
+    data = stack.enter_context(module(kind, place))
+    batches = data.train_chunks()
+
+    def take() -> int:
+        rows = 0
+        while rows < place.rows:
+            rows += sum(next(batches).sizes)
+        return rows
+
+    def run() -> tuple[int, float]:
+        take()
+        started = time.perf_counter()
+        rows = take()
+        return rows, time.perf_counter() - started
+
+    return run
+
+
+def fetching(place: Place) -> Contender:
+    """Fetch the same bytes, in the same requests, a file after another, and decode nothing."""
+    store, footers = place.store, Footers(place.store)
+
+    def run() -> tuple[int, float]:
+        started = time.perf_counter()
+        for file in dict.fromkeys(group.file for group in place.manifest.train.row_groups):
+            footer = footers.get(file)
+            groups = range(footer.metadata.num_row_groups)
+            store.read_ranges(
+                file, [run for i in groups for run in joined(footer.chunks(i, WANTED))]
+            )
+        return place.rows, time.perf_counter() - started
+
+    return run
+
+
+if __name__ == "__main__":
+    main()
