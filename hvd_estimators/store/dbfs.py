@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store.base import Store
 from hvd_estimators.store.local import LocalStore
 from hvd_estimators.store.local_file import CHUNK_BYTES
 from hvd_estimators.store.registry import dbfs_path
@@ -25,6 +26,13 @@ MOUNT = "/dbfs"
 
 class _MountedStore(LocalStore):
     """A folder that is mounted by FUSE, which takes files only as a whole, from begin to end."""
+
+    # Links and exclusive creation are not what they are on a disk.
+    creates_exclusively = False
+
+    def write_new(self, path: str, text: str) -> bool:
+        """Write a file if there is none; see `Store.write_new`."""
+        return Store.write_new(self, path, text)
 
     def writable_path(self, path: str) -> str | None:
         """Return None: nothing can be appended to."""

@@ -8,6 +8,7 @@ import os
 import posixpath
 import re
 import shutil
+import tempfile
 import uuid
 import warnings
 from collections.abc import Mapping
@@ -85,6 +86,8 @@ class HDFSStore(FilesystemStore):
     DependencyError
         If ``hdfs-native`` is not installed.
     """
+
+    creates_exclusively = True
 
     def __init__(
         self,
@@ -202,7 +205,21 @@ class HDFSStore(FilesystemStore):
             )
         super().check()
 
-    def _upload(self, local: str, path: str) -> None:
+    def write_new(self, path: str, text: str) -> bool:
+        """Write a file, whole, if there is none; of several processes one alone succeeds."""
+        with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
+            file.write(text.encode())
+            file.flush()
+            try:
+                self.fs.makedirs(posixpath.dirname(self._path_in_fs(path)), exist_ok=True)
+                self._upload(file.name, path, overwrite=False)
+            except Exception:
+                if self.exists(path):
+                    return False
+                raise
+        return True
+
+    def _upload(self, local: str, path: str, overwrite: bool = True) -> None:
         """Write beside the file and rename onto it, which is one step on HDFS."""
         fs, target = self.fs, self._path_in_fs(path)
         partial = posixpath.join(
@@ -211,7 +228,7 @@ class HDFSStore(FilesystemStore):
         try:
             with open(local, "rb") as source, fs.open(partial, "wb") as copy:
                 shutil.copyfileobj(source, copy, CHUNK_BYTES)
-            fs.mv(partial, target, overwrite=True)
+            fs.mv(partial, target, overwrite=overwrite)
         except BaseException:
             with contextlib.suppress(Exception):
                 fs.rm_file(partial)

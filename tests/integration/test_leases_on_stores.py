@@ -1,0 +1,62 @@
+"""Leases, lists and deletion of runs where files are not local."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.runs import history_text, run_file
+
+pytestmark = pytest.mark.integration
+
+FIRST = [(0, "train", "loss", 0.5), (0, "validation", "loss", float("nan"))]
+
+
+@pytest.mark.parametrize("kind", ["hdfs", "s3"])
+def test_a_run_has_one_holder_is_listed_and_deleted(
+    request: pytest.FixtureRequest, kind: str
+) -> None:
+    server = request.getfixturevalue(kind)
+    options = {"storage_options": server.storage_options} if kind == "s3" else {}
+    store = Store.create(f"{server.url}/leases", **options)
+    run, number = store.run_paths("mine"), 4
+    notes = {"framework": "torch", "started": "2026-01-01T00:00:00+00:00"}
+    for run_id, state in (("mine", "running"), ("other", "finished")):
+        path = store.run_paths(run_id).run_path
+        text = json.dumps({**notes, "run_id": run_id, "state": state})
+        store.write_text(run_file(path, "metadata"), text)
+    store.write_text(run_file(run.run_path, "history"), history_text(FIRST))
+    start, everybody_tried = threading.Barrier(number), threading.Barrier(number + 1)
+    looked: list[str] = []
+    refused: list[str] = []
+
+    def take() -> None:
+        start.wait(60)
+        try:
+            with RunLease(store, run) as lease:
+                lease.confirm()
+                looked.append(next(r.state for r in store.list_runs() if r.run_id == "mine"))
+                everybody_tried.wait(60)
+        except ParamError as error:
+            refused.append(str(error))
+            everybody_tried.wait(60)
+
+    threads = [threading.Thread(target=take) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    everybody_tried.wait(60)
+    for thread in threads:
+        thread.join(60)
+
+    assert (looked, len(refused)) == (["running"], number - 1)
+    assert not store.exists(f"{run.run_path}/lease.json")
+    states = {info.run_id: (info.state, info.epochs) for info in store.list_runs()}
+    assert states == {"mine": ("interrupted", 1), "other": ("finished", 0)}
+    assert store.load_history("mine")["value"].isna().tolist() == [False, True]
+    store.delete_run("mine")
+    assert [info.run_id for info in store.list_runs()] == ["other"]
