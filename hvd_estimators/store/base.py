@@ -474,7 +474,8 @@ class Store(ABC):
         -------
         pandas.DataFrame
             A row per number, as a model's ``history_frame()`` has: ``epoch`` (from 0), ``stage``
-            (``"train"`` or ``"validation"``), ``name`` and ``value``.
+            (``"train"`` or ``"validation"``), ``name`` and ``value``. Of a run whose
+            ``history.json`` was deleted, what its checkpoints tell: an epoch each.
 
         Raises
         ------

@@ -15,12 +15,14 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoint_names import Position, file_name, pointed, pointer_of
 from hvd_estimators.store.local_file import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from hvd_estimators.store.base import RunPaths, Store
 
 __all__ = [
     "CheckpointInfo",

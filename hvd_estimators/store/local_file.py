@@ -8,10 +8,12 @@ import os
 import shutil
 import tempfile
 import weakref
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.base import Store
+
+if TYPE_CHECKING:
+    from hvd_estimators.store.base import Store
 
 __all__ = ["CHUNK_BYTES", "HashingWriter", "LocalFile", "copy_from", "fetch"]
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
+from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
 from hvd_estimators.store.lease import RunLease, holder
 
 if TYPE_CHECKING:
@@ -150,6 +151,7 @@ def load_history(store: Store, run_id: str) -> pd.DataFrame:
     rows = read_history(store, run.run_path)
     if rows is None:
         require_run(store, run_id)
+        rows = [row for info in list_checkpoints(store, run) for row in _rows_of(info)]
     return pd.DataFrame(rows or [], columns=list(COLUMNS)).astype(COLUMNS)
 
 
@@ -176,6 +178,22 @@ def require_run(store: Store, run_id: str) -> None:
         raise ParamError(
             f"run_id: {folder!r} has no run {run_id!r}.{did_you_mean(run_id, store.names(folder))}"
         )
+
+
+def _rows_of(info: CheckpointInfo) -> list[Row]:
+    """Return what the pointer of a checkpoint tells of its newest epoch."""
+    if info.rows:
+        return []
+    validation = "val_"
+    return [
+        (
+            info.epoch - 1,
+            "validation" if name.startswith(validation) else "train",
+            name.removeprefix(validation),
+            value,
+        )
+        for name, value in info.metrics.items()
+    ]
 
 
 def _info(store: Store, path: str) -> RunInfo | None:

@@ -21,6 +21,8 @@ from hvd_estimators.fitting.runs import RowOrder
 from hvd_estimators.launch.events import RankEpoch, RankOutput, print_output
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import FilesystemStore, LocalStore
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
 from hvd_estimators.store.lease import RunLease
 from hvd_estimators.store.runs import read_metadata
 from hvd_estimators.torch import TorchEstimator
@@ -229,3 +231,18 @@ def test_a_run_is_deleted_and_nothing_else(tmp_path: Path, remote: bool) -> None
         store.load_history("run")
     assert isinstance(store.load_history("run-2"), pd.DataFrame)
     store.delete(store.prefix_path)
+
+
+def test_without_a_history_the_checkpoints_tell_their_epochs(store: Any) -> None:
+    run = store.run_paths("mine")
+    for epochs, rows in ((2, 0), (3, 0), (3, 16)):
+        metrics = {"loss": 1 / epochs, "val_loss": math.inf}
+        path = checkpoint_path(run, Position(epochs, rows))
+        store.write_text(path, "")
+        write_pointer(store, CheckpointInfo(path, 0, "", epochs, rows, "torch", metrics))
+    assert rows_of(store) == [
+        (1, "train", "loss", 1 / 2),
+        (1, "validation", "loss", math.inf),
+        (2, "train", "loss", 1 / 3),
+        (2, "validation", "loss", math.inf),
+    ]
