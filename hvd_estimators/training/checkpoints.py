@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import IO
+from typing import IO, Any
 
 from typing_extensions import Self
 
@@ -120,7 +120,11 @@ class CheckpointWriter:
             if not (target.seekable() and target.readable()):
                 # As adding to an archive takes. In the end it is copied.
                 file = stack.enter_context(tempfile.TemporaryFile())
-            write_archive(file, state, write_model)
+            noting: Any = _NotingErrors(file)
+            try:
+                write_archive(noting, state, write_model)
+            except Exception as error:
+                raise (noting.error or error) from error.__cause__
             opened = stack.pop_all()
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators checkpoint")
@@ -221,6 +225,24 @@ class CheckpointWriter:
             del stored[position]
         while self._leftovers:
             self._store.delete(f"{self._run.checkpoints_path}/{self._leftovers.pop()}")
+
+
+class _NotingErrors:
+    """A file that keeps what its writes raised: torch tells nothing of a disk that is full."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @contextlib.contextmanager

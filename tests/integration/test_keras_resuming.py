@@ -130,7 +130,11 @@ def test_a_run_goes_on_from_each_epoch(
     # The first epoch is the best; three more do not better it.
     assert len(whole[0]["loss"]) == 4
     assert len(set(whole[0]["learning_rate"])) > 1
-    for epochs in (1, 2, 3, 6):
+    for epochs in (1, 2):
+        run(store, backend, "parts", epochs)
+    # Damaged: its epoch is trained once more, from the checkpoint before.
+    Path(store.get_checkpoints("parts")[-1]).write_bytes(b"damaged")
+    for epochs in (2, 3, 6):
         parts = run(store, backend, "parts", epochs)
     assert_equal_bits(parts, whole)
     # It has stopped: nothing is trained, and the best weights are what is returned again.

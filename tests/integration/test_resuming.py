@@ -117,6 +117,9 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
         positions.append(position)
         model = torch_run(store, backend, run_id)
         assert_equal_bits(end_of(store, model, run_id), whole)
+    for newest in store.get_checkpoints("kept")[-2:]:
+        Path(newest).write_bytes(Path(newest).read_bytes()[:-1])
+    assert_equal_bits(end_of(store, torch_run(store, backend, "kept"), "kept"), whole)
     # After three and six of seven batches, and after each epoch.
     assert positions == [(e, rows) for e in range(4) for rows in (0, 48, 96)][1:-2]
 
@@ -175,7 +178,11 @@ def test_a_lightning_run_goes_on_from_each_epoch(backend: Any, store: Any) -> No
     write_rows(Path(store.get_train_data_path()), 107)
     write_rows(Path(store.get_val_data_path()), 30, seed=1)
     whole = lightning_run(store, backend, "whole", 5)
-    for epochs in (1, 2, 5):
+    for epochs in (1, 2):
+        lightning_run(store, backend, "parts", epochs)
+    # Damaged: its epoch is trained once more, from the checkpoint before.
+    Path(store.get_checkpoints("parts")[-1]).write_bytes(b"damaged")
+    for epochs in (2, 5):
         parts = lightning_run(store, backend, "parts", epochs)
     assert_equal_bits(parts, whole)
     saved = whole[2]

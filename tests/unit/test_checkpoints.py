@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import itertools
 import json
@@ -449,3 +450,30 @@ def test_a_remote_checkpoint_is_read_once_from_beginning_to_end(monkeypatch: Any
     assert restored(store) == (2, 2)
     assert opened == [store.get_checkpoints("mine")[-1]]
     assert all(a < b for a, b in itertools.pairwise(places))
+
+
+class Full(io.BytesIO):
+    """A disk with room for a few bytes."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 500:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_told_of_where_torch_says_something_else(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def open_atomic(self: Any, path: str) -> Any:
+        with whole(self, path):
+            yield Full()
+
+    save(store, 1)
+    whole = type(store).open_atomic
+    monkeypatch.setattr(type(store), "open_atomic", open_atomic)
+    with pytest.raises(StoreError, match=r"000002.ckpt' could not be written .*no space left"):
+        save(store, 2)
+    monkeypatch.undo()
+    assert restored(store) == (1, 1)
+    assert len(file_names(store)) == 2
