@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged on S3: the one before serves."""
+"""Checkpoints that are damaged on a real HDFS and on S3: the one before serves."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import Any
 import pytest
 from test_checkpoints import epochs_in, restored, save
 
-from hvd_estimators import load_checkpoint
-from hvd_estimators.store import FilesystemStore
+from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.training.spec import CheckpointOptions
 
 pytestmark = pytest.mark.integration
 
 
-@pytest.fixture(params=["s3"])
+@pytest.fixture(params=["hdfs", "s3"])
 def remote(request: pytest.FixtureRequest) -> Any:
     server = request.getfixturevalue(request.param)
     options = getattr(server, "storage_options", None)
-    return FilesystemStore(f"{server.url}/{uuid.uuid4().hex}", storage_options=options)
+    return Store.create(f"{server.url}/{uuid.uuid4().hex}", storage_options=options)
 
 
 def replace(store: Any, path: str, content: bytes) -> None:
