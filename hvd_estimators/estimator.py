@@ -169,7 +169,8 @@ class HorovodEstimator(EstimatorHooks):
         with Handover(spec, self._state_reader) as handover:
             with handover.naming_what_is_kept(trained=False):
                 call = handover.put(self._rank_function())
-            held.confirm()
+            if self.getOrDefault("run_id") is not None:  # nobody else has a new name
+                held.confirm()
             with self._record(spec, found) as record:
                 with (
                     handover.naming_what_is_kept(trained=False),

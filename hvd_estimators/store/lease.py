@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.owners import (
     STALE_SECONDS,
     Claim,
@@ -35,7 +35,7 @@ from hvd_estimators.store.owners import (
 if TYPE_CHECKING:
     from hvd_estimators.store.base import RunPaths, Store
 
-__all__ = ["SETTLE_SECONDS", "RunLease", "holder", "lease_path", "require_free"]
+__all__ = ["SETTLE_SECONDS", "RunLease", "holder", "lease_path", "read_if_there", "require_free"]
 
 SETTLE_SECONDS = 1.0
 """Time in which a file that was written is seen by all."""
@@ -49,10 +49,24 @@ def lease_path(run_path: str) -> str:
 def holder(store: Store, run_path: str) -> Claim | None:
     """Return who holds a run's lease; None where nobody does, or the holder is gone."""
     path = lease_path(run_path)
-    claim = read_claim(store, path)
-    if claim is None and store.exists(path):
-        claim = Claim(Owner("", 0, ""))  # damaged: its age alone tells
-    return None if claim is None or is_abandoned(store, path, claim) else claim
+    content = read_if_there(store, path)
+    if content is None:
+        return None
+    try:
+        claim = Claim.from_json(content)
+    except ValueError:
+        claim = Claim(Owner("", 0, ""))  # its age alone tells
+    return None if is_abandoned(store, path, claim) else claim
+
+
+def read_if_there(store: Store, path: str) -> bytes | None:
+    """Return the content of a file; None where there is none."""
+    try:
+        return store.read(path)
+    except StoreError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
 
 
 def require_free(store: Store, run: RunPaths) -> None:
@@ -92,16 +106,19 @@ class RunLease:
         self._certain_at: float | None = None
 
     def __enter__(self) -> Self:
-        now = datetime.now(timezone.utc)
-        claim = Claim(this_process(), now, now, self._heartbeat.token)
-        is_certain = self._store.creates_exclusively
-        if not self._store.write_new(self._path, claim.to_json()):
+        if not self._created():
             require_free(self._store, self._run)
-            is_certain = False
-        if not is_certain:
             self._certain_at = time.monotonic() + SETTLE_SECONDS
         self._heartbeat.start()
         return self
+
+    def _created(self) -> bool:
+        """Return whether the lease was free, and is certainly this one's now."""
+        if not self._store.creates_exclusively:
+            return False
+        now = datetime.now(timezone.utc)
+        claim = Claim(this_process(), now, now, self._heartbeat.token)
+        return self._store.write_new(self._path, claim.to_json())
 
     def __exit__(
         self,

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.lease import RunLease, holder
+from hvd_estimators.store.lease import RunLease, holder, read_if_there
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,7 +31,6 @@ __all__ = [
     "list_runs",
     "load_history",
     "read_history",
-    "read_if_there",
     "read_metadata",
     "require_run",
     "run_file",
@@ -86,16 +85,6 @@ class RunInfo:
 def run_file(run_path: str, name: str) -> str:
     """Return the path of a run's ``"metadata"`` or ``"history"``."""
     return f"{run_path}/{name}.json"
-
-
-def read_if_there(store: Store, path: str) -> bytes | None:
-    """Return the content of a file; None where there is none."""
-    try:
-        return store.read(path)
-    except StoreError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return None
-        raise
 
 
 def read_metadata(store: Store, run_path: str) -> dict[str, Any] | None:

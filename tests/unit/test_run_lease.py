@@ -138,11 +138,11 @@ def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
     everybody_tried, refused = threading.Barrier(number), []
     if remote:
         # The worst that can be: all of them look before any of them writes.
-        monkeypatch.setattr(
-            FilesystemStore,
-            "write_new",
-            lambda self, path, text: looked.wait(60) >= 0 and not self.write_text(path, text),
-        )
+        def look(*given: Any) -> None:
+            require_free(*given)
+            looked.wait(60)
+
+        monkeypatch.setattr(lease, "require_free", look)
 
     def take() -> None:
         start.wait(60)

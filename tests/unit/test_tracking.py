@@ -11,9 +11,11 @@ from typing import Any
 
 import mlflow
 import pytest
+import torch
 
 from hvd_estimators.fitting import tracking
 from hvd_estimators.fitting.tracking import Tracking, active_run
+from hvd_estimators.torch import TorchEstimator
 
 
 @pytest.fixture
@@ -185,3 +187,27 @@ def test_a_model_that_cannot_be_logged_costs_a_warning(
     assert metrics(client, run.info.run_id) == [(0, 0.5)]
     assert "the model was not logged (ImportError: no module named mlflow.spark)" in caplog.text
     assert "once mlflow is installed" in caplog.text
+
+
+class Told(TorchEstimator):
+    """Returns what would log it, instead of being fitted."""
+
+    def fit(self, dataset: Any, params: Any = None) -> Any:
+        return self._make_tracking("mine", {})
+
+
+def test_fits_of_a_grid_are_below_the_run_that_was_active_where_it_began(client: Any) -> None:
+    net = torch.nn.Linear(1, 1)
+    estimator = Told(model=net)
+    assert estimator.fit(None) is None
+    with mlflow.start_run() as run:
+        fits = estimator.fitMultiple(None, [{}, {estimator.log_to_mlflow: False}])  # type: ignore[arg-type]
+        found: list[Any] = []
+        # As a validator does: in a thread that knows of no run.
+        thread = threading.Thread(target=lambda: found.extend(fits))
+        thread.start()
+        thread.join(30)
+        (_, first), (_, second) = sorted(found)
+        assert (first._within.run_id, first._own_run) == (run.info.run_id, True)
+        assert second is None
+        assert estimator.fit(None)._own_run is False
