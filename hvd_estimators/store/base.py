@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import posixpath
 import re
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import fsspec
-
-from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, StoreError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.checkpoint_names import listed
-from hvd_estimators.store.errors import holds_credentials, redacted, secret_values
+from hvd_estimators.store.errors import holds_credentials, redacted
+from hvd_estimators.store.files import Files
 from hvd_estimators.store.registry import store_class
-from hvd_estimators.store.retries import with_retries
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -28,11 +24,6 @@ if TYPE_CHECKING:
     from hvd_estimators.store.runs import RunInfo
 
 __all__ = ["RunPaths", "Store"]
-
-_REQUESTS = 8
-"""Requests for parts of one file at a time."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +55,7 @@ class RunPaths:
     checkpoint_filename: str = "checkpoint"
 
 
-class Store(ABC):
+class Store(Files):
     """Keeps what a training run reads and writes under one prefix.
 
     ``Store.create(prefix)`` picks the class by the prefix. A store holds values only, so it
@@ -150,32 +141,6 @@ class Store(ABC):
         store: Store = store_class(prefix_path)(prefix_path, **kwargs)
         return store
 
-    @property
-    @abstractmethod
-    def fs(self) -> fsspec.AbstractFileSystem:
-        """The fsspec filesystem that serves this store's paths."""
-
-    @abstractmethod
-    def get_full_path(self, path: str) -> str:
-        """Return a path in the form in which Python readers on all machines open it.
-
-        That is a URL with its scheme, or for a `LocalStore` an absolute path. `fs` opens it.
-        """
-
-    def full_path(self, listed: str) -> str:
-        """Return the form of `get_full_path` for a path as `fs` lists it, without a scheme.
-
-        By default the path as it is.
-        """
-        return listed
-
-    def local_path(self, path: str) -> str | None:
-        """Return the path by which the operating system opens a file.
-
-        None, the default, where only `fs` can open it.
-        """
-        return None
-
     @abstractmethod
     def spark_url(self, path: str) -> str:
         """Return a path in the form in which Spark writes to it."""
@@ -186,29 +151,6 @@ class Store(ABC):
         By default `spark_url` alone.
         """
         return (self.spark_url(path),)
-
-    def url(self, path: str) -> str:
-        """Return a path as a URL by which other packages of Python open it."""
-        local = self.local_path(path)
-        # Not percent-encoded: fsspec and Petastorm take the characters as they are.
-        return path if local is None else f"file://{local}"
-
-    def writable_path(self, path: str) -> str | None:
-        """Return the path by which the operating system writes a file in place.
-
-        None where files can only be written as a whole. By default `local_path`.
-        """
-        return self.local_path(path)
-
-    @contextlib.contextmanager
-    @abstractmethod
-    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
-        """Open a file for writing that appears whole when the block ends, or not at all."""
-
-    @property
-    def secrets(self) -> frozenset[str]:
-        """The texts of ``storage_options`` that no message may hold."""
-        return secret_values(self.storage_options)
 
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
@@ -267,118 +209,6 @@ class Store(ABC):
         copied = copy.copy(self)
         copied.storage_options = {}
         return copied
-
-    def exists(self, path: str) -> bool:
-        """Return whether a file or directory exists.
-
-        Raises
-        ------
-        StoreError
-            If the storage does not tell.
-        """
-        return self._info(path) is not None
-
-    def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading; several threads may, each has a position of its own.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        StoreError
-            If it cannot be read.
-        """
-        file: IO[bytes] = self._retried(lambda: self.fs.open(path, "rb"), f"reading {path!r}")
-        return file
-
-    def read(self, path: str) -> bytes:
-        """Return the content of a file.
-
-        Raises
-        ------
-        StoreError
-            If there is no such file, or it cannot be read.
-        """
-        try:
-            return bytes(self._retried(lambda: self.fs.cat_file(path), f"reading {path!r}"))
-        except HvdEstimatorsError:
-            raise
-        except OSError as error:
-            raise StoreError(f"The store holds no file {path!r} ({error}).") from error
-
-    def read_ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
-        """Return parts of a file, each by one request, several at a time.
-
-        Parameters
-        ----------
-        path : str
-            The file.
-        ranges : sequence of (int, int or None)
-            First byte of each part, and the byte after its last; None: up to the end. A negative
-            first byte counts from the end: ``(-8, None)`` are the last eight bytes, or all of a
-            file with less. Parts end where the file ends.
-
-        Raises
-        ------
-        FileNotFoundError
-            If there is no such file.
-        StoreError
-            If it cannot be read.
-        """
-        return self._retried(lambda: self._ranges(path, ranges), f"reading {path!r}")
-
-    def _ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
-        fs = self.fs
-        starts = [start for start, _ in ranges]
-        if min(starts, default=0) < 0 and not self._takes_suffixes():
-            size = int(fs.size(path))
-            starts = [start if start >= 0 else max(size + start, 0) for start in starts]
-        stops = [stop for _, stop in ranges]
-        if fs.async_impl:
-            found = fs.cat_ranges([path] * len(starts), starts, stops, on_error="raise")
-        elif len(starts) == 1:
-            found = [fs.cat_file(path, starts[0], stops[0])]
-        else:
-            with ThreadPoolExecutor(min(len(starts), _REQUESTS) or 1) as pool:
-                found = list(pool.map(fs.cat_file, [path] * len(starts), starts, stops))
-        return [bytes(part) for part in found]
-
-    def _takes_suffixes(self) -> bool:
-        """Return whether a request can ask for the end of a file whose size is not known."""
-        return False
-
-    def modified(self, path: str) -> datetime.datetime | None:
-        """Return when a file was written, by the store's clock, in UTC.
-
-        None if there is no such file, or the store does not note it.
-        """
-
-        def ask() -> Any:
-            self._forget_listings(path)
-            try:
-                return self.fs.modified(path)
-            except (FileNotFoundError, NotImplementedError):
-                return None
-
-        found = self._retried(ask, f"looking for {path!r}")
-        # Without a zone it is local time, as everywhere in Python.
-        is_time = isinstance(found, datetime.datetime)
-        return found.astimezone(datetime.timezone.utc) if is_time else None
-
-    def write_text(self, path: str, text: str) -> None:
-        """Write a file that appears whole or not at all."""
-        with self.open_atomic(path) as file:
-            file.write(text.encode())
-
-    def write_new(self, path: str, text: str) -> bool:
-        """Write a file, whole, if there is none, and return whether it was written.
-
-        Two processes may both succeed, unless `creates_exclusively`.
-        """
-        if self.exists(path):
-            return False
-        self.write_text(path, text)
-        return True
 
     def get_train_data_path(self, idx: str | None = None) -> str:
         """Return where the training part of a dataset lies.
@@ -502,106 +332,6 @@ class Store(ABC):
         from hvd_estimators.store.runs import delete_run
 
         delete_run(self, run_id)
-
-    def find(self, path: str) -> list[str]:
-        """Return the full paths of all files below a path, in the order of their names.
-
-        A file is below itself; there is nothing below a path that does not exist.
-
-        Raises
-        ------
-        StoreError
-            If the storage does not tell.
-        """
-        fs = self.fs
-        # Walking a tree, fsspec leaves out by default what it cannot list.
-        walks = type(fs).find is fsspec.AbstractFileSystem.find
-        options = {"on_error": "raise"} if walks else {}
-
-        def list_files() -> list[str]:
-            self._forget_listings(path)
-            try:
-                # Hadoop's connectors mark directories by empty objects.
-                return [file for file in fs.find(path, **options) if not file.endswith("/")]
-            except (FileNotFoundError, NotADirectoryError):
-                if self._info(path) is None:
-                    return []
-                raise
-
-        return sorted(map(self.full_path, self._retried(list_files, f"listing {path!r}")))
-
-    def names(self, path: str) -> list[str]:
-        """Return the names of what is in a directory, in alphabetical order.
-
-        There is nothing in a directory that does not exist, and in a file.
-
-        Raises
-        ------
-        StoreError
-            If the storage does not tell.
-        """
-
-        def list_names() -> list[str]:
-            self._forget_listings(path)
-            try:
-                entries = self.fs.ls(path, detail=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return []
-            own = self._path_in_fs(path).rstrip("/")
-            return [entry for entry in entries if entry.rstrip("/") != own]
-
-        listed = self._retried(list_names, f"listing {path!r}")
-        return sorted(posixpath.basename(entry.rstrip("/")) for entry in listed)
-
-    def delete(self, path: str) -> None:
-        """Delete a file or directory; nothing happens where there is none.
-
-        Raises
-        ------
-        StoreError
-            If it cannot be deleted.
-        """
-
-        def remove() -> None:
-            info = self._info(path)
-            # A file not by rm, which takes some characters for patterns.
-            with contextlib.suppress(FileNotFoundError):  # somebody else did it meanwhile
-                if info is not None and info["type"] == "directory":
-                    self.fs.rm(path, recursive=True)
-                elif info is not None:
-                    self.fs.rm_file(path)
-
-        self._retried(remove, f"deleting {path!r}")
-
-    def delete_empty(self, path: str) -> None:
-        """Delete a directory if there is nothing in it."""
-        info = self._info(path)
-        if info is not None and info["type"] == "directory" and not self.names(path):
-            self._retried(lambda: self.fs.rmdir(path), f"deleting {path!r}")
-
-    def _info(self, path: str) -> dict[str, Any] | None:
-        """Return what fsspec tells of a file or directory; None where there is none."""
-
-        def ask() -> dict[str, Any] | None:
-            self._forget_listings(path)
-            try:
-                found: dict[str, Any] = self.fs.info(path)
-            except (FileNotFoundError, NotADirectoryError):
-                return None
-            return found
-
-        return self._retried(ask, f"looking for {path!r}")
-
-    def _path_in_fs(self, path: str) -> str:
-        """Return a path as `fs` lists it; see `full_path`."""
-        return path
-
-    def _forget_listings(self, path: str) -> None:
-        """Let the filesystem ask the storage: others may have changed what it has listed."""
-        self.fs.invalidate_cache(path)
-
-    def _retried(self, action: Callable[[], T], what: str) -> T:
-        return with_retries(action, what, self.secrets)
 
     def _data_path(self, name: str, path: str | None, default: str) -> str | None:
         found = self._checked_path(name, path)
