@@ -171,6 +171,8 @@ class HorovodEstimator(EstimatorHooks):
                 call = handover.put(self._rank_function())
             if self.getOrDefault("run_id") is not None:  # nobody else has a new name
                 held.confirm()
+            if found.checkpoints:
+                handover.delete_others()
             with self._record(spec, found) as record:
                 with (
                     handover.naming_what_is_kept(trained=False),

@@ -82,7 +82,7 @@ def begun(
         "started": fit["started"],
         **(before or {}),
         "state": "running",
-        "fits": [*(before or {}).get("fits", ()), fit],
+        "fits": [*map(_over, (before or {}).get("fits", ())), fit],
     }
     document.pop("ended", None)
     document.pop("error", None)
@@ -97,6 +97,11 @@ def ended(document: Mapping[str, Any], error: BaseException | None, store: Store
         state = {**state, "state": "failed", "error": told}
     *earlier, fit = document["fits"]
     return {**document, **state, "fits": [*earlier, {**fit, **state}]}
+
+
+def _over(fit: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an earlier fit, which is over, although its driver may not have said so."""
+    return {**fit, "state": "interrupted"} if fit["state"] == "running" else dict(fit)
 
 
 def noted_params(estimator: DeclaredParams) -> dict[str, Any]:

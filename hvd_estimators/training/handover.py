@@ -37,6 +37,8 @@ __all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 
 logger = logging.getLogger(__name__)
 
+_PREFIX = "handover-"
+
 Trainer = Callable[[Any], TrainResult]
 """Trains on one rank, given a `TrainSpec`, and returns the state on rank 0."""
 
@@ -113,7 +115,7 @@ class Handover:
         self._spec = spec
         self._store = spec.store
         self._reader = reader
-        self._folder = f"{spec.run.run_path}/handover-{uuid.uuid4().hex}"
+        self._folder = f"{spec.run.run_path}/{_PREFIX}{uuid.uuid4().hex}"
         self._state_path = f"{self._folder}/state"
 
     def __enter__(self) -> Self:
@@ -130,6 +132,15 @@ class Handover:
                 self._store.delete(self._folder)
             else:
                 self._store.delete(f"{self._folder}/call")
+
+    def delete_others(self) -> None:
+        """Delete what fits have left that were killed; for a run that has checkpoints."""
+        run_path = self._spec.run.run_path
+        with _logged("The files of earlier fits could not be deleted"):
+            for name in self._store.names(run_path):
+                folder = f"{run_path}/{name}"
+                if name.startswith(_PREFIX) and folder != self._folder:
+                    self._store.delete(folder)
 
     def put(self, train: Trainer) -> StoredCall:
         """Write the call that every rank is to make."""

@@ -191,3 +191,16 @@ def test_a_backends_own_error_stays_what_it_is(tmp_path: Path) -> None:
         handover.naming_what_is_kept(trained=False),
     ):
         raise KeyError("of the backend")
+
+
+def test_what_a_killed_fit_has_left_is_deleted_by_the_next_one(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path)
+    write_checkpoint(spec)
+    kept = files(tmp_path)
+    Handover(spec, "a hammer").put(trainer)  # type: ignore[arg-type]
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        call = handover.put(trainer)
+        handover.delete_others()
+        assert len(files(tmp_path) - kept) == 1
+        assert train_stored(call).state_digest
+    assert files(tmp_path) == kept

@@ -146,10 +146,15 @@ def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None
     assert second["error"] == {"class": "RuntimeError", "message": "the rank ended"}
     (info,) = store.list_runs()
     assert (info.state, info.error) == ("failed", "RuntimeError: the rank ended")
+    # One whose driver was killed has not said that it is over.
+    second["fits"][1]["state"] = "running"
     with record(store, before=second):
         pass
     (info,) = store.list_runs()
     assert (info.state, info.error) == ("finished", None)
+    third = read_metadata(store, info.path)
+    assert third is not None
+    assert [fit["state"] for fit in third["fits"]] == ["finished", "interrupted", "finished"]
 
 
 def test_nothing_that_is_noted_is_secret(tmp_path: Path) -> None:
