@@ -121,7 +121,7 @@ class Store(Files):
         self._checkpoint_filename = checkpoint_filename or "checkpoint"
 
     @staticmethod
-    def create(prefix_path: str, **kwargs: Any) -> Store:
+    def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
         """Make the store that fits a prefix.
 
         Parameters
@@ -130,7 +130,7 @@ class Store(Files):
             A local path (on Databricks also ``dbfs:/…`` and ``/Volumes/…``), or a URL whose scheme
             a store is registered for: ``hdfs://``, ``s3://``, ``gs://``, ``abfss://`` and the like,
             and what `hvd_estimators.store.register_store` has added.
-        **kwargs
+        *args, **kwargs
             Passed to the store's constructor.
 
         Raises
@@ -138,7 +138,7 @@ class Store(Files):
         ParamError
             If no store serves such a prefix.
         """
-        store: Store = store_class(prefix_path)(prefix_path, **kwargs)
+        store: Store = store_class(prefix_path)(prefix_path, *args, **kwargs)
         return store
 
     @abstractmethod

@@ -34,6 +34,7 @@ _PACKAGES = {
 
 _AZURE = ("abfs", "abfss", "az")
 _AZURE_ACCOUNT = "AZURE_STORAGE_ACCOUNT_NAME"
+_ACCOUNT = re.compile(r"(?:abfss?|az)://[^/@]+@([^/]+)")
 
 _OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
 """Where there are no directories to make; s3fs would make the bucket."""
@@ -79,7 +80,8 @@ class FilesystemStore(Store):
             if package is not None and importlib.util.find_spec(package) is None:
                 raise _not_installed(path, error) from error
             raise ParamError(f"The store cannot open {path!r}: {error}.") from error
-        if fs.protocol != self.fs.protocol:
+        account = _ACCOUNT.match(path)
+        if fs.protocol != self.fs.protocol or (account and account[1] != self._azure_host()):
             raise ParamError(
                 f"found {path!r}, which is on another filesystem than {self._first_path!r}. Set "
                 "all paths of a store on one."
@@ -235,7 +237,7 @@ class FilesystemStore(Store):
         return scheme_of(self._first_path or "")
 
     def _azure_host(self) -> str | None:
-        found = re.match(r"[^:]+://[^/@]+@([^/]+)", self._first_path or "")
+        found = _ACCOUNT.match(self._first_path or "")
         if found:
             return found[1]
         name = self.storage_options.get("account_name", os.environ.get(_AZURE_ACCOUNT))

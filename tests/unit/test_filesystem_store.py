@@ -1,5 +1,6 @@
 """Stores on any filesystem of fsspec's, and which class of stores serves a scheme."""
 
+import importlib
 import pickle
 import sys
 import types
@@ -267,3 +268,39 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
         Store.create("gs://bucket/a")
     with pytest.raises(DependencyError, match=r"hvd_estimators\[azure\]"):
         Store.create("abfss://container@account.dfs.core.windows.net/a")
+
+
+class AzureInMemory(fsspec.get_filesystem_class("memory")):
+    """Paths as adlfs has them: the account is part of a URL, and not of a path."""
+
+    protocol = ("abfs", "az", "abfss")
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        container, slash, rest = path.split("://")[-1].partition("/")
+        return (container.partition("@")[0] + slash + rest).rstrip("/")
+
+    def unstrip_protocol(self, name):
+        return f"abfs://{self._strip_protocol(name)}"
+
+
+def test_the_account_of_azure_is_known_to_spark_and_to_other_packages(monkeypatch):
+    registry = importlib.import_module("fsspec.registry")  # not the dict of that name
+    for scheme in AzureInMemory.protocol:
+        monkeypatch.setitem(registry._registry, scheme, AzureInMemory)
+    url = "abfss://container@account.dfs.core.windows.net/a"
+    for given, options in (
+        (url, {}),
+        (url.replace("abfss", "abfs"), {}),
+        ("az://container/a", {"account_name": "account"}),
+    ):
+        store = Store.create(given, storage_options=options)
+        assert store.prefix_path == "abfs://container/a"
+        assert store.spark_urls(store.prefix_path) == (url,)
+        assert store.url(store.prefix_path) == url
+        assert store.fs.storage_options["account_name"] == "account"
+    with pytest.raises(ParamError, match="on another filesystem"):
+        Store.create(url, train_path=url.replace("account", "other"))
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ParamError, match="Spark needs the name of the account"):
+        Store.create("az://container/a").spark_url("abfs://container/a")
