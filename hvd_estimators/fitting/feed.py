@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 
+from hvd_estimators.store.errors import redacted
 from hvd_estimators.training.spec import HistoryRow
 
 __all__ = ["EpochFeed"]
@@ -108,7 +109,7 @@ class EpochFeed:
                     "training goes on.",
                     self._what,
                     type(error).__name__,
-                    error,
+                    redacted(str(error)),
                 )
             return False
         return True

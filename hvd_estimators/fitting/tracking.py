@@ -23,6 +23,7 @@ from pyspark.ml import PipelineModel, Transformer
 from pyspark.ml.feature import SQLTransformer
 
 from hvd_estimators.fitting.feed import EpochFeed
+from hvd_estimators.store.errors import redacted
 from hvd_estimators.training.spec import HistoryRow
 
 __all__ = ["Tracking", "TrackingRun", "active_run"]
@@ -77,7 +78,7 @@ def active_run() -> TrackingRun | None:
             return None
         return TrackingRun(mlflow.get_tracking_uri(), active.info.run_id, active.info.experiment_id)
     except Exception as error:
-        logger.warning("MLflow: its active run cannot be told (%s).", error)
+        logger.warning("MLflow: its active run cannot be told (%s).", redacted(str(error)))
         return None
 
 
@@ -113,7 +114,7 @@ class Tracking:
         self._told: set[int] = set() if self._own_run else written[1]
         self._run_id: str | None = None
         self._logged_params = False
-        self._feed = EpochFeed(self._take, f"MLflow ({within.uri})")
+        self._feed = EpochFeed(self._take, f"MLflow ({redacted(within.uri)})")
 
     def start(self) -> None:
         """Log the params, by another thread."""
@@ -160,7 +161,7 @@ class Tracking:
                     "MLflow: the model was not logged (%s: %s). The fit is complete; "
                     "mlflow.spark.log_model(model, %r) logs it%s.",
                     type(error).__name__,
-                    error,
+                    redacted(str(error)),
                     MODEL_NAME,
                     ", once mlflow is installed" if isinstance(error, ImportError) else "",
                 )
@@ -191,7 +192,7 @@ class Tracking:
         logger.warning(
             "MLflow: %s has not taken all that was measured in run %r, which is complete in its "
             "store; the model is not logged there either.",
-            self._within.uri,
+            redacted(self._within.uri),
             self._name,
         )
         return False
@@ -238,7 +239,9 @@ class Tracking:
             client = sys.modules["mlflow"].MlflowClient(tracking_uri=self._within.uri)
             client.set_terminated(self._run_id, status)
         except Exception as error:
-            logger.warning("MLflow: the run of %r could not be ended (%s).", self._name, error)
+            logger.warning(
+                "MLflow: the run of %r could not be ended (%s).", self._name, redacted(str(error))
+            )
 
 
 def _predicting(model: Any) -> PipelineModel:

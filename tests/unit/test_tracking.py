@@ -143,7 +143,7 @@ def test_a_server_that_fails_costs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise ConnectionError("no server")
+        raise ConnectionError("no server at https://me:MARKED@host/api")
 
     with caplog.at_level(logging.WARNING), mlflow.start_run():
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", fail)
@@ -154,6 +154,8 @@ def test_a_server_that_fails_costs_a_warning(
     assert models == []
     assert caplog.text.count("could not be told what was measured (ConnectionError") == 1
     assert caplog.text.count("has not taken all that was measured in run 'mine'") == 1
+    assert "MARKED" not in caplog.text
+    assert "https://***@host" in caplog.text
 
 
 def test_a_server_that_does_not_answer_is_not_waited_for(
