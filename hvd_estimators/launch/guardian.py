@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["split_off_guardian"]
+__all__ = ["empty_stdin", "split_off_guardian"]
 
 _PARENT_POLL_SECONDS = 0.5
 # The helpers of a rank, such as multiprocessing's resource tracker, clean up after it has ended.
@@ -74,6 +74,8 @@ def split_off_guardian(directory: str, lifeline: int) -> None:
 
 def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # What the rank is to run is nothing to keep.
+    empty_stdin()
     poller = select.poll()
     poller.register(lifeline, select.POLLIN)
     poller.register(waking, select.POLLIN)
@@ -94,6 +96,13 @@ def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -
         if sys.platform != "linux":
             os.killpg(0, signal.SIGKILL)
     _end_like(status)
+
+
+def empty_stdin() -> None:
+    """Let this process's standard input be empty, so that who reads from it finds its end."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
 
 
 def _reap(rank: int) -> int | None:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, UnreachableError, WorkerFailedError
 from hvd_estimators.launch.output import OutputReader
-from hvd_estimators.launch.worker import CALL_FILE, OUTCOME_FILE
+from hvd_estimators.launch.worker import OUTCOME_FILE
 
 __all__ = ["NOT_STARTED", "RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
 
@@ -177,8 +177,10 @@ class RankProcess:
         # Never written to: it closes when this process ends, however it does.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
-            (Path(self._directory) / CALL_FILE).write_bytes(self._call)
-            self._start(reading)
+            with _memory_file() as call:
+                call.write(self._call)
+                call.seek(0)
+                self._start(reading, call)
         except BaseException:
             self._end()
             raise
@@ -220,14 +222,14 @@ class RankProcess:
             return self._failure(values[0], values[1], path.stat().st_mtime)
         return RankOutcome(self.rank, self.host, values[0], ended_at=ended_at)
 
-    def _start(self, lifeline: int) -> None:
+    def _start(self, lifeline: int, call: IO[bytes]) -> None:
         command = ["-u", "-m", "hvd_estimators.launch.worker", self._directory, str(lifeline)]
         try:
             self._process = subprocess.Popen(
                 [self._executable, *command],
                 env=self._env,
-                # Who reads from it finds its end at once.
-                stdin=subprocess.DEVNULL,
+                # The worker reads it, and then lets it be empty.
+                stdin=call,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lifeline,),
@@ -271,6 +273,13 @@ class RankProcess:
     def _end(self) -> None:
         self._kill()
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _memory_file() -> IO[bytes]:
+    """Open a file that is in memory; where there is no such thing, one that has no name."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("hvd-estimators-call"), "w+b")
+    return tempfile.TemporaryFile()
 
 
 def _describe_exit(status: int) -> str:

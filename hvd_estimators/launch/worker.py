@@ -1,5 +1,6 @@
 """The main program of a rank: runs one pickled function and leaves its outcome in a file.
 
+The function comes by standard input, since it may hold secrets, which are to touch no disk.
 Started by `RankProcess` as ``python -m hvd_estimators.launch.worker DIRECTORY DESCRIPTOR``. Imports
 neither PySpark nor a framework.
 """
@@ -17,17 +18,16 @@ from typing import NoReturn
 
 import cloudpickle
 
-from hvd_estimators.launch.guardian import split_off_guardian
+from hvd_estimators.launch.guardian import empty_stdin, split_off_guardian
 from hvd_estimators.launch.output import shortened
 
-__all__ = ["CALL_FILE", "OUTCOME_FILE", "main"]
+__all__ = ["OUTCOME_FILE", "main"]
 
-CALL_FILE = "call.pkl"
 OUTCOME_FILE = "outcome.pkl"
 
 
 def main(directory: str) -> int:
-    """Run the call in a directory and write its outcome there.
+    """Run the call that standard input holds, and write its outcome to a directory.
 
     The outcome is a pickled tuple: ``("result", bytes)`` with the cloudpickled return value, or
     ``("error", type name, traceback)``.
@@ -39,8 +39,11 @@ def main(directory: str) -> int:
     """
     outcome: tuple[str, ...] | tuple[str, bytes]
     try:
-        with open(Path(directory) / CALL_FILE, "rb") as file:
-            fn, args, kwargs = cloudpickle.load(file)
+        with open(0, "rb", closefd=False) as file:
+            call = file.read()
+        empty_stdin()
+        fn, args, kwargs = cloudpickle.loads(call)
+        del call
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
         # A message may hold a whole batch, or model.
