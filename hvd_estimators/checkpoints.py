@@ -16,6 +16,7 @@ from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
     DamagedCheckpoint,
+    UnreadableCheckpoint,
     best_checkpoint,
     find_whole,
     info_at,
@@ -170,7 +171,7 @@ def _of_run(
     while best := best_checkpoint(infos):
         try:
             return best, look(best)
-        except DamagedCheckpoint as error:
+        except (DamagedCheckpoint, UnreadableCheckpoint) as error:
             logger.warning("The best checkpoint, %r, is skipped: %s.", best.path, error)
             infos.remove(best)
     raise StoreError(

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointInfo",
     "DamagedCheckpoint",
+    "UnreadableCheckpoint",
     "best_checkpoint",
     "check_whole",
     "checkpoint_path",
@@ -92,6 +93,10 @@ class CheckpointInfo:
 
 class DamagedCheckpoint(StoreError):
     """A checkpoint is not what its pointer says. The message is the reason alone."""
+
+
+class UnreadableCheckpoint(StoreError):
+    """A checkpoint cannot be read, as when all copies of it on HDFS are damaged or away."""
 
 
 def checkpoint_path(run: RunPaths, position: Position) -> str:
@@ -176,20 +181,26 @@ def find_whole(
     ------
     StoreError
         If there are checkpoints, and none is whole.
+    UnreadableCheckpoint
+        If one of these cannot be read: another time it may be whole.
     """
+    unreadable: UnreadableCheckpoint | None = None
     damaged: list[str] = []
     among = positions(store, run) if among is None else among
     for path, info in _pointers(store, run, sorted(among, reverse=True)):
-        reason = info
+        reason: object = info
         if isinstance(info, CheckpointInfo):
             try:
                 seen = look(info)
             except DamagedCheckpoint as error:
                 reason = error
+            except UnreadableCheckpoint as error:
+                # If the store were away, those before could not be read either.
+                reason = unreadable = error
             else:
                 if damaged:
                     logger.warning(
-                        "Checkpoints of the run %r are damaged: %s. The one before, %r, is taken.",
+                        "Checkpoints of run %r cannot be used: %s. The one before, %r, is taken.",
                         run.run_id,
                         ", ".join(damaged),
                         info.path,
@@ -198,6 +209,8 @@ def find_whole(
         damaged.append(f"{path!r} ({reason})")
     if not damaged:
         return None
+    if unreadable is not None:
+        raise unreadable
     raise StoreError(
         f"No checkpoint of the run {run.run_id!r} is whole: {', '.join(damaged)}. Set another "
         f"run_id, or none, to train anew; or delete {run.checkpoints_path!r} to train this run "
@@ -227,6 +240,8 @@ def open_whole(store: Store, info: CheckpointInfo) -> Iterator[IO[bytes]]:
     ------
     DamagedCheckpoint
         If it is missing, cut or changed.
+    UnreadableCheckpoint
+        If the store does not give it.
     """
     is_local = store.local_path(info.path) is not None
     with contextlib.ExitStack() as stack:
@@ -242,9 +257,11 @@ def open_whole(store: Store, info: CheckpointInfo) -> Iterator[IO[bytes]]:
                 size += len(chunk)
                 if copy is not None:
                     copy.write(chunk)
+        except DamagedCheckpoint:
+            raise
         except OSError as error:
             if not _is_missing(error):
-                raise
+                raise UnreadableCheckpoint(f"{error}") from error
             raise DamagedCheckpoint("there is no such file") from error
         _check_size(info, size)
         if digest.hexdigest() != info.sha256:

@@ -168,6 +168,29 @@ def test_where_none_is_whole_all_are_named(any_store: Any) -> None:
     assert f"{second!r} (it has 3 bytes" in str(raised.value)
 
 
+def test_one_that_cannot_be_read_is_skipped_where_another_can(
+    any_store: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(any_store, 1, 2)
+    older, newest = any_store.get_checkpoints("mine")
+    lost = {newest}
+    plain = type(any_store).open
+
+    def open_file(self: Any, path: str) -> Any:
+        if path in lost:
+            raise StoreError("All DataNodes failed")
+        return plain(self, path)
+
+    monkeypatch.setattr(type(any_store), "open", open_file)
+    assert restored(any_store) == (1, 1)
+    assert f"{newest!r} (All DataNodes failed)" in caplog.text
+    # Nothing tells that they are damaged: nobody is to delete them.
+    lost.add(older)
+    with pytest.raises(StoreError, match=r"^All DataNodes failed$"):
+        restored(any_store)
+    assert any_store.get_checkpoints("mine") == [older, newest]
+
+
 def test_one_of_another_model_is_an_error_and_no_damage(any_store: Any) -> None:
     save(any_store, 1, 2)
 
