@@ -1,0 +1,298 @@
+"""What goes wrong with real storage: it is tried again or told of, and no checkpoint is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_saves import KIB, newest, save
+from servers.fault_proxy import FaultProxy
+from store_runs import (
+    epochs_begun,
+    make_estimator,
+    make_rows,
+    predict_alone,
+    send_by_value,
+    stopping_callback,
+)
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import StoreError, WorkerFailedError
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.store import retries
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+def setup_module() -> None:
+    send_by_value()
+
+
+@pytest.fixture
+def proxy(s3: Any) -> Iterator[FaultProxy]:
+    with FaultProxy(s3.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def far(s3: Any, proxy: FaultProxy) -> Any:
+    """A store behind the proxy. Its client itself tries again for a second, not for a minute."""
+    options = s3.options(endpoint=proxy.endpoint)
+    options["config_kwargs"] = {"retries": {"total_max_attempts": 1}}
+    return Store.create(f"{s3.new_bucket()}/store", storage_options=options)
+
+
+def is_checkpoint(method: str, path: str) -> bool:
+    return method in ("PUT", "POST") and ".ckpt" in path
+
+
+@pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
+def test_a_checkpoint_is_written_again_until_it_is_there(
+    s3: Any, proxy: FaultProxy, far: Any, kind: str
+) -> None:
+    save(far, 1)
+    if kind == "gone":
+        proxy.stop()
+        threading.Timer(3, proxy.start).start()
+        fault = None
+    else:
+        # More often than the clients themselves try again.
+        fault = proxy.fault(kind, matches=is_checkpoint, times=7)
+    save(far, 2)
+    assert fault is None or fault.happened == 7
+    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    assert newest(direct) == 2
+
+
+@pytest.mark.parametrize("kind", ["cut", "SlowDown", "gone", "ExpiredToken", "AccessDenied"])
+def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
+    s3: Any, proxy: FaultProxy, far: Any, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(far, 1)
+    is_lasting = kind in ("ExpiredToken", "AccessDenied")
+    # What does not pass by itself is not waited for.
+    monkeypatch.setattr(retries, "RETRY_SECONDS", 60 if is_lasting else 2)
+    if kind == "gone":
+        proxy.stop()
+    else:
+        proxy.fault(kind, matches=is_checkpoint, times=None)
+    started = time.monotonic()
+    told = {"ExpiredToken": "credentials", "AccessDenied": "permission"}.get(kind, "tried again")
+    with pytest.raises(StoreError, match=f"(?s)checkpoint-000002.*{told}.*goes on from the newest"):
+        save(far, 2)
+    assert time.monotonic() - started < 30
+    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    assert newest(direct) == 1
+    # When all is well again, the next one is written as if nothing had been.
+    proxy.faults.clear()
+    if kind == "gone":
+        proxy.start()
+    save(far, 3)
+    assert newest(direct) == 3
+
+
+def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, far: Any) -> None:
+    save(far, 1)
+    fault = proxy.fault("cut answer", matches=lambda method, path: ".ckpt" in path, times=3)
+    assert newest(far) == 1
+    assert fault.happened == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A filesystem of a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"this process may not mount a filesystem: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_a_full_disk_is_told_of_and_the_checkpoint_before_serves(small_disk: Path) -> None:
+    store = Store.create(str(small_disk / "store"))
+    save(store, 1)
+    with pytest.raises(StoreError, match=r"(?s)checkpoint-000002.*no space left.*Free space"):
+        save(store, 2, 900 * KIB)
+    assert newest(store) == 1
+    # What did not fit is not left behind: there is as much space as before.
+    save(store, 3)
+    assert newest(store) == 3
+
+
+def test_a_full_disk_of_temporary_files_is_told_of(
+    small_disk: Path, s3: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store.create(f"{s3.new_bucket()}/store", storage_options=s3.storage_options)
+    monkeypatch.setattr("tempfile.tempdir", str(small_disk))
+    save(store, 1)
+    with pytest.raises(StoreError, match=r"(?s)no space left.*"):
+        save(store, 2, 1200 * KIB)
+    assert newest(store) == 1
+    assert list(small_disk.iterdir()) == []
+
+
+def test_others_may_not_write_on_hdfs(hdfs: Any) -> None:
+    own = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    save(own, 1)
+    assert "user=stranger" in save_elsewhere(own, {"user": "stranger"})
+    assert newest(own) == 1
+
+
+def test_others_may_not_write_on_a_disk(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path / "store"))
+    save(store, 1)
+    folder = Path(store.run_paths("run").checkpoints_path)
+    folder.chmod(0o555)
+    # Root may do everything, unless it has given that up.
+    less = "-dac_override,-dac_read_search"
+    limited = ["setpriv", f"--bounding-set={less}", f"--inh-caps={less}"]
+    save_elsewhere(store, {}, limited if os.geteuid() == 0 else [])
+    folder.chmod(0o755)
+    assert newest(store) == 1
+
+
+def save_elsewhere(store: Any, settings: dict[str, Any], prefix: Sequence[str] = ()) -> str:
+    """Save a second checkpoint in a process that is not permitted to; return what it prints."""
+    program = str(Path(__file__).with_name("checkpoint_saves.py"))
+    done = subprocess.run(
+        [*prefix, sys.executable, program, store.prefix_path, "2", json.dumps(settings)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert done.returncode == 1, done.stderr
+    assert "StoreError" in done.stderr
+    assert "permission is denied" in done.stderr
+    return done.stderr
+
+
+# With ranks.
+
+
+def prepare(store: Any) -> np.ndarray:
+    """Write the rows, without Spark, and return their features."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = make_rows()
+    held_out = rows.pop("held out")
+    for path, part in (
+        (store.get_train_data_path(), rows[~held_out]),
+        (store.get_val_data_path(), rows[held_out]),
+    ):
+        table = pa.table(
+            {
+                "features": pa.array(part["features"].tolist(), pa.list_(pa.float32())),
+                "label": pa.array(part["label"], pa.float32()),
+            }
+        )
+        with store.open_atomic(f"{path}/part-0.parquet") as file:
+            parquet.write_table(table, file, row_group_size=17)
+    return np.stack(rows["features"]).astype(np.float32)
+
+
+def check_predictions(model: Any, features: np.ndarray) -> None:
+    import torch
+
+    with torch.no_grad():
+        found = model.getModel()(torch.from_numpy(features)).numpy().reshape(-1)
+    np.testing.assert_allclose(found, predict_alone("torch"), rtol=1e-3, atol=1e-4)
+
+
+def fit(store: Any, folder: Path, **params: Any) -> Any:
+    settings = {
+        "validation": 0.5,
+        "backend": LocalBackend(2),
+        "run_id": "run",
+        "callbacks": [stopping_callback("torch", folder)],
+        **params,
+    }
+    return make_estimator("torch", store=store, **settings).fit_on_parquet()
+
+
+def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> threading.Thread:
+    """Do something when both ranks begin the second epoch, and the first one's checkpoint is there.
+
+    The action lets them go on.
+    """
+
+    def act() -> None:
+        deadline = time.monotonic() + 120
+        while len(list(folder.glob("*.pid"))) < 2 or newest(store) < 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        action()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+def test_training_goes_on_when_a_datanode_that_was_killed_is_back(
+    hdfs: Any, tmp_path: Path
+) -> None:
+    store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
+    features = prepare(store)
+
+    def restart() -> None:
+        hdfs.kill_datanode(wait=False)
+        (tmp_path / "go on").touch()
+        hdfs.start_datanode()
+
+    restarting = while_ranks_wait(store, tmp_path, restart)
+    model = fit(store, tmp_path)
+    restarting.join()
+    check_predictions(model, features)
+    assert newest(store) == 3
+
+
+def test_training_survives_what_s3_does_to_it(
+    s3: Any, proxy: FaultProxy, far: Any, tmp_path: Path
+) -> None:
+    features = prepare(far)
+    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+
+    def expire() -> None:
+        proxy.fault("ExpiredToken", times=None)
+        (tmp_path / "go on").touch()
+
+    expiring = while_ranks_wait(direct, tmp_path, expire)
+    with pytest.raises((WorkerFailedError, StoreError), match=r"credentials .*expired"):
+        fit(far, tmp_path)
+    expiring.join()
+    assert newest(direct) == 1
+
+    proxy.faults.clear()
+    (tmp_path / "go on").unlink()
+    for file in tmp_path.glob("*.pid"):
+        file.unlink()
+    throttled = proxy.fault("SlowDown", times=10)
+
+    def go_away() -> None:
+        proxy.stop()
+        (tmp_path / "go on").touch()
+        time.sleep(3)
+        proxy.fault("cut", matches=is_checkpoint, times=8)
+        proxy.start()
+
+    going = while_ranks_wait(direct, tmp_path, go_away)
+    model = fit(far, tmp_path)
+    going.join()
+    check_predictions(model, features)
+    assert newest(direct) == 3
+    assert throttled.happened == 10
+    assert epochs_begun(tmp_path) == [[0, 1], [0, 1], [1, 2], [1, 2]]
