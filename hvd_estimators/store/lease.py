@@ -106,10 +106,16 @@ class RunLease:
         self._certain_at: float | None = None
 
     def __enter__(self) -> Self:
-        if not self._created():
-            require_free(self._store, self._run)
-            self._certain_at = time.monotonic() + SETTLE_SECONDS
-        self._heartbeat.start()
+        # Other threads of this process take a claim of theirs for dead that has no heartbeat.
+        self._heartbeat.announce()
+        try:
+            if not self._created():
+                require_free(self._store, self._run)
+                self._certain_at = time.monotonic() + SETTLE_SECONDS
+            self._heartbeat.start()
+        except BaseException:
+            self._heartbeat.stop()
+            raise
         return self
 
     def _created(self) -> bool:

@@ -295,6 +295,10 @@ class Heartbeat:
     ) -> None:
         self.stop()
 
+    def announce(self) -> None:
+        """Count as alive from now on, where the file is written before `start`."""
+        _alive.add(self)
+
     def start(self) -> None:
         """Write the file, and begin to renew it.
 

@@ -19,7 +19,7 @@ import pytest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import FilesystemStore, LocalStore, lease
 from hvd_estimators.store.lease import RunLease, holder, lease_path, require_free
-from hvd_estimators.store.owners import STALE_SECONDS, Claim, read_claim, this_process
+from hvd_estimators.store.owners import STALE_SECONDS, Claim, Heartbeat, read_claim, this_process
 
 HOLDER = """
 import sys
@@ -175,3 +175,20 @@ def test_a_filesystem_without_links_creates_exclusively_all_the_same(
     assert not store.write_new(path, "3")
     assert store.read(path).decode() == "größe"
     assert os.listdir(f"{store.prefix_path}/new") == ["file"]
+
+
+def test_a_thread_that_comes_before_the_first_heartbeat_is_refused(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = store.run_paths("mine")
+    real = Heartbeat.start
+
+    def start(self: Heartbeat) -> None:
+        with pytest.raises(ParamError, match="by another fit of this application"):
+            require_free(store, run)
+        real(self)
+
+    monkeypatch.setattr(Heartbeat, "start", start)
+    with RunLease(store, run):
+        pass
+    assert not store.exists(path_of(store))
