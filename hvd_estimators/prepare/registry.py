@@ -188,10 +188,17 @@ class Registry:
 
     def end(self) -> None:
         """Delete everything that this application wrote, unless others hold it."""
-        for entry in self._entries:
-            entry.heartbeat.stop(delete=False)
-            _delete(entry.store, entry.index)
-        self._entries = []
+        entries, self._entries = self._entries, []
+        failed: list[object] = []
+        for entry in entries:
+            entry.heartbeat.stop_soon()
+        for entry in entries:
+            # Storage that is gone is not tried for each dataset: fsspec has one object for it.
+            fs = entry.store.fs
+            if fs not in failed:
+                entry.heartbeat.stop(delete=False)
+                if not _delete(entry.store, entry.index):
+                    failed.append(fs)
 
     def _use(self, index: str, loan: Loan) -> None:
         self._loans.setdefault(index, weakref.WeakSet()).add(loan)
@@ -245,8 +252,14 @@ def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
     return False
 
 
-def _delete(store: Store, index: str) -> None:
-    """Delete a dataset unless it is held: then that is left to an application that comes later."""
+def _delete(store: Store, index: str) -> bool:
+    """Delete a dataset unless it is held: then that is left to an application that comes later.
+
+    Returns
+    -------
+    bool
+        Whether the store could be reached.
+    """
     try:
         if _is_held(store, index, StoreClock(store)):
             logger.info("The prepared dataset %s stays: another application reads it.", index)
@@ -259,6 +272,8 @@ def _delete(store: Store, index: str) -> None:
             index,
             error,
         )
+        return False
+    return True
 
 
 def _delete_files(store: Store, index: str) -> None:

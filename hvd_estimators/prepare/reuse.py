@@ -5,7 +5,6 @@ Runs on the driver.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 from collections.abc import Callable, Hashable, Iterator
@@ -14,6 +13,7 @@ from hvd_estimators.prepare.catalog import PreparedDataset, stored_datasets
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.prepare.registry import KEPT_DATASETS, Loan, Registry, delete_orphans
 from hvd_estimators.store import Store
+from hvd_estimators.store.exiting import at_exit
 from hvd_estimators.store.owners import Heartbeat
 
 __all__ = [
@@ -29,11 +29,13 @@ _registry = Registry()
 _process = os.getpid()
 
 
-@atexit.register
 def _end() -> None:
     # A forked process must not delete its parent's data when it ends.
     if os.getpid() == _process:
         _registry.end()
+
+
+at_exit(_end)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from hvd_estimators.prepare.connectors import spark_url
 from hvd_estimators.prepare.open_files import several_open_files
 from hvd_estimators.prepare.schema import StoredColumn
 from hvd_estimators.store import Store
+from hvd_estimators.store.registry import scheme_of
 
 __all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "write_dataset"]
 
@@ -38,6 +39,9 @@ _SIDES = 3
 """Values of that column; null is one."""
 
 _EMPTY = "The DataFrame is empty: there are no rows to train on."
+
+_COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", "obs"})
+"""Schemes of object stores on which Hadoop renames a file by copying it."""
 
 _KEY_SEEDS = 2**32
 """Keeps the seeds of keys apart from a split's, to which Spark adds the partition's number."""
@@ -122,6 +126,11 @@ def write_dataset(
     """
     frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+    if shuffle is not None and scheme_of(store.spark_url(store.get_train_data_path())) in _COPYING:
+        # Tasks put their files in place, and the driver does not move each once more. What that
+        # lacks, that files of a failed job are seen, is what the manifest is for; and a task that
+        # runs again reads what was shuffled, so that it writes the same files over those.
+        writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
     if validation is None:
         train_path, val_path = store.get_train_data_path(index), None
         writer.parquet(spark_url(df.sparkSession, store, train_path))

@@ -19,7 +19,6 @@ below `STALE_SECONDS` less two heartbeats, four minutes.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import json
@@ -45,6 +44,7 @@ from hvd_estimators.exceptions import StoreError
 
 if TYPE_CHECKING:
     from hvd_estimators.store.base import Store
+from hvd_estimators.store.exiting import at_exit
 
 __all__ = [
     "HEARTBEAT_SECONDS",
@@ -334,6 +334,11 @@ class Heartbeat:
             if delete:
                 self._delete()
 
+    def stop_soon(self) -> None:
+        """Stop renewing, but wait for nothing; a heartbeat may still be on its way."""
+        self._ending.set()
+        _alive.discard(self)
+
     def stop_at_exit(self) -> None:
         """Stop and delete the file, but wait for ten seconds at most."""
         self._ending.set()
@@ -401,11 +406,14 @@ def _beat_on(beating: weakref.ref[Heartbeat], ending: threading.Event) -> None:
         del heartbeat
 
 
-@atexit.register
 def _stop_all() -> None:
     for heartbeat in list(_alive):
+        _alive.discard(heartbeat)
         with contextlib.suppress(Exception):
             heartbeat.stop_at_exit()
+
+
+at_exit(_stop_all)
 
 
 def _utc() -> datetime:

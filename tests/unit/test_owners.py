@@ -260,3 +260,25 @@ def test_a_process_is_dead_only_if_that_is_certain():
     assert is_dead(other)  # not even waited for
     child.wait()
     assert is_dead(other)
+
+
+def test_what_is_done_at_exit_may_start_threads():
+    """Clients of storage do, to look up a host. What `atexit` calls cannot."""
+    program = """
+        from concurrent.futures import ThreadPoolExecutor
+        from hvd_estimators.store.exiting import at_exit
+
+        def end():
+            if not done:
+                done.append(ThreadPoolExecutor().submit(print, "done").result())
+
+        done = []
+        at_exit(end)
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert (ran.stdout, ran.stderr) == ("done\n", "")

@@ -1,0 +1,35 @@
+"""How Spark puts what `prepare_data` writes in its place on an object store."""
+
+import collections
+
+import pytest
+
+from hvd_estimators import Store, clear_prepared_data, prepare_data
+
+pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
+
+
+@pytest.mark.parametrize(("shuffled", "copies"), [(True, 1), (False, 2)])
+def test_a_file_is_copied_once_where_a_task_that_runs_again_writes_the_same(
+    spark, s3a, shuffled, copies
+):
+    """Renaming is copying there: by tasks, and by the driver unless it is told otherwise."""
+    store = Store.create(f"{s3a.url}/{shuffled}", storage_options=s3a.storage_options)
+    option = "mapreduce.fileoutputcommitter.algorithm.version"
+    before = len(s3a.requests())
+    df = spark.range(40, numPartitions=2).selectExpr(
+        "id", "id * 2 as twice", "id % 4 = 0 as is_val"
+    )
+    with prepare_data(
+        2, store, df, ["id"], ["twice"], validation="is_val", shuffle_on_write=shuffled
+    ) as index:
+        puts = [request.path for request in s3a.requests()[before:] if request.method == "PUT"]
+        written = collections.Counter(
+            path.rpartition("/")[2] for path in puts if path.endswith(".parquet")
+        )
+        stored = s3a.objects(f"{store.get_train_data_path(index)}.split")
+        files = [path for path in stored if path.endswith(".parquet")]
+    clear_prepared_data(store)
+    # Both sides of a task have one name. A file is uploaded, and then copied.
+    assert sum(written.values()) == len(files) * (1 + copies)
+    assert spark.conf.get(option, None) is None
