@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures.thread
+import concurrent.futures.thread  # noqa: F401
 import threading
 from collections.abc import Callable
 
@@ -28,8 +28,8 @@ def at_exit(function: Callable[[], None]) -> None:
         retries.RETRY_SECONDS = min(retries.RETRY_SECONDS, _RETRY_SECONDS)
         function()
 
-    # What is registered last is called first, and that is to be before the threads' own end.
-    assert concurrent.futures.thread
+    # What is registered last is called first, and that is to be before the threads' own end, which
+    # their module registers when it is imported.
     threading._register_atexit(call)  # type: ignore[attr-defined]
     # For who ends without the end of threads.
     atexit.register(call)
