@@ -58,7 +58,7 @@ def spark_url(session: SparkSession, store: Store, path: str) -> str:
     )
     raise DependencyError(
         f"store: Spark cannot write to {urls[0]!r}: it has no connector for the scheme "
-        f"{schemes[0]!r}. {remedy}"
+        f"{' or '.join(map(repr, schemes))}. {remedy}"
     )
 
 
@@ -72,8 +72,9 @@ def check_connector(session: SparkSession, store: Store) -> None:
     StoreError
         If Spark cannot write to it, or writes elsewhere.
     """
-    probe = f"{store.data_folder}/.probe-{uuid.uuid4().hex}"
-    url = spark_url(session, store, probe)
+    name = f".probe-{uuid.uuid4().hex}"
+    probe = f"{store.data_folder}/{name}"
+    url = f"{spark_url(session, store, store.data_folder)}/{name}"
     jvm: Any = getattr(session, "_jvm", None)
     if jvm is None or scheme_of(url) == "file":
         return

@@ -143,7 +143,8 @@ _ERRNOS = {
 # What hdfs-native and PyArrow's libhdfs say: classes of Hadoop's exceptions, and of the Rust
 # client's errors, which have no class of their own in Python.
 _HADOOP = (
-    (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException|could only be written to 0 of"),
+    (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException"),
+    (Kind.SPACE, r"There are [1-9]\d* datanode\(s\) running and (0|no) node\(s\) are excluded"),
     (Kind.CREDENTIALS, r"SASLError|GSSAPIError|GSSAPI error|NoSASLMechanism|SaslException"),
     (Kind.CREDENTIALS, r"InvalidToken|SecretManager|Kerberos"),
     (Kind.PERMISSION, r"AccessControlException|AuthorizationException"),
@@ -152,7 +153,8 @@ _HADOOP = (
         Kind.TRANSIENT,
         r"StandbyException|SafeModeException|RetriableException|ConnectException|"
         r"SocketTimeoutException|EOFException|IO error occurred while communicating|"
-        r"DataTransferError|data transfer error|[Dd]ata[Nn]ode|RPC listener|ChecksumError|"
+        r"DataTransferError|data transfer error|[Dd]ata[Nn]ode|datanode\(s\) running|"
+        r"RPC listener|ChecksumError|Failed to complete file|[Nn]odes failed|[Bb]lock writer|"
         r"BlockMissingException|Insufficient blocks|Connection (refused|reset|closed)|[Tt]imed out",
     ),
 )

@@ -28,6 +28,8 @@ RETRY_SECONDS = 60.0
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _WARN_AFTER = 1.0
+_TOLD = 400
+"""Characters of an error that are told; a data node tells all that it is."""
 
 
 def is_transient(error: BaseException) -> bool:
@@ -140,6 +142,7 @@ def _told(error: BaseException) -> str:
     while found is not None and len(texts) < 3:
         # Without the name node's traceback.
         told = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(found), maxsplit=1)[0]
+        told = told if len(told) <= _TOLD else f"{told[:_TOLD]} …"
         texts.append(f"{type(found).__name__}: {told}".rstrip(": "))
         found = found.__cause__
     return ", from ".join(texts)

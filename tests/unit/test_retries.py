@@ -59,6 +59,13 @@ TRANSIENT = [
     ConnectionResetError(errno.ECONNRESET, "reset"),
     OSError(errno.EHOSTUNREACH, "no route"),
     BrokenPipeError(),
+    # As hdfs-native has them.
+    OSError("Connection refused (os error 111)"),
+    RuntimeError('DataTransferError("All DataNodes failed: [DatanodeInfoProto {…}]")'),
+    RuntimeError('OperationFailed("Failed to complete file in time")'),
+    RuntimeError('RPCError("org.apache.hadoop.hdfs.server.namenode.SafeModeException", "…")'),
+    RuntimeError("There are 1 datanode(s) running and 1 node(s) are excluded in this operation."),
+    RuntimeError("There are 0 datanode(s) running and no node(s) are excluded in this operation."),
     ssl.SSLEOFError(8, "EOF occurred in violation of protocol"),
 ]
 
@@ -77,6 +84,10 @@ NOT = [
     (answer("SignatureDoesNotMatch", 403), Kind.CREDENTIALS),
     (botocore.exceptions.NoCredentialsError(), Kind.CREDENTIALS),
     (OSError(errno.ENOSPC, "full"), Kind.SPACE),
+    (RuntimeError("There are 2 datanode(s) running and no node(s) are excluded"), Kind.SPACE),
+    (RuntimeError('RPCError("org.apache…DSQuotaExceededException", "…")'), Kind.SPACE),
+    (RuntimeError('RPCError("org.apache…AccessControlException", "…")'), Kind.PERMISSION),
+    (RuntimeError('InvalidArgument("No viewfs fallback mount found")'), Kind.OTHER),
     (OSError(errno.EDQUOT, "quota"), Kind.SPACE),
     (answer("InvalidRequest", 400), Kind.OTHER),
     (answer("NotImplemented", 501), Kind.OTHER),
@@ -115,7 +126,7 @@ def test_it_is_called_again_until_it_works_and_long_waits_are_told(caplog, time_
     assert time_flies[0] < 1
     assert not caplog.records
 
-    action = failing(*TRANSIENT[:12])
+    action = failing(*TRANSIENT[:12])  # some seconds
     assert with_retries(action, "reading 's3://b/a'") == "done"
     (record,) = caplog.records
     assert "Reading 's3://b/a' fails" in record.getMessage()
