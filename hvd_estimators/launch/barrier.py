@@ -69,7 +69,7 @@ class Job:
     the driver takes events, if it does.
     """
 
-    call: bytes | Broadcast[bytes]
+    call: bytes | Broadcast[bytes] = field(repr=False)
     max_bytes: int
     secret: bytes = field(repr=False)
     one_machine: bool
