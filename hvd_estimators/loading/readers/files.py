@@ -112,6 +112,7 @@ class RangeFiles:
                 local,
                 metadata=self._local_footer(path),
                 buffer_size=FETCHED_BYTES,
+                pre_buffer=False,
                 read_dictionary=self._text,
             ) as file:
                 self._keep(path, file.metadata)
@@ -125,6 +126,7 @@ class RangeFiles:
                 source,
                 metadata=footer.metadata,
                 buffer_size=0 if source.whole else FETCHED_BYTES,
+                pre_buffer=False,
                 read_dictionary=self._text,
             )
 
