@@ -26,6 +26,10 @@ class Handler(MotoRequestHandler):
     def log(self, type: str, message: str, *args: Any) -> None:
         """Write nothing: requests are noted elsewhere."""
 
+    def handle_expect_100(self) -> bool:
+        """Leave the answer to werkzeug: clients take a second ``100 Continue`` for the last one."""
+        return True
+
 
 class Server(ThreadedWSGIServer):
     daemon_threads = True
