@@ -24,14 +24,8 @@ from hvd_estimators.prepare.catalog import (
 )
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.store import Store
-from hvd_estimators.store.owners import (
-    Claim,
-    Heartbeat,
-    Owner,
-    StoreClock,
-    is_abandoned,
-    read_claim,
-)
+from hvd_estimators.store.claims import Claim, Heartbeat, StoreClock, is_abandoned, read_claim
+from hvd_estimators.store.owners import Owner
 
 __all__ = ["KEPT_DATASETS", "Loan", "Registry", "delete_orphans"]
 

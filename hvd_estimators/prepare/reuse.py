@@ -13,8 +13,8 @@ from hvd_estimators.prepare.catalog import PreparedDataset, stored_datasets
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.prepare.registry import KEPT_DATASETS, Loan, Registry, delete_orphans
 from hvd_estimators.store import Store
+from hvd_estimators.store.claims import Heartbeat
 from hvd_estimators.store.exiting import at_exit
-from hvd_estimators.store.owners import Heartbeat
 
 __all__ = [
     "KEPT_DATASETS",

@@ -1,7 +1,7 @@
 """The lease of a run: one fit at a time trains it, of all processes on all machines.
 
 Runs on the driver. ``runs/<run_id>/lease.json`` names the process that holds the lease; see
-`hvd_estimators.store.owners` for when a holder counts as gone. What is guaranteed:
+`hvd_estimators.store.claims` for when a holder counts as gone. What is guaranteed:
 
 - Where a store creates files exclusively (`Store.creates_exclusively`), of several processes that
   take a free lease exactly one gets it.
@@ -22,15 +22,14 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.owners import (
+from hvd_estimators.store.claims import (
     STALE_SECONDS,
     Claim,
     Heartbeat,
-    Owner,
     is_abandoned,
     read_claim,
-    this_process,
 )
+from hvd_estimators.store.owners import Owner, this_process
 
 if TYPE_CHECKING:
     from hvd_estimators.store.base import RunPaths, Store

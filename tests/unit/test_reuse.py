@@ -28,7 +28,8 @@ from hvd_estimators.prepare.catalog import (
     owner_path,
 )
 from hvd_estimators.prepare.reuse import KEPT_DATASETS, hold, lend
-from hvd_estimators.store.owners import STALE_SECONDS, Claim, Owner, this_process
+from hvd_estimators.store.claims import STALE_SECONDS, Claim
+from hvd_estimators.store.owners import Owner, this_process
 
 
 @dataclass
@@ -355,7 +356,14 @@ class Interrupt:
         return self
 
 
-INTERRUPTED = {"reuse.py", "registry.py", "owners.py", "contextlib.py", "test_reuse.py"}
+INTERRUPTED = {
+    "reuse.py",
+    "registry.py",
+    "claims.py",
+    "owners.py",
+    "contextlib.py",
+    "test_reuse.py",
+}
 
 
 @pytest.mark.parametrize("name", ["rows", None])

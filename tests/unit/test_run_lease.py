@@ -18,8 +18,9 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import FilesystemStore, LocalStore, lease
+from hvd_estimators.store.claims import STALE_SECONDS, Claim, Heartbeat, read_claim
 from hvd_estimators.store.lease import RunLease, holder, lease_path, require_free
-from hvd_estimators.store.owners import STALE_SECONDS, Claim, Heartbeat, read_claim, this_process
+from hvd_estimators.store.owners import this_process
 
 HOLDER = """
 import sys

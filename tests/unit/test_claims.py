@@ -16,29 +16,27 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hvd_estimators.store import LocalStore, owners
-from hvd_estimators.store.owners import (
+from hvd_estimators.store import LocalStore, claims
+from hvd_estimators.store.claims import (
     STALE_SECONDS,
     Claim,
     Heartbeat,
-    Owner,
     StoreClock,
     is_abandoned,
-    is_dead,
     read_claim,
-    this_process,
 )
+from hvd_estimators.store.owners import Owner, is_dead, this_process
 
 pytestmark = pytest.mark.timeout(60)
 
 PROGRAM = """
     import os, sys, time
     from hvd_estimators import Store
-    from hvd_estimators.store import owners
+    from hvd_estimators.store import claims
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
-    owners.HEARTBEAT_SECONDS = 0.02
-    heartbeat = owners.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
+    claims.HEARTBEAT_SECONDS = 0.02
+    heartbeat = claims.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
     heartbeat.start()
     if what == "forks":
         child = os.fork()
@@ -135,8 +133,8 @@ def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
 ):
     with Heartbeat(store, path):
         claim = of_another(read_claim(store, path))
-        right = owners._utc
-        monkeypatch.setattr(owners, "_utc", lambda: right() + timedelta(seconds=skew))
+        right = claims._utc
+        monkeypatch.setattr(claims, "_utc", lambda: right() + timedelta(seconds=skew))
         assert not is_abandoned(store, path, claim)
         written_ago(path, STALE_SECONDS + 1)
         assert is_abandoned(store, path, claim)
@@ -155,7 +153,7 @@ def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
         claim = of_another(read_claim(store, path))
     assert 0 <= StoreClock(store).age(path, claim) < 30
     for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
-        beaten = owners._utc() - timedelta(seconds=seconds)
+        beaten = claims._utc() - timedelta(seconds=seconds)
         older = dataclasses.replace(claim, beaten=beaten)
         assert is_abandoned(store, path, older) is expected
     assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
@@ -234,7 +232,7 @@ def test_what_is_damaged_tells_nothing(store, path, text):
 
 
 def test_a_claim_reads_back_as_it_was_written(store, path):
-    claim = Claim(this_process(), owners._utc(), owners._utc(), "token", {"run": "ü"})
+    claim = Claim(this_process(), claims._utc(), claims._utc(), "token", {"run": "ü"})
     store.write_text(path, claim.to_json())
     assert read_claim(store, path) == claim
     # What an owner's file tells at least.
