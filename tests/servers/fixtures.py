@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ def hdfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hdfs]:
     cluster = Hdfs(tmp_path_factory.mktemp("hdfs"), jars("hadoop"))
     cluster.start()
     yield cluster
+    _forget_prepared_data()
     cluster.stop()
 
 
@@ -28,7 +30,14 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
     server = S3(tmp_path_factory.mktemp("s3"))
     server.start_process()
     yield server
+    _forget_prepared_data()
     server.end_process()
+
+
+def _forget_prepared_data() -> None:
+    """Delete what is kept for a next fit, which at the interpreter's end finds no server."""
+    if "hvd_estimators.prepare.reuse" in sys.modules:
+        sys.modules["hvd_estimators.prepare.reuse"].clear_training_cache()
 
 
 @pytest.fixture(scope="session")
