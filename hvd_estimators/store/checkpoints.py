@@ -15,14 +15,13 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.checkpoint_names import Position, file_name, pointed, pointer_of
+from hvd_estimators.store.files import Files
 from hvd_estimators.store.local_file import CHUNK_BYTES
-
-if TYPE_CHECKING:
-    from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.paths import RunPaths
 
 __all__ = [
     "CheckpointInfo",
@@ -104,7 +103,7 @@ def checkpoint_path(run: RunPaths, position: Position) -> str:
     return f"{run.checkpoints_path}/{file_name(run.checkpoint_filename, position)}"
 
 
-def positions(store: Store, run: RunPaths) -> list[Position]:
+def positions(store: Files, run: RunPaths) -> list[Position]:
     """Return the positions of which there are checkpoints, in order; looks at names alone."""
     if run.checkpoints_path is None:
         return []
@@ -112,7 +111,7 @@ def positions(store: Store, run: RunPaths) -> list[Position]:
 
 
 def list_checkpoints(
-    store: Store, run: RunPaths, among: Iterable[Position] | None = None
+    store: Files, run: RunPaths, among: Iterable[Position] | None = None
 ) -> list[CheckpointInfo]:
     """Return a run's checkpoints, the oldest first.
 
@@ -128,7 +127,7 @@ def list_checkpoints(
     return found
 
 
-def newest_checkpoint(store: Store, run: RunPaths) -> CheckpointInfo | None:
+def newest_checkpoint(store: Files, run: RunPaths) -> CheckpointInfo | None:
     """Return a run's newest checkpoint whose pointer can be read; None if there is none."""
     for path, info in _pointers(store, run, reversed(positions(store, run))):
         if isinstance(info, CheckpointInfo):
@@ -156,7 +155,7 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
 
 
 def find_whole(
-    store: Store,
+    store: Files,
     run: RunPaths,
     look: Callable[[CheckpointInfo], T],
     among: Iterable[Position] | None = None,
@@ -167,7 +166,7 @@ def find_whole(
 
     Parameters
     ----------
-    store : Store
+    store : Files
         Holds the run.
     run : RunPaths
         The run.
@@ -218,7 +217,7 @@ def find_whole(
     )
 
 
-def check_whole(store: Store, info: CheckpointInfo) -> None:
+def check_whole(store: Files, info: CheckpointInfo) -> None:
     """Make sure that a checkpoint is what its pointer says. Reads all of it.
 
     Raises
@@ -231,7 +230,7 @@ def check_whole(store: Store, info: CheckpointInfo) -> None:
 
 
 @contextlib.contextmanager
-def open_whole(store: Store, info: CheckpointInfo) -> Iterator[IO[bytes]]:
+def open_whole(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
     """Open a checkpoint that is what its pointer says.
 
     From a store that is elsewhere it is copied to a local file first, once from beginning to end.
@@ -271,7 +270,7 @@ def open_whole(store: Store, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         yield file
 
 
-def write_pointer(store: Store, info: CheckpointInfo) -> None:
+def write_pointer(store: Files, info: CheckpointInfo) -> None:
     """Make a checkpoint exist whose file is there."""
     document = {
         "format": _FORMAT,
@@ -282,14 +281,14 @@ def write_pointer(store: Store, info: CheckpointInfo) -> None:
     store.write_text(pointer_of(info.path), json.dumps(document, indent=1))
 
 
-def delete_checkpoint(store: Store, run: RunPaths, position: Position) -> None:
+def delete_checkpoint(store: Files, run: RunPaths, position: Position) -> None:
     """Delete a checkpoint; at no moment there is a pointer to a file that is gone."""
     path = checkpoint_path(run, position)
     store.delete(pointer_of(path))
     store.delete(path)
 
 
-def info_at(store: Store, path: str) -> CheckpointInfo | None:
+def info_at(store: Files, path: str) -> CheckpointInfo | None:
     """Return what the pointer to a file says; None if there is none.
 
     Raises
@@ -314,7 +313,7 @@ def info_at(store: Store, path: str) -> CheckpointInfo | None:
 
 
 def _pointers(
-    store: Store, run: RunPaths, among: Iterable[Position]
+    store: Files, run: RunPaths, among: Iterable[Position]
 ) -> Iterator[tuple[str, CheckpointInfo | DamagedCheckpoint]]:
     """Yield the path of each checkpoint, and what its pointer says, or why that is unknown."""
     for position in among:

@@ -32,16 +32,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.exiting import at_exit
+from hvd_estimators.store.files import Files
 from hvd_estimators.store.owners import Owner, is_dead, is_here, this_process
-
-if TYPE_CHECKING:
-    from hvd_estimators.store.base import Store
 
 __all__ = [
     "HEARTBEAT_SECONDS",
@@ -127,7 +125,7 @@ class Claim:
             raise ValueError(f"not a claim: {error!r}") from error
 
 
-def read_claim(store: Store, path: str) -> Claim | None:
+def read_claim(store: Files, path: str) -> Claim | None:
     """Return what a file tells about its owner; None if it is missing or damaged."""
     try:
         return Claim.from_json(store.read(path))
@@ -136,13 +134,13 @@ def read_claim(store: Store, path: str) -> Claim | None:
 
 
 def is_abandoned(
-    store: Store, path: str, claim: Claim | None, clock: StoreClock | None = None
+    store: Files, path: str, claim: Claim | None, clock: StoreClock | None = None
 ) -> bool:
     """Return whether the owner of a claim is gone, as far as that can be told.
 
     Parameters
     ----------
-    store : Store
+    store : Files
         Where the claim lies.
     path : str
         Its file.
@@ -175,7 +173,7 @@ class StoreClock:
     make a new one for each round of looking.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Files) -> None:
         self._store = store
         self._asked: tuple[datetime | None, float] | None = None
 
@@ -216,7 +214,7 @@ class Heartbeat:
 
     Parameters
     ----------
-    store : Store
+    store : Files
         Where the file is written.
     path : str
         The file. What it says is not looked at when it is claimed: ask `is_abandoned` before.
@@ -224,7 +222,7 @@ class Heartbeat:
         What else the file is to tell, as JSON.
     """
 
-    def __init__(self, store: Store, path: str, details: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, store: Files, path: str, details: Mapping[str, Any] | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.lost = False
         """Whether somebody else has claimed the file, or deleted it, in the meantime."""

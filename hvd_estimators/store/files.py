@@ -8,7 +8,7 @@ import posixpath
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, TypeVar
+from typing import IO, Any, ClassVar, TypeVar
 
 import fsspec
 
@@ -34,6 +34,9 @@ class Files(ABC):
     """
 
     storage_options: dict[str, Any]
+
+    creates_exclusively: ClassVar[bool] = False
+    """Whether of several processes that call `write_new` at the same time one alone succeeds."""
 
     @property
     @abstractmethod

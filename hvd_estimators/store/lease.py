@@ -17,7 +17,6 @@ from __future__ import annotations
 import time
 from datetime import datetime, timezone
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
@@ -29,10 +28,9 @@ from hvd_estimators.store.claims import (
     is_abandoned,
     read_claim,
 )
+from hvd_estimators.store.files import Files
 from hvd_estimators.store.owners import Owner, this_process
-
-if TYPE_CHECKING:
-    from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.paths import RunPaths
 
 __all__ = ["SETTLE_SECONDS", "RunLease", "holder", "lease_path", "read_if_there", "require_free"]
 
@@ -45,7 +43,7 @@ def lease_path(run_path: str) -> str:
     return f"{run_path}/lease.json"
 
 
-def holder(store: Store, run_path: str) -> Claim | None:
+def holder(store: Files, run_path: str) -> Claim | None:
     """Return who holds a run's lease; None where nobody does, or the holder is gone."""
     path = lease_path(run_path)
     content = read_if_there(store, path)
@@ -58,7 +56,7 @@ def holder(store: Store, run_path: str) -> Claim | None:
     return None if is_abandoned(store, path, claim) else claim
 
 
-def read_if_there(store: Store, path: str) -> bytes | None:
+def read_if_there(store: Files, path: str) -> bytes | None:
     """Return the content of a file; None where there is none."""
     try:
         return store.read(path)
@@ -68,7 +66,7 @@ def read_if_there(store: Store, path: str) -> bytes | None:
         raise
 
 
-def require_free(store: Store, run: RunPaths) -> None:
+def require_free(store: Files, run: RunPaths) -> None:
     """Make sure that nobody holds a run's lease.
 
     Raises
@@ -86,7 +84,7 @@ class RunLease:
 
     Parameters
     ----------
-    store : Store
+    store : Files
         Keeps the run.
     run : RunPaths
         The run.
@@ -97,7 +95,7 @@ class RunLease:
         By `__enter__` and `confirm`, if somebody else holds it.
     """
 
-    def __init__(self, store: Store, run: RunPaths) -> None:
+    def __init__(self, store: Files, run: RunPaths) -> None:
         self._store = store
         self._run = run
         self._path = lease_path(run.run_path)

@@ -8,12 +8,10 @@ import os
 import shutil
 import tempfile
 import weakref
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 from hvd_estimators.exceptions import StoreError
-
-if TYPE_CHECKING:
-    from hvd_estimators.store.base import Store
+from hvd_estimators.store.files import Files
 
 __all__ = ["CHUNK_BYTES", "HashingWriter", "LocalFile", "copy_from", "fetch"]
 
@@ -64,12 +62,12 @@ class HashingWriter(io.RawIOBase):
         return written
 
 
-def copy_from(store: Store, path: str, target: IO[bytes], digest: str | None = None) -> str:
+def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = None) -> str:
     """Copy a file of the store to one that nobody else can change, and return its digest.
 
     Parameters
     ----------
-    store : Store
+    store : Files
         The store.
     path : str
         The file.
@@ -98,7 +96,7 @@ def copy_from(store: Store, path: str, target: IO[bytes], digest: str | None = N
     return writer.digest
 
 
-def fetch(store: Store, path: str, digest: str | None = None) -> tuple[LocalFile, str]:
+def fetch(store: Files, path: str, digest: str | None = None) -> tuple[LocalFile, str]:
     """Return a local copy of a file of the store and its digest; see `copy_from`."""
     local = LocalFile()
     with open(local.path, "wb") as file:

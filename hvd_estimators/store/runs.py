@@ -21,7 +21,8 @@ from hvd_estimators.store.lease import RunLease, holder, read_if_there
 if TYPE_CHECKING:
     import pandas as pd
 
-    from hvd_estimators.store.base import Store
+
+from hvd_estimators.store.paths import StorePaths
 
 __all__ = [
     "COLUMNS",
@@ -87,7 +88,7 @@ def run_file(run_path: str, name: str) -> str:
     return f"{run_path}/{name}.json"
 
 
-def read_metadata(store: Store, run_path: str) -> dict[str, Any] | None:
+def read_metadata(store: StorePaths, run_path: str) -> dict[str, Any] | None:
     """Return what is noted of a run; None if nothing is.
 
     Raises
@@ -98,7 +99,7 @@ def read_metadata(store: Store, run_path: str) -> dict[str, Any] | None:
     return _document(store, run_file(run_path, "metadata"))
 
 
-def read_history(store: Store, run_path: str) -> list[Row] | None:
+def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
     """Return what was measured in a run: epoch, stage, name and value. None if nothing is noted.
 
     Raises
@@ -122,7 +123,7 @@ def history_text(rows: Iterable[Row]) -> str:
     return f'{{"columns": {json.dumps(list(COLUMNS))}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def list_runs(store: Store) -> list[RunInfo]:
+def list_runs(store: StorePaths) -> list[RunInfo]:
     """Return the runs of a store, the one that began last first; see `Store.list_runs`."""
     folder = store.get_runs_path()
     paths = [f"{folder}/{name}" for name in store.names(folder)]
@@ -132,7 +133,7 @@ def list_runs(store: Store) -> list[RunInfo]:
     return sorted(runs, key=lambda run: (run.started, run.run_id), reverse=True)
 
 
-def load_history(store: Store, run_id: str) -> pd.DataFrame:
+def load_history(store: StorePaths, run_id: str) -> pd.DataFrame:
     """Return what was measured in a run; see `Store.load_history`."""
     import pandas as pd
 
@@ -144,7 +145,7 @@ def load_history(store: Store, run_id: str) -> pd.DataFrame:
     return pd.DataFrame(rows or [], columns=list(COLUMNS)).astype(COLUMNS)
 
 
-def delete_run(store: Store, run_id: str) -> None:
+def delete_run(store: StorePaths, run_id: str) -> None:
     """Delete a run; see `Store.delete_run`."""
     require_run(store, run_id)
     run = store.run_paths(run_id)
@@ -153,7 +154,7 @@ def delete_run(store: Store, run_id: str) -> None:
         store.delete(run.run_path)
 
 
-def require_run(store: Store, run_id: str) -> None:
+def require_run(store: StorePaths, run_id: str) -> None:
     """Make sure that a run has a folder.
 
     Raises
@@ -185,7 +186,7 @@ def _rows_of(info: CheckpointInfo) -> list[Row]:
     ]
 
 
-def _info(store: Store, path: str) -> RunInfo | None:
+def _info(store: StorePaths, path: str) -> RunInfo | None:
     """Return what is known of a run; None for a folder that nothing is noted in."""
     try:
         metadata = read_metadata(store, path)
@@ -209,21 +210,21 @@ def _info(store: Store, path: str) -> RunInfo | None:
     )
 
 
-def _state(store: Store, path: str, metadata: Mapping[str, Any]) -> str:
+def _state(store: StorePaths, path: str, metadata: Mapping[str, Any]) -> str:
     state = str(metadata.get("state", "finished"))
     if state == "running" and holder(store, path) is None:
         return "interrupted"
     return state
 
 
-def _readable_history(store: Store, path: str) -> Sequence[Row]:
+def _readable_history(store: StorePaths, path: str) -> Sequence[Row]:
     try:
         return read_history(store, path) or ()
     except StoreError:
         return ()
 
 
-def _document(store: Store, path: str) -> dict[str, Any] | None:
+def _document(store: StorePaths, path: str) -> dict[str, Any] | None:
     content = read_if_there(store, path)
     if content is None:
         return None

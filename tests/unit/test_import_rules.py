@@ -63,11 +63,12 @@ FRAMEWORKS = {
 
 @dataclass(frozen=True)
 class Import:
-    """What a module imports, at the top or within a function."""
+    """What a module imports, at the top, within a function, or for type checkers alone."""
 
     module: str
     line: int
     name: str
+    for_types: bool = False
 
     def __str__(self) -> str:
         return f"{self.module}:{self.line} imports {self.name}"
@@ -77,12 +78,16 @@ class Import:
 
 
 def read_imports(root: Path) -> dict[str, list[Import]]:
-    """Return the imports of each module of a package; its own modules are named from its root."""
+    """Return the imports of each module of a package; its own modules are named from its root.
+
+    What a package's ``__init__`` imports for type checkers is left out: names that it hands on.
+    """
     files = {name_of(path.relative_to(root)): path for path in root.rglob("*.py")}
     return {
         module: [
-            Import(module, line, own_module(root.name, name, files) or name)
-            for line, name in imported_names(ast.parse(path.read_text()))
+            Import(module, line, own_module(root.name, name, files) or name, for_types)
+            for line, name, for_types in imported_names(ast.parse(path.read_text()))
+            if not (for_types and path.name == "__init__.py")
         ]
         for module, path in files.items()
     }
@@ -103,25 +108,28 @@ def own_module(package: str, name: str, modules: Collection[str]) -> str | None:
     return rest
 
 
-def imported_names(node: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield lines and names that are imported below a node, but not those for type checkers."""
+def imported_names(node: ast.AST, for_types: bool = False) -> Iterator[tuple[int, str, bool]]:
+    """Yield lines and names that are imported below a node, and whether for type checkers alone."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        for child in node.body:
+            yield from imported_names(child, for_types=True)
         for child in node.orelse:
-            yield from imported_names(child)
+            yield from imported_names(child, for_types)
         return
     if isinstance(node, ast.Import):
-        yield from ((node.lineno, alias.name) for alias in node.names)
+        yield from ((node.lineno, alias.name, for_types) for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
         assert node.level == 0, "expected absolute imports, which say whose module it is"
-        yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        names = (f"{node.module}.{alias.name}" for alias in node.names)
+        yield from ((node.lineno, name, for_types) for name in names)
     elif (
         isinstance(node, ast.Call)
         and ast.unparse(node.func).endswith("import_module")
         and isinstance(node.args[0], ast.Constant)
     ):
-        yield node.lineno, str(node.args[0].value)
+        yield node.lineno, str(node.args[0].value), for_types
     for child in ast.iter_child_nodes(node):
-        yield from imported_names(child)
+        yield from imported_names(child, for_types)
 
 
 def room(module: str) -> str:
@@ -163,14 +171,17 @@ def circles(imports: Mapping[str, Sequence[Import]]) -> list[str]:
 
 
 def brought(imports: Mapping[str, Sequence[Import]], module: str) -> list[Import]:
-    """Return all that a module imports, and what these import, and so on."""
-    reached, waiting = {module}, [module]
+    """Return all that a module imports when it runs, and what these import, and so on."""
+    reached, waiting, found = {module}, [module], []
     for name in waiting:
         for entry in imports[name]:
+            if entry.for_types:
+                continue
+            found.append(entry)
             if entry.name in imports and entry.name not in reached:
                 reached.add(entry.name)
                 waiting.append(entry.name)
-    return [entry for name in waiting for entry in imports[name]]
+    return found
 
 
 IMPORTS = read_imports(Path(hvd_estimators.__file__).parent)
@@ -202,7 +213,7 @@ def test_a_framework_is_imported_in_its_own_room() -> None:
         for module, entries in IMPORTS.items()
         for entry in entries
         for framework, homes in FRAMEWORKS.items()
-        if entry.is_of(framework) and room(module) not in homes
+        if entry.is_of(framework) and not entry.for_types and room(module) not in homes
     ]
     assert found == []
 
@@ -212,7 +223,8 @@ def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
         "__init__.py": "",
         "store/__init__.py": "from house.store.base import Store",
         "store/base.py": "def f():\n    from house.store import local",
-        "store/local.py": "from house.store.base import Store\nimport house.training.rank",
+        "store/local.py": "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from house.store.base import Store\nimport house.training.rank",
         "training/rank.py": "from typing import TYPE_CHECKING\nimport importlib\n"
         "if TYPE_CHECKING:\n    import torch\nimportlib.import_module('keras')",
         "keras/trainer.py": "import house.estimator",
@@ -225,14 +237,15 @@ def test_the_rules_find_what_breaks_them(tmp_path: Path) -> None:
 
     imports = read_imports(tmp_path / "house")
 
-    assert upward(imports) == ["store.local:2 imports training.rank (store is not above training)"]
+    assert upward(imports) == ["store.local:4 imports training.rank (store is not above training)"]
     assert circles(imports) in (
         ["store.base -> store.local -> store.base"],
         ["store.local -> store.base -> store.local"],
     )
-    assert [i.name for i in imports["training.rank"]] == [
-        "typing.TYPE_CHECKING",
-        "importlib",
-        "keras",
+    assert [(i.name, i.for_types) for i in imports["training.rank"]] == [
+        ("typing.TYPE_CHECKING", False),
+        ("importlib", False),
+        ("torch", True),
+        ("keras", False),
     ]
     assert "pyspark.sql.DataFrame" in [i.name for i in brought(imports, "keras.trainer")]
