@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -99,6 +100,47 @@ def test_where_it_is_no_use_an_error_says_so_and_the_checkpoint_before_serves(
         proxy.start()
     save(far, 3)
     assert newest(direct) == 3
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["cut", "SlowDown", "InternalError", "gone"])
+def test_a_checkpoint_that_goes_in_parts_is_written_again_until_it_is_there(
+    s3: Any, proxy: FaultProxy, far: Any, kind: str
+) -> None:
+    save(far, 1)
+    if kind == "gone":
+        # For ten seconds, from the second part on.
+        def go_away() -> None:
+            proxy.stop()
+            time.sleep(10)
+            proxy.start()
+
+        threading.Thread(target=act_on, args=(proxy, 1, go_away)).start()
+        fault = None
+    else:
+        fault = proxy.fault(kind, matches=is_part, after=1, times=7)
+    save(far, 2, 130 * 1024 * KIB)
+    assert fault is None or fault.happened == 7
+    assert len(parts(proxy)) >= 3
+    direct = Store.create(far.prefix_path, storage_options=s3.storage_options)
+    assert newest(direct) == 2
+
+
+def is_part(method: str, path: str) -> bool:
+    return method == "PUT" and ".ckpt" in path and "partNumber=" in path
+
+
+def parts(proxy: FaultProxy) -> list[tuple[str, str]]:
+    return [seen for seen in proxy.seen if is_part(*seen)]
+
+
+def act_on(proxy: FaultProxy, number: int, action: Callable[[], None]) -> None:
+    """Do something when so many parts of an upload have been seen."""
+    deadline = time.monotonic() + 60
+    while len(parts(proxy)) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    action()
 
 
 def test_an_answer_that_is_cut_is_read_on(proxy: FaultProxy, far: Any) -> None:
@@ -242,8 +284,11 @@ def while_ranks_wait(store: Any, folder: Path, action: Callable[[], None]) -> th
     return thread
 
 
+@pytest.mark.parametrize(
+    "turn", [0, *(pytest.param(turn, marks=pytest.mark.soak) for turn in range(1, 10))]
+)
 def test_training_goes_on_when_a_datanode_that_was_killed_is_back(
-    hdfs: Any, tmp_path: Path
+    hdfs: Any, tmp_path: Path, turn: int
 ) -> None:
     store = Store.create(f"{hdfs.url}/{uuid.uuid4().hex}")
     features = prepare(store)
@@ -296,3 +341,28 @@ def test_training_survives_what_s3_does_to_it(
     assert newest(direct) == 3
     assert throttled.happened == 10
     assert epochs_begun(tmp_path) == [[0, 1], [0, 1], [1, 2], [1, 2]]
+
+
+@pytest.mark.soak
+def test_a_run_whose_disk_was_full_goes_on_when_there_is_space(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    store = Store.create(str(small_disk / "store"))
+    features = prepare(store)
+    filler = small_disk / "filler"
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(KIB))
+        (tmp_path / "go on").touch()
+
+    filling = while_ranks_wait(store, tmp_path, fill)
+    with pytest.raises((WorkerFailedError, StoreError), match="no space left"):
+        fit(store, tmp_path)
+    filling.join()
+    assert newest(store) == 1
+    filler.unlink()
+    model = fit(store, tmp_path)
+    check_predictions(model, features)
+    assert newest(store) == 3
