@@ -5,6 +5,7 @@ Importing this needs hdfs-native. Runs on both sides.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import struct
 import threading
@@ -62,6 +63,9 @@ class ConfiguredHdfs(HdfsFileSystem):
         elif user is not None:
             _become(user)
         self.client = Client(url, {**_PATIENCE, **config}, **kerberos)
+        # It is never given up. fsspec forgets its filesystems in a process that was forked, and who
+        # gives up a client there waits for ever for threads that only the parent has.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.client))
 
     @property
     def fsid(self) -> str:

@@ -311,7 +311,8 @@ def test_what_is_being_written_is_not_listed(
 
     def look(*args: Any) -> str:
         # Who writes is told first. The manifest comes last, when the files are there.
-        seen.append((len(list(Path(store.prefix_path).rglob("*.parquet"))), *look_at(store)))
+        if ".probe-" not in args[1]:
+            seen.append((len(list(Path(store.prefix_path).rglob("*.parquet"))), *look_at(store)))
         return real(*args)
 
     real = Store.write_text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import uuid
 from typing import Any
 
@@ -52,3 +53,16 @@ def test_a_checkpoint_that_is_cut_or_changed_is_skipped_for_the_one_before(
     assert load_checkpoint(remote, which=newest).epoch == 3
     remote.delete(newest)
     assert load_checkpoint(remote, "mine").epoch == 2
+
+
+def test_a_process_that_has_used_a_store_can_fork(remote: Any) -> None:
+    remote.write_text(f"{remote.prefix_path}/file", "whole")
+    assert remote.read(f"{remote.prefix_path}/file") == b"whole"
+    # fsspec forgets its filesystems in the child.
+    child = multiprocessing.get_context("fork").Process(target=int)
+    child.start()
+    child.join(20)
+    try:
+        assert child.exitcode == 0
+    finally:
+        child.kill()

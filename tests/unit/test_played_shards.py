@@ -37,8 +37,8 @@ def job(groups: list[int], ranks: int, batch_size: int, **params: Any) -> DataSp
     return DataSpec(
         **{
             "columns": (ColumnSpec("id", "scalar", "int64", ()),),
-            "train_path": "",
-            "val_path": "",
+            "train_path": "/nowhere",
+            "val_path": "/nowhere",
             "train_plan": plan,
             "val_plan": plan_shards(row_groups, 4),
             "num_ranks": ranks,
