@@ -135,8 +135,8 @@ def test_paths_are_what_spark_takes_them_for(
     finally:
         configuration.unset("fs.defaultFS")
     assert (tmp_path / "files" / "by default" / "weights.pt").exists()
-    with pytest.raises(StoreError, match=r"dbfs:/model.*No FileSystem for scheme"):
-        model.save("dbfs:/model")
+    with pytest.raises(StoreError, match=r"unheard-of:/model.*No FileSystem for scheme"):
+        model.save("unheard-of:/model")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files"]
 
 
