@@ -5,6 +5,8 @@ A pipe closes however its owner ends, so that a server does not outlive a test r
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,9 +16,11 @@ def main(command: list[str]) -> int:
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def end_with_owner() -> None:
-        sys.stdin.buffer.read()
+        while os.read(0, 4096):
+            pass
         server.kill()
 
+    signal.signal(signal.SIGTERM, lambda *_: server.kill())
     threading.Thread(target=end_with_owner, daemon=True).start()
     return server.wait()
 

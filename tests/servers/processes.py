@@ -66,8 +66,9 @@ class Server:
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            # A forked process that hangs holds the other end as well. A guard ends what it guards.
+            self._process.terminate()
+            self._process.wait(20)
 
     def wait_until(self, condition: Callable[[], bool], what: str, seconds: float = 90) -> None:
         """Wait until a condition holds; where it does not, fail with the end of the output."""
