@@ -56,9 +56,9 @@ def numbers(spark: Any, rows: int = 20) -> Any:
 
 
 def assert_nothing_written(store: Any) -> None:
-    """Make sure that there is no file; the folder of all runs may be there."""
-    files = [path for path in Path(store.prefix_path).rglob("*") if not path.is_dir()]
-    assert files == []
+    """Make sure that there is nothing but the folder of all runs, which is empty."""
+    runs = Path(store.get_runs_path())
+    assert [path for path in Path(store.prefix_path).rglob("*") if path != runs] == []
 
 
 def rank_processes() -> list[psutil.Process]:
