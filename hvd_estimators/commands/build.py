@@ -29,11 +29,13 @@ from hvd_estimators.commands.build_mends import mend_source, unpack_source
 from hvd_estimators.commands.build_recipe import BuildRecipe
 from hvd_estimators.commands.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
 from hvd_estimators.commands.build_tools import (
+    NCCL_LIBRARY,
     build_path,
     check_system,
     default_jobs,
     detect_recipe,
     find_compiler,
+    find_nccl,
     find_nvcc,
     missing_build_packages,
 )
@@ -45,6 +47,7 @@ __all__ = ["build_horovod", "build_wheel", "default_cache_dir", "install_wheel"]
 Report = Callable[[str], None]
 
 _TOOLS = "tools"
+_SYSTEMS_NCCL = "libnccl-dev, or where HOROVOD_NCCL_HOME says"
 _FIRST_ERRORS = 5
 _TAIL_LINES = 20
 _LINE_LENGTH = 200
@@ -180,7 +183,7 @@ def build_wheel(
             source = _fetch_source(work, recipe, pip, environment, output, report)
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
-                report("  CUDA needs NCCL too: from libnccl-dev, or where HOROVOD_NCCL_HOME says")
+                report(f"  with NCCL from {find_nccl(recipe.cuda) or _SYSTEMS_NCCL}")
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
             # pip's own cache knows a wheel by its name alone, not by the framework it is for.
             command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
@@ -250,17 +253,27 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     cxx.chmod(0o755)
     nvcc = find_nvcc() if recipe.cuda else None
     cuda_home = str(nvcc.parent.parent) if nvcc else None
+    nccl = find_nccl(recipe.cuda) if recipe.cuda else None
+    nccl_home = str(_linkable(nccl, work / "nccl")) if nccl else None
     tools = work / _TOOLS
     # What a user's shell says about frameworks and GPUs is dropped: the recipe has decided.
     decided = ("HOROVOD_WITH", "HOROVOD_GPU", "HOROVOD_CPU_OPERATIONS")
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(decided)}
     return {
         **inherited,
-        **recipe.environment(cxx=str(cxx), jobs=jobs, cuda_home=cuda_home),
+        **recipe.environment(cxx=str(cxx), jobs=jobs, cuda_home=cuda_home, nccl_home=nccl_home),
         "PATH": build_path(tools / "bin"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.getenv("PYTHONPATH")])),
         "TMPDIR": str(work),
     }
+
+
+def _linkable(nccl: Path, folder: Path) -> Path:
+    """Return a folder of links in which a linker finds NCCL, whose package has no ``libnccl.so``."""
+    (folder / "lib").mkdir(parents=True)
+    (folder / "include").symlink_to(nccl / "include")
+    (folder / "lib" / "libnccl.so").symlink_to(nccl / "lib" / NCCL_LIBRARY)
+    return folder
 
 
 def _describe(recipe: BuildRecipe) -> str:

@@ -1,14 +1,16 @@
 """What a Horovod build needs for given versions: pure functions of a frozen value.
 
 Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against
-them as it stands. Three things stop it, and each is mended from outside its source (what is wrong
+them as it stands. Four things stop it, and each is mended from outside its source (what is wrong
 in the source itself is changed there by `hvd_estimators.commands.build_mends`):
 
 * its CMake files ask for C++14, where torch 2.1 needs C++17 and torch 2.13 C++20, and they strip
   ``-std=`` from ``CXXFLAGS``: the compiler is wrapped in a script that appends the standard last;
 * ``xla_mpi_ops.cc`` includes XLA headers that TensorFlow 2.18 moved: the script hides TensorFlow
   from that one file, whose operations are for GPUs only and off by default;
-* its minimum CMake version is one that CMake 4 refuses: ``CMAKE_POLICY_VERSION_MINIMUM``.
+* its minimum CMake version is one that CMake 4 refuses: ``CMAKE_POLICY_VERSION_MINIMUM``;
+* it uses headers of the C++ library that g++ before 13 included by the way: the script includes
+  them first.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ HOROVOD_VERSION = "0.28.1"
 # Part of the cache key: raise it when a change below, or a mend of the source, makes another wheel
 # of the same versions.
 RECIPE_REVISION = 2
+
+# Used by Horovod's and Gloo's sources, and not included by them.
+_CXX_HEADERS = ("cstdint", "stdexcept", "string")
 
 _WRAPPER = """\
 #!/bin/sh
@@ -91,7 +96,9 @@ class BuildRecipe:
         """Whether ``xla_mpi_ops.cc`` has to be compiled as if TensorFlow were absent."""
         return _at_least(self.tensorflow, "2.18")
 
-    def environment(self, *, cxx: str, jobs: int, cuda_home: str | None = None) -> dict[str, str]:
+    def environment(
+        self, *, cxx: str, jobs: int, cuda_home: str | None = None, nccl_home: str | None = None
+    ) -> dict[str, str]:
         """Environment variables of the build, to be laid over the caller's own.
 
         Parameters
@@ -102,6 +109,9 @@ class BuildRecipe:
             Compilers to run at the same time.
         cuda_home : str or None
             The CUDA toolkit's folder, for a CUDA build.
+        nccl_home : str or None
+            A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build. By
+            default Horovod looks for it among the system's.
         """
         variables = {
             "CXX": cxx,
@@ -117,6 +127,10 @@ class BuildRecipe:
             variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
             if cuda_home:
                 variables["HOROVOD_CUDA_HOME"] = cuda_home
+            if nccl_home:
+                variables["HOROVOD_NCCL_INCLUDE"] = f"{nccl_home}/include"
+                variables["HOROVOD_NCCL_LIB"] = f"{nccl_home}/lib"
+                variables["HOROVOD_NCCL_LINK"] = "SHARED"
         return variables
 
     def compiler_wrapper(self, compiler: str) -> str:
@@ -129,7 +143,8 @@ class BuildRecipe:
         """
         # Without debug symbols the build is faster and the wheel smaller; the warnings of a
         # released package are for nobody, and bury the error that a reader of the log looks for.
-        flags = f"-std=gnu++{self.cxx_standard} -g0 -w"
+        headers = " ".join(f"-include {name}" for name in _CXX_HEADERS)
+        flags = f"-std=gnu++{self.cxx_standard} -g0 -w {headers}"
         cases = [f'        *.cc) extra="{flags}" ;;']
         if self.hides_xla:
             hide = f"{flags} -UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"

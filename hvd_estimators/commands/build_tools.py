@@ -27,18 +27,23 @@ from hvd_estimators.remedies import INSTALL_A_FRAMEWORK
 __all__ = [
     "DISTRIBUTIONS",
     "GPU_CHOICES",
+    "NCCL_LIBRARY",
     "build_path",
     "check_system",
     "cuda_of",
     "default_jobs",
     "detect_recipe",
     "find_compiler",
+    "find_nccl",
     "find_nvcc",
     "installed_version",
     "missing_build_packages",
 ]
 
 GPU_CHOICES = ("auto", "none", "cuda")
+
+NCCL_LIBRARY = "libnccl.so.2"
+"""File name of NCCL's shared library, as ranks load it."""
 
 # TensorFlow is distributed under several names; all of them install the module `tensorflow`.
 DISTRIBUTIONS = {
@@ -135,6 +140,27 @@ def find_nvcc() -> Path | None:
     on_path = [Path(path) for path in [shutil.which("nvcc")] if path]
     candidates = [*named, *on_path, Path("/usr/local/cuda/bin/nvcc")]
     return next((path for path in candidates if path.is_file()), None)
+
+
+def find_nccl(cuda: str) -> Path | None:
+    """Return the folder of the NCCL that torch brings along, a package of its own.
+
+    None where there is none, or where ``HOROVOD_NCCL_HOME`` and the like name another.
+
+    Parameters
+    ----------
+    cuda : str
+        The CUDA version of the build.
+    """
+    if any(os.environ.get(f"HOROVOD_NCCL_{part}") for part in ("HOME", "INCLUDE", "LIB")):
+        return None
+    try:
+        package = metadata.distribution(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
+    except metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(package.locate_file("nvidia/nccl")))
+    complete = (folder / "include/nccl.h").is_file() and (folder / "lib" / NCCL_LIBRARY).is_file()
+    return folder if complete else None
 
 
 def find_compiler() -> str:

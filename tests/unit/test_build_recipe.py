@@ -69,6 +69,18 @@ class TestRecipe:
         assert with_cuda["HOROVOD_CUDA_HOME"] == "/opt/cuda"
         assert not any("GPU" in name for name in RECIPE.environment(cxx="c++", jobs=1))
 
+    def test_nccl_is_linked_as_torch_loads_it(self):
+        cuda = replace(RECIPE, cuda="13.0")
+
+        without = cuda.environment(cxx="c++", jobs=1)
+        shared = cuda.environment(cxx="c++", jobs=1, nccl_home="/nccl")
+
+        assert {name: text for name, text in shared.items() if name not in without} == {
+            "HOROVOD_NCCL_INCLUDE": "/nccl/include",
+            "HOROVOD_NCCL_LIB": "/nccl/lib",
+            "HOROVOD_NCCL_LINK": "SHARED",
+        }
+
 
 class TestCompilerWrapper:
     @pytest.fixture
@@ -116,6 +128,11 @@ class TestCompilerWrapper:
     ):
         source = tmp_path / "source.cc"
         source.write_text("consteval int f() { return 1; }\nint main() { return f(); }\n")
+        # As in Horovod's own files, a header is missing.
+        with source.open("a") as file:
+            file.write(
+                "void g(uint8_t, const std::string&) { throw std::logic_error(std::string()); }\n"
+            )
         wrapper = tmp_path / "cxx"
         compiler = build_tools.find_compiler()
         wrapper.write_text(RECIPE.compiler_wrapper(compiler))

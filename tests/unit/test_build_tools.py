@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 
 from hvd_estimators.commands import build_tools
-from hvd_estimators.commands.build_tools import cuda_of, default_jobs, detect_recipe, find_nvcc
+from hvd_estimators.commands.build_tools import (
+    cuda_of,
+    default_jobs,
+    detect_recipe,
+    find_nccl,
+    find_nvcc,
+)
 from hvd_estimators.exceptions import BuildError, DependencyError
 
 
@@ -99,6 +105,26 @@ class TestDetection:
 
         monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
         assert find_nvcc() == tmp_path / "home/bin/nvcc"
+
+    def test_nccl_is_that_of_torchs_package_unless_another_is_named(self, monkeypatch, tmp_path):
+        for name in ("HOME", "INCLUDE", "LIB"):
+            monkeypatch.delenv(f"HOROVOD_NCCL_{name}", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+        notes = tmp_path / "nvidia_nccl_cu13-2.28.9.dist-info" / "METADATA"
+        notes.parent.mkdir()
+        notes.write_text("Metadata-Version: 2.1\nName: nvidia-nccl-cu13\nVersion: 2.28.9\n")
+        folder = tmp_path / "nvidia" / "nccl"
+        (folder / "include").mkdir(parents=True)
+        (folder / "include" / "nccl.h").touch()
+        assert find_nccl("13.0") is None
+
+        (folder / "lib").mkdir()
+        (folder / "lib" / build_tools.NCCL_LIBRARY).touch()
+        assert find_nccl("13.0") == folder
+        assert find_nccl("12.6") is None
+
+        monkeypatch.setenv("HOROVOD_NCCL_HOME", "/opt/nccl")
+        assert find_nccl("13.0") is None
 
     @pytest.mark.parametrize(
         ("cores", "gigabytes", "jobs"), [(8, 64, 8), (8, 3.5, 2), (8, 0.2, 1), (1, 64, 1)]
