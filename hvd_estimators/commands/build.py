@@ -269,7 +269,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
 
 
 def _linkable(nccl: Path, folder: Path) -> Path:
-    """Return a folder of links in which a linker finds NCCL, whose package has no ``libnccl.so``."""
+    """Return a folder of links in which a linker finds NCCL; its package has no ``libnccl.so``."""
     (folder / "lib").mkdir(parents=True)
     (folder / "include").symlink_to(nccl / "include")
     (folder / "lib" / "libnccl.so").symlink_to(nccl / "lib" / NCCL_LIBRARY)
