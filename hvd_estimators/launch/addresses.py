@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
@@ -16,6 +17,7 @@ __all__ = [
     "INTERFACE_VARIABLE",
     "LOOPBACK",
     "candidate_addresses",
+    "executor_identity",
     "host_identity",
     "listening_environment",
 ]
@@ -38,6 +40,18 @@ def host_identity() -> str:
         macs = [a.address for found in psutil.net_if_addrs().values() for a in found]
         boot, network = "", " ".join(sorted(set(macs)))
     return f"{boot} {network} {socket.gethostname()}"
+
+
+def executor_identity() -> str:
+    """Return a text that is the same in two tasks of a host exactly if they are of one executor.
+
+    Made of YARN's container, if this is one, and of the process that Spark's Python workers of an
+    executor are forked from. Runs in a task.
+    """
+    namespace = ""
+    with contextlib.suppress(OSError):  # not on Linux
+        namespace = str(os.stat("/proc/self/ns/pid").st_ino)
+    return f"{os.environ.get('CONTAINER_ID', '')} {namespace} {os.getppid()}"
 
 
 def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:

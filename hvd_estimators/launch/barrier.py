@@ -157,11 +157,12 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             # One exchange tells everything on one host: each takes about a second in Spark.
             mine = {"offer": asdict(offer), "endpoints": server.endpoints if server else []}
             peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+            offers = [Offer(**peer["offer"]) for peer in peers]
             try:
-                places = agree([Offer(**peer["offer"]) for peer in peers], task, context.allGather)
+                places = agree(offers, task, context.allGather)
             except UnreachableError as error:
                 return _not_run(task, offer.name, UnreachableError.__name__, str(error))
-        slots = assign_ranks(places.hosts)
+        slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
         slot = slots[task]
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
         link: Link

@@ -29,6 +29,7 @@ from hvd_estimators.launch.addresses import (
     INTERFACE_VARIABLE,
     LOOPBACK,
     candidate_addresses,
+    executor_identity,
     host_identity,
 )
 from hvd_estimators.launch.listener import BACKLOG, bound_socket
@@ -60,6 +61,8 @@ class Offer:
         What they answer.
     error : str
         Why there are no addresses; empty otherwise.
+    executor : str
+        The same for two tasks of a host exactly if they are of one executor.
     """
 
     identity: str
@@ -67,6 +70,7 @@ class Offer:
     endpoints: list[tuple[str, int]]
     nonce: str
     error: str = ""
+    executor: str = ""
 
     def addresses(self) -> list[str]:
         """Return the addresses alone."""
@@ -126,7 +130,8 @@ class ProbeListener:
     def offer(self) -> Offer:
         """Return what the others have to know."""
         endpoints = [s.getsockname()[:2] for s in self._sockets]
-        return Offer(host_identity(), socket.gethostname(), endpoints, self._nonce, self._error)
+        name, executor = socket.gethostname(), executor_identity()
+        return Offer(host_identity(), name, endpoints, self._nonce, self._error, executor)
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -11,25 +11,37 @@ from horovod.runner.gloo_run import create_slot_env_vars
 __all__ = ["assign_ranks", "child_environment", "python_path", "rank_environment"]
 
 
-def assign_ranks(hosts: Sequence[str]) -> list[SlotInfo]:
-    """Give each task a rank, contiguous on each host.
+def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
+    """Give each task a rank, contiguous on each host, and there in each executor.
+
+    Local ranks count the tasks of a host, not of an executor or container: those that see all of
+    the machine's GPUs must not choose the same one. Where containers see only their own GPUs, the
+    ranks of one still choose different ones, since their local ranks follow each other.
 
     Parameters
     ----------
     hosts : sequence of str
         The host of each task.
+    executors : sequence of str, optional
+        The executor of each task. Default: those of a host are of one.
 
     Returns
     -------
     list of SlotInfo
         Each task's slot, in the order of the tasks. Task 0 has rank 0.
     """
+    groups = list(zip(hosts, executors or hosts, strict=True))
     names = list(dict.fromkeys(hosts))
     slots = get_host_assignments(
         [HostInfo(name, hosts.count(name)) for name in names], len(hosts), len(hosts)
     )
-    waiting = {name: iter([s for s in slots if s.hostname == name]) for name in names}
-    return [next(waiting[host]) for host in hosts]
+    # Hosts and executors are in the order of their first tasks.
+    order = [names.index(host) for host, _ in groups]
+    firsts = [groups.index(group) for group in groups]
+    tasks = sorted(range(len(groups)), key=lambda task: (order[task], firsts[task], task))
+    by_rank = sorted(slots, key=lambda slot: slot.rank)
+    assigned = dict(zip(tasks, by_rank, strict=True))
+    return [assigned[task] for task in range(len(groups))]
 
 
 def rank_environment(slot: SlotInfo) -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from servers.driver import Application
+from servers.gpus import gpu_application
 from servers.hdfs import Hdfs
 from servers.jars import jars, s3a_folder
 from servers.s3 import S3
@@ -64,3 +66,10 @@ def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
     configuration.set("fs.dbfs.impl", overloaded)
     configuration.set("fs.viewfs.mounttable.default.linkFallback", dbfs.as_uri())
     return dbfs
+
+
+@pytest.fixture(scope="session")
+def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    """An application with two executors of two (pretended) GPUs each; its driver runs functions."""
+    with gpu_application(tmp_path_factory.mktemp("gpus")) as made:
+        yield made

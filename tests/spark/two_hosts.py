@@ -2,7 +2,7 @@
 
 `hosts_and_cluster` makes three hosts: two with a Spark worker of one task slot each, the first with
 the master and the driver too, and a stranger. Each has its own host name and hosts file, both of
-which can be changed while all runs. Run as a program, this file is the driver.
+which can be changed while all runs.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Client, Connection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pyspark
+from servers.driver import Application, Job, application
 
 NETWORK, NETWORK6, NETWORK_ONLY6 = "10.177.0", "fd77", "fd78"
 SAME_ADDRESS = "172.31.255.1"
@@ -162,22 +160,6 @@ class Host:
         _ip("-n", self.namespace, "link", "set", interface, "up")
 
 
-class Job:
-    """A function that runs in the driver."""
-
-    def __init__(self, connection: Connection, cluster: Cluster) -> None:
-        self._connection, self._cluster = connection, cluster
-
-    def result(self, timeout: float = 120.0) -> Any:
-        """Return what it returned, or raise what it raised."""
-        if not self._connection.poll(timeout):
-            raise TimeoutError(f"the job did not end in {timeout} s\n{self._cluster.logs()}")
-        kind, value = cloudpickle.loads(self._connection.recv_bytes())
-        if kind == "error":
-            raise value
-        return value
-
-
 class Cluster:
     """The hosts and what runs on them.
 
@@ -193,13 +175,12 @@ class Cluster:
     def __init__(self, first: Host, second: Host, stranger: Host, folder: Path) -> None:
         self.first, self.second, self.stranger, self.folder = first, second, stranger, folder
         self.master = f"spark://{first.address}:7077"
-        self._connection: Connection | None = None
+        self._application: Application | None = None
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Job:
         """Start ``fn(*args)`` in the driver, where a Spark session is active; one at a time."""
-        assert self._connection is not None
-        self._connection.send_bytes(cloudpickle.dumps((fn, args)))
-        return Job(self._connection, self)
+        assert self._application is not None
+        return self._application.submit(fn, *args)
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> Any:
         """Return what ``fn(*args)`` returns in the driver."""
@@ -213,38 +194,18 @@ class Cluster:
     @contextlib.contextmanager
     def driver(self, **conf: str) -> Iterator[None]:
         """Run a driver, with Spark's defaults and an own configuration, until the block ends."""
-        settings = [f"{name}={value}" for name, value in conf.items()]
-        place = str(Path(tempfile.mkdtemp(dir=self.folder), "driver"))
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(place)
-            listening.listen(1)
-            listening.settimeout(0.1)
-            process = self.first.start(
-                *(sys.executable, __file__, place, self.master, *settings),
-                log=self.folder / "driver.log",
-                PYSPARK_PYTHON=sys.executable,
-            )
+        own = {"spark.master": self.master, "spark.executor.memory": "512m", **conf}
+        with application(self.folder, own, start=self._start_driver, logs=self.logs) as made:
+            self._application = made
             try:
-                self._connection = self._accept(listening, process)
                 yield
             finally:
-                if self._connection is not None:
-                    self._connection.close()
-                    self._connection = None
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(20)
-                process.kill()
-                process.wait()
+                self._application = None
 
-    def _accept(self, listening: socket.socket, process: subprocess.Popen[bytes]) -> Connection:
-        deadline = time.monotonic() + _START_SECONDS
-        while True:
-            assert process.poll() is None, self.logs()
-            assert time.monotonic() < deadline, self.logs()
-            with contextlib.suppress(TimeoutError):
-                connected, _ = listening.accept()
-                connected.setblocking(True)
-                return Connection(connected.detach())
+    def _start_driver(
+        self, command: Sequence[str], log: Path, env: Mapping[str, str]
+    ) -> subprocess.Popen[bytes]:
+        return self.first.start(*command, log=log, **env)
 
     def start_spark(self) -> None:
         """Start the master and the workers."""
@@ -303,27 +264,3 @@ def _until(condition: Callable[[], bool], seconds: float = _START_SECONDS) -> bo
             return False
         time.sleep(0.05)
     return True
-
-
-def _serve(address: str, master: str, *settings: str) -> None:
-    """Be the driver: run what is asked for, one function after the other."""
-    from pyspark.sql import SparkSession
-
-    builder = SparkSession.builder.master(master).config("spark.ui.enabled", "false")
-    builder = builder.config("spark.executor.memory", "512m")
-    for setting in settings:
-        builder = builder.config(*setting.split("=", 1))
-    spark = builder.getOrCreate()
-    with Client(address) as connection, contextlib.suppress(EOFError):
-        while True:
-            fn, args = cloudpickle.loads(connection.recv_bytes())
-            try:
-                answer = cloudpickle.dumps(("result", fn(*args)))
-            except BaseException as error:
-                answer = cloudpickle.dumps(("error", error))
-            connection.send_bytes(answer)
-    spark.stop()
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

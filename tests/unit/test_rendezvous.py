@@ -36,6 +36,32 @@ def test_ranks_of_a_host_are_contiguous_whatever_the_order_of_its_tasks():
     assert [slot.cross_size for slot in slots] == [2, 2, 2, 2, 1]
 
 
+def test_ranks_of_an_executor_are_contiguous_on_its_host():
+    hosts = ["a", "a", "b", "a", "a", "b"]
+    # Executors of different hosts may have the same identity.
+    slots = assign_ranks(hosts, ["1", "2", "1", "1", "2", "1"])
+
+    assert [slot.rank for slot in slots] == [0, 2, 4, 1, 3, 5]
+    assert [slot.local_rank for slot in slots] == [0, 2, 0, 1, 3, 1]
+    assert [slot.cross_rank for slot in slots] == [0, 0, 1, 0, 0, 1]
+
+
+@given(st.lists(st.sampled_from(["a1", "a2", "b1", "c1", "c2", "c3"]), min_size=1, max_size=12))
+def test_ranks_of_executors_are_contiguous_whatever_the_order_of_tasks(tasks):
+    slots = assign_ranks([task[0] for task in tasks], [task[1] for task in tasks])
+
+    assert sorted(slot.rank for slot in slots) == list(range(len(tasks)))
+    assert slots[0].rank == 0
+    for group in (lambda task: task[0], lambda task: task):
+        for wanted in set(map(group, tasks)):
+            ranks = sorted(
+                slot.rank for slot, task in zip(slots, tasks, strict=True) if group(task) == wanted
+            )
+            assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
+    for slot, task in zip(slots, tasks, strict=True):
+        assert slot.hostname == task[0]
+
+
 @given(st.lists(st.sampled_from("abcd"), min_size=1, max_size=12))
 def test_every_task_gets_one_rank_on_its_own_host(hosts):
     slots = assign_ranks(hosts)

@@ -1,0 +1,90 @@
+"""Two executor processes with (pretended) GPUs: pins, the store, and progress across processes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers.driver import Application
+from servers.gpus import GPUS
+
+from hvd_estimators.exceptions import SlotsError, StoreError
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+
+def pinned_gpus(num_proc: int, **env: str) -> list[str]:
+    from hvd_estimators.launch.spark import SparkBackend
+
+    def pinned_gpu() -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+    return SparkBackend(num_proc, env=env or None).run(pinned_gpu)
+
+
+def test_each_rank_sees_its_own_gpu_and_those_of_an_executor_follow_each_other(
+    gpu_cluster: Application,
+) -> None:
+    pins = gpu_cluster.run(pinned_gpus, 4)
+
+    assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
+
+
+def test_a_variable_lets_the_local_rank_choose_the_gpu(gpu_cluster: Application) -> None:
+    assert gpu_cluster.run(lambda: pinned_gpus(2, HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX="1")) == [
+        "0",
+        "1",
+    ]
+
+
+def fit(folder: str, **params: Any) -> list[float]:
+    import torch
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    from hvd_estimators import Store
+    from hvd_estimators.torch import TorchEstimator
+
+    os.chdir(folder)
+    spark = SparkSession.active()
+    frame = spark.range(64).select(F.rand(1).alias("x")).withColumn("y", F.col("x") * 2)
+    net = torch.nn.Linear(1, 1)
+    given = {"num_proc": 2, "store": Store.create(f"{folder}/store"), **params}
+    if isinstance(given["store"], str):
+        given["store"] = Store.create(given["store"])
+    estimator = TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        epochs=2,
+        **given,
+    )
+    return [record["train"]["loss"] for record in estimator.fit(frame).getHistory()]
+
+
+def test_executors_share_the_store_and_report_progress(
+    gpu_cluster: Application, tmp_path: Path
+) -> None:
+    before = gpu_cluster.log.stat().st_size
+
+    losses = gpu_cluster.run(fit, str(tmp_path))
+
+    assert losses[1] < losses[0]
+    shown = gpu_cluster.log.read_bytes()[before:].decode()
+    assert "Epoch 2/2:" in shown
+    assert "rows/s, loss=" in shown
+
+
+def test_executors_that_do_not_see_the_store_or_are_too_few_are_told_of(
+    gpu_cluster: Application, tmp_path: Path
+) -> None:
+    # Each process sees a folder of its own here, as machines do that share nothing.
+    with pytest.raises(StoreError, match="do not see"):
+        gpu_cluster.run(lambda: fit(str(tmp_path), store="/proc/self/cwd/apart"))
+    with pytest.raises(SlotsError, match="has 4"):
+        gpu_cluster.run(lambda: fit(str(tmp_path), num_proc=5))
