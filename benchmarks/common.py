@@ -1,4 +1,4 @@
-"""What the benchmarks share: the session, the data, the network, and how figures are shown."""
+"""What the benchmarks with Spark share: the session, the data, the network."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
-import platform
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 # Spark's Python workers run this Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -27,6 +23,8 @@ from pyarrow import parquet
 from pyspark.ml.functions import array_to_vector, vector_to_array
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+
+from benchmarks.figures import parser
 
 WIDTH = 8
 HIDDEN = 64
@@ -138,28 +136,6 @@ def loss_on(model: torch.nn.Module, rows: Arrays) -> float:
     return float(np.mean((output.double().numpy() - rows.labels.astype(np.float64)) ** 2))
 
 
-def seconds(action: Callable[[], Any]) -> float:
-    """Return the wall time of a call."""
-    started = time.perf_counter()
-    action()
-    return time.perf_counter() - started
-
-
-def parser(description: str | None, rows: int, repeats: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have."""
-    result = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    result.add_argument("--rows", type=int, default=rows, help="rows of the DataFrame")
-    result.add_argument(
-        "--repeats",
-        type=int,
-        default=repeats,
-        help="times each is measured, in turn; the best counts",
-    )
-    return result
-
-
 def training_options(description: str | None) -> tuple[argparse.Namespace, int]:
     """Return the options of a benchmark of ranks that train, and the steps of an epoch."""
     arguments = parser(description, rows=200_000, repeats=2)
@@ -177,58 +153,3 @@ def need_baseline() -> None:
             "horovod.spark reads with Petastorm, which is not installed here. Run 'make setup' "
             "and use its .venv/bin/python."
         )
-
-
-def machine() -> dict[str, Any]:
-    """Describe the machine and the versions that matter."""
-    packages = ("torch", "pyspark", "horovod", "petastorm", "pyarrow", "numpy")
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(memory / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 1),
-        "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages},
-    }
-
-
-def _cpu_model() -> str:
-    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
-
-
-def show_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Print a table; floats get three digits that count."""
-    cells = [[_cell(value) for value in row] for row in rows]
-    widths = [max(len(row[i]) for row in [list(header), *cells]) for i in range(len(header))]
-    print(f"\n{title}")
-    for row in [header, ["-" * width for width in widths], *cells]:
-        first, *rest = (
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  ".join([first, *rest]).rstrip())
-
-
-def _cell(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
-
-
-def show_result(name: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Print, as the last line, everything that was measured as JSON."""
-    document = {"benchmark": name, "settings": settings, **figures, "machine": machine()}
-    print(f"\n{json.dumps(_rounded(document))}", flush=True)
-
-
-def _rounded(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(entry) for entry in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value

@@ -26,14 +26,11 @@ from benchmarks.common import (
     collect,
     loss_on,
     need_baseline,
-    parser,
     regression_data,
-    seconds,
-    show_result,
-    show_table,
     spark_session,
     squared_error,
 )
+from benchmarks.figures import parser, seconds, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.launch.spark import SparkBackend

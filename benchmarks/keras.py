@@ -21,13 +21,11 @@ from benchmarks.common import (
     HIDDEN,
     WIDTH,
     Net,
-    seconds,
-    show_result,
-    show_table,
     squared_error,
     training_options,
     write_regression_data,
 )
+from benchmarks.figures import seconds, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.local import LocalBackend

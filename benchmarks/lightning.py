@@ -16,14 +16,8 @@ import pytorch_lightning as lightning
 import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
-from benchmarks.common import (
-    HIDDEN,
-    WIDTH,
-    show_result,
-    show_table,
-    training_options,
-    write_regression_data,
-)
+from benchmarks.common import HIDDEN, WIDTH, training_options, write_regression_data
+from benchmarks.figures import show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator

@@ -20,7 +20,8 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.common import need_baseline, parser, show_result, show_table
+from benchmarks.common import need_baseline
+from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.common import parser, show_result, show_table
+from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.torch import TorchEstimator

@@ -23,7 +23,7 @@ import pyarrow.dataset
 import torch
 from pyarrow import parquet
 
-from benchmarks.common import parser, show_result, show_table
+from benchmarks.figures import parser, show_result, show_table
 from benchmarks.loader import Data, petastorm_batches, write
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.base import PlannedDataModule

@@ -13,15 +13,8 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from benchmarks.common import (
-    need_baseline,
-    parser,
-    regression_data,
-    seconds,
-    show_result,
-    show_table,
-    spark_session,
-)
+from benchmarks.common import need_baseline, regression_data, spark_session
+from benchmarks.figures import parser, seconds, show_result, show_table
 from hvd_estimators import Store, clear_training_cache, prepare_data
 
 OVER_PLAIN = {True: 1.6, False: 1.25}

@@ -19,7 +19,8 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.common import parser, show_result, show_table, spark_session
+from benchmarks.common import spark_session
+from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.readers.arrow import ArrowDataModule

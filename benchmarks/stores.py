@@ -26,7 +26,8 @@ from servers.hdfs import Hdfs
 from servers.jars import jars
 from servers.s3 import S3
 
-from benchmarks.common import need_baseline, parser, show_result, show_table
+from benchmarks.common import need_baseline
+from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.mixing import one_by_one

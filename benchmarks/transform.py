@@ -8,18 +8,8 @@ import numpy as np
 import torch
 from pyspark.sql import DataFrame
 
-from benchmarks.common import (
-    WIDTH,
-    Net,
-    collect,
-    need_baseline,
-    parser,
-    regression_data,
-    seconds,
-    show_result,
-    show_table,
-    spark_session,
-)
+from benchmarks.common import WIDTH, Net, collect, need_baseline, regression_data, spark_session
+from benchmarks.figures import parser, seconds, show_result, show_table
 from hvd_estimators.torch import TorchModel
 
 TARGET = 15.0
