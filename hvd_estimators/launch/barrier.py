@@ -6,26 +6,27 @@ Imported by Spark's Python workers on the executors.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import pickle
 import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 from horovod.runner.common.util.hosts import SlotInfo
-from pyspark import BarrierTaskContext, Broadcast
+from pyspark import BarrierTaskContext
 
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.exchange import exchange
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, RankProcess
@@ -44,7 +45,7 @@ from hvd_estimators.store.errors import redacted
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "Job", "hosts_without", "outcomes", "run_task"]
+__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "hosts_without", "outcomes", "run_task"]
 
 OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
 """Columns of what `run_task` yields, as a Spark DDL string."""
@@ -57,28 +58,6 @@ LESS_RESULTS = (
 
 # One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
 _CHUNK_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True)
-class Job:
-    """What every task needs; crosses from the driver to the tasks.
-
-    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
-    ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
-    whether all of them are known to run on one. ``events`` are the variables that tell ranks where
-    the driver takes events, if it does.
-    """
-
-    call: bytes | Broadcast[bytes] = field(repr=False)
-    max_bytes: int
-    secret: bytes = field(repr=False)
-    one_machine: bool
-    driver_env: dict[str, str] = field(repr=False)
-    env: dict[str, str | None] = field(repr=False)
-    events: dict[str, str] = field(repr=False)
-    driver_path: tuple[str, ...]
-    executable: str | None
-    verbose: int
 
 
 def hosts_without(
@@ -154,12 +133,12 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             if task == 0:
                 addresses = [LOOPBACK, *offer.addresses()]
                 server = stack.enter_context(RendezvousServer(job.secret, addresses))
-            # One exchange tells everything on one host: each takes about a second in Spark.
+            # One exchange tells everything on one host.
             mine = {"offer": asdict(offer), "endpoints": server.endpoints if server else []}
-            peers = [json.loads(text) for text in context.allGather(json.dumps(mine))]
+            peers = exchange(context, job, mine)
             offers = [Offer(**peer["offer"]) for peer in peers]
             try:
-                places = agree(offers, task, context.allGather)
+                places = agree(offers, task, lambda found: exchange(context, job, found))
             except UnreachableError as error:
                 return _not_run(task, offer.name, UnreachableError.__name__, str(error))
         slots = assign_ranks(places.hosts, [offer.executor for offer in offers])

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
-import json
 import re
 import secrets
 import selectors
@@ -21,6 +20,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any
 
 from typing_extensions import Self
 
@@ -164,7 +164,11 @@ class ProbeListener:
                             connection.send(self._nonce.encode())
 
 
-def agree(offers: Sequence[Offer], task: int, exchange: Callable[[str], Sequence[str]]) -> Places:
+def agree(
+    offers: Sequence[Offer],
+    task: int,
+    exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
+) -> Places:
     """Find out with all other tasks where each of them is reached.
 
     Parameters
@@ -174,7 +178,8 @@ def agree(offers: Sequence[Offer], task: int, exchange: Callable[[str], Sequence
     task : int
         The number of this task.
     exchange : callable
-        Gives every task all tasks' texts, in their order. Called only if there are several hosts.
+        Gives every task all tasks' messages, in their order. Called only if there are several
+        hosts. The keys of a message are texts, since it travels as JSON.
 
     Raises
     ------
@@ -192,8 +197,8 @@ def agree(offers: Sequence[Offer], task: int, exchange: Callable[[str], Sequence
     others = {other: offers[other] for other in first if other != task} if task in first else {}
     reached = asyncio.run(_probe(others))
     reports = [
-        {int(other): addresses for other, addresses in json.loads(text).items()}
-        for text in exchange(json.dumps(reached))
+        {int(other): addresses for other, addresses in found.items()}
+        for found in exchange({str(other): addresses for other, addresses in reached.items()})
     ]
     chosen = choose(offers, reports)
     names = [_safe(offers[other].name) for other in first]

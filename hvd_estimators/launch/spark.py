@@ -15,11 +15,12 @@ from pyspark import Broadcast
 from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
 from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, Job, hosts_without, outcomes, run_task
+from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, print_output, receive_events
+from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.process import pickle_call, results_in_order

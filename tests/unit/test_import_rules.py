@@ -41,7 +41,8 @@ ROOMS = {
 
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = {
-    f"launch.{name}" for name in ("barrier", "cluster", "failures", "jobs", "slots", "spark")
+    f"launch.{name}"
+    for name in ("barrier", "cluster", "exchange", "failures", "job", "jobs", "slots", "spark")
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
 

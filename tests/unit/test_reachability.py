@@ -1,6 +1,7 @@
 """Which tasks share a host, and which address of each host the others use."""
 
 import dataclasses
+import json
 import socket
 import subprocess
 import sys
@@ -123,10 +124,10 @@ class Hosts:
         texts, all_told = [""] * len(self.offers), threading.Barrier(len(self.offers))
 
         def run(task):
-            def exchange(text):
-                texts[task] = text
+            def exchange(found):
+                texts[task] = json.dumps(found)
                 all_told.wait(30)
-                return list(texts)
+                return [json.loads(text) for text in texts]
 
             return agree(self.offers, task, exchange)
 

@@ -1,0 +1,31 @@
+"""What the tasks of a job need to know; crosses from the driver to the tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pyspark import Broadcast
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every task needs.
+
+    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
+    ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
+    whether all of them are known to run on one. ``events`` are the variables that tell ranks where
+    the driver takes events, if it does.
+    """
+
+    call: bytes | Broadcast[bytes] = field(repr=False)
+    max_bytes: int
+    secret: bytes = field(repr=False)
+    one_machine: bool
+    driver_env: dict[str, str] = field(repr=False)
+    env: dict[str, str | None] = field(repr=False)
+    events: dict[str, str] = field(repr=False)
+    driver_path: tuple[str, ...]
+    executable: str | None
+    verbose: int
