@@ -99,6 +99,14 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         The machine that it ran on.
     output_tail : str
         The end of what the rank wrote to its standard output and error.
+    cause : str or None
+        ``"raised"``: an exception left the function. ``"exited"``: the process ended by itself,
+        with an exit status and without a result. ``"killed"``: a signal ended it. ``"stalled"``: it
+        made no progress. ``"lost"``: its executor or machine has gone. None: Spark names no cause.
+    error_type : str
+        The exception's class where one was raised, else empty.
+    relaunches : int
+        How often `run_elastic` had launched the ranks again before this.
     """
 
     def __init__(
@@ -108,8 +116,14 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
         rank: int | None = None,
         host: str | None = None,
         output_tail: str = "",
+        cause: str | None = None,
+        error_type: str = "",
+        relaunches: int = 0,
     ) -> None:
         super().__init__(message)
         self.rank = rank
         self.host = host
         self.output_tail = output_tail
+        self.cause = cause
+        self.error_type = error_type
+        self.relaunches = relaunches

@@ -27,6 +27,7 @@ __all__ = [
     "RankEpoch",
     "RankOutput",
     "RankProgress",
+    "listening_address",
     "one_by_one",
     "print_output",
     "receive_events",
@@ -193,7 +194,7 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
                     logger.exception("An event of a rank could not be handled")
 
     host = host.strip("[]")  # as Spark writes an IPv6 address
-    with Listener(_listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
+    with Listener(listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
         try:
             yield {EVENTS_VARIABLE: f"{host}:{listener.port}:{secret.hex()}"}
         finally:
@@ -203,7 +204,7 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
                 ended.set()
 
 
-def _listening_address(host: str) -> str:
+def listening_address(host: str) -> str:
     """Return the address to listen on: that of a host, or all where it is no address of ours."""
     if host == "localhost":
         return "127.0.0.1"

@@ -127,7 +127,9 @@ def typed_failure(
     host, executor = _failed_on(cluster, tag)
     where = f" on {host} (executor {executor})" if host else ""
     return WorkerFailedError(
-        f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}", host=host
+        f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}",
+        host=host,
+        cause="lost" if cause else None,
     )
 
 

@@ -21,7 +21,12 @@ from typing import IO, Any
 import cloudpickle
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import DependencyError, UnreachableError, WorkerFailedError
+from hvd_estimators.exceptions import (
+    DependencyError,
+    ParamError,
+    UnreachableError,
+    WorkerFailedError,
+)
 from hvd_estimators.launch.output import OutputReader
 from hvd_estimators.launch.worker import OUTCOME_FILE
 
@@ -31,6 +36,8 @@ NOT_STARTED = "not started"
 """Error type of a rank whose machine cannot run it."""
 
 _EXIT_SECONDS = 3.0
+# Error types that are no exceptions, and what `WorkerFailedError.cause` calls them.
+_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 # What says that a program is not there, or is none.
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.ELOOP)
 
@@ -48,9 +55,9 @@ class RankOutcome:
     result : bytes or None
         The pickled return value; None if the rank failed.
     error_type : str
-        Name of the exception, ``"exit"`` where the process ended without one, ``"aborted"`` where
-        it was ended because another rank had failed, ``"not started"`` where there is no such
-        Python; empty for a result.
+        Name of the exception, ``"exit"`` where the process ended without one, ``"killed"`` where a
+        signal ended it, ``"aborted"`` where it was ended because another rank had failed, ``"not
+        started"`` where there is no such Python; empty for a result.
     error : str
         The traceback, or what is known instead.
     output_tail : str
@@ -77,8 +84,21 @@ class RankOutcome:
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call for a rank; functions and classes of ``__main__`` go by value."""
-    return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    """Pickle a call for a rank; functions and classes of ``__main__`` go by value.
+
+    Raises
+    ------
+    ParamError
+        If it cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+    except Exception as error:
+        name = getattr(fn, "__qualname__", repr(fn))
+        raise ParamError(
+            f"{name} and its arguments are sent to the ranks with cloudpickle, which fails: "
+            f"{type(error).__name__}: {error}. Make what cannot be sent within the function."
+        ) from error
 
 
 def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
@@ -110,6 +130,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
             rank=rank,
             host=host,
             output_tail=first.output_tail,
+            cause="lost",
         )
     others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
@@ -121,6 +142,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         rank=first.rank,
         host=first.host,
         output_tail=first.output_tail,
+        cause=_CAUSES.get(first.error_type, "raised"),
+        error_type="" if first.error_type in _CAUSES else first.error_type,
     )
 
 
@@ -216,7 +239,8 @@ class RankProcess:
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():
-            return self._failure("exit", f"The process {_describe_exit(status)}.", ended_at)
+            how = "killed" if status < 0 else "exit"
+            return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
         kind, *values = pickle.loads(path.read_bytes())
         if kind == "error":
             return self._failure(values[0], values[1], path.stat().st_mtime)

@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import cloudpickle
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.exceptions import DependencyError, WorkerFailedError
+from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
 from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call, results_in_order
 
 # A rank must not import this module, and pytest with it.
@@ -104,7 +105,7 @@ def test_a_process_that_ends_without_a_result_is_a_failure(status):
 def test_a_process_that_is_killed_is_a_failure_that_names_the_signal():
     outcome = run(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
-    assert (outcome.failed, outcome.error_type) == (True, "exit")
+    assert (outcome.failed, outcome.error_type) == (True, "killed")
     assert "killed by SIGKILL; the machine may have run out of memory" in outcome.error
 
 
@@ -206,3 +207,31 @@ def test_the_failure_that_caused_the_others_is_the_one_that_is_raised(failures, 
     assert f"Rank {blamed} on host{blamed} failed" in str(error)
     assert f"trace of {blamed}" in str(error)
     assert f"output of {blamed}" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error_type", "cause", "exception"),
+    [
+        ("ValueError", "raised", "ValueError"),
+        ("SystemExit", "raised", "SystemExit"),
+        ("exit", "exited", ""),
+        ("killed", "killed", ""),
+    ],
+)
+def test_what_ended_the_rank_is_told_to_programs_too(error_type, cause, exception):
+    with pytest.raises(WorkerFailedError) as raised:
+        results_in_order([outcome(0, error_type), outcome(1)])
+
+    error = pickle.loads(pickle.dumps(raised.value))
+    assert (error.rank, error.cause, error.error_type, error.relaunches) == (0, cause, exception, 0)
+
+
+def test_a_call_that_cannot_be_pickled_is_an_error_on_the_driver_that_names_it():
+    lock = threading.Lock()
+
+    def holds_a_lock():
+        return lock
+
+    with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent") as raised:
+        pickle_call(holds_a_lock, (), {})
+    assert isinstance(raised.value.__cause__, TypeError)
