@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 
 __all__ = ["OutputReader", "shortened"]
 
@@ -72,36 +72,54 @@ class _Tail:
         return before + "".join(self._lines)
 
 
+class _Stream:
+    """One of a process's streams: bytes go in, lines come out."""
+
+    def __init__(self, take: Callable[[str], None]) -> None:
+        encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
+        # Progress bars end their lines by a carriage return.
+        self._decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
+        self._line = _Line(_LINE_CHARS)
+        self._take = take
+
+    def add(self, chunk: bytes, final: bool = False) -> None:
+        *finished, rest = self._decoder.decode(chunk, final).split("\n")
+        for piece in finished:
+            self._line.add(piece)
+            self._take(f"{self._line.text()}\n")
+            self._line = _Line(_LINE_CHARS)
+        self._line.add(rest)
+        if final and self._line.text():
+            self._take(self._line.text())
+
+
 class OutputReader:
     """Reads what a process prints, from another thread, and keeps the end of it.
 
     Parameters
     ----------
-    descriptor : int
-        The reading end of a pipe.
-    on_line : callable, optional
-        Called with each line: with its two ends only, if it is long. One that raises is not
-        called again.
+    streams : mapping of int to callable or None
+        The reading ends of pipes, and what is called with each line from there: with its two ends
+        only, if it is long. One that raises is not called again.
     """
 
-    def __init__(self, descriptor: int, on_line: Callable[[str], None] | None) -> None:
-        self._descriptor = descriptor
-        self._on_line = on_line
+    def __init__(self, streams: Mapping[int, Callable[[str], None] | None]) -> None:
         self._tail = _Tail()
         self._lock = threading.Lock()
         self._ended = threading.Event()
+        self._streams = {pipe: _Stream(self._taker(on_line)) for pipe, on_line in streams.items()}
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
     def finish(self) -> bool:
         """Take all output so far; call this once the process has ended.
 
-        A process that it left behind may hold the pipe open, and is not waited for.
+        A process that it left behind may hold the pipes open, and is not waited for.
 
         Returns
         -------
         bool
-            Whether nobody reads from the pipe any more.
+            Whether nobody reads from the pipes any more.
         """
         self._ended.set()
         self._thread.join(timeout=_JOIN_SECONDS)
@@ -113,43 +131,38 @@ class OutputReader:
             return self._tail.text()
 
     def _read(self) -> None:
-        line = _Line(_LINE_CHARS)
-        for text in self._texts():
-            *finished, rest = text.split("\n")
-            for piece in finished:
-                line.add(piece)
-                self._take(f"{line.text()}\n")
-                line = _Line(_LINE_CHARS)
-            line.add(rest)
-        if line.text():
-            self._take(line.text())
-
-    def _texts(self) -> Iterator[str]:
-        """Yield the output with all line ends as newlines, until it ends."""
-        encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
-        decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
         poller = select.poll()
-        poller.register(self._descriptor, select.POLLIN)
+        for pipe in self._streams:
+            poller.register(pipe, select.POLLIN)
+        left = dict(self._streams)
         drained = 0
-        while drained < _DRAIN_BYTES:
+        while left and drained < _DRAIN_BYTES:
             ended = self._ended.is_set()
-            if poller.poll(_POLL_MILLISECONDS):
-                chunk = os.read(self._descriptor, _READ_BYTES)
-                if not chunk:
-                    break
-                drained += len(chunk) if ended else 0
-                yield decoder.decode(chunk)
-            elif ended:
+            ready = [pipe for pipe, _ in poller.poll(_POLL_MILLISECONDS)]
+            if ended and not ready:
                 break
-        yield decoder.decode(b"", final=True)
+            for pipe in ready:
+                chunk = os.read(pipe, _READ_BYTES)
+                drained += len(chunk) if ended else 0
+                if not chunk:
+                    poller.unregister(pipe)
+                    left.pop(pipe).add(b"", final=True)
+                    continue
+                left[pipe].add(chunk)
+        for stream in left.values():
+            stream.add(b"", final=True)
 
-    def _take(self, line: str) -> None:
-        with self._lock:
-            self._tail.add(line)
-        if self._on_line is not None:
-            try:
-                self._on_line(line)
-            except Exception:
-                # A rank would block on printing if nobody read its output.
-                self._on_line = None
-                logger.warning("The output of a rank cannot be passed on", exc_info=True)
+    def _taker(self, on_line: Callable[[str], None] | None) -> Callable[[str], None]:
+        def take(line: str) -> None:
+            nonlocal on_line
+            with self._lock:
+                self._tail.add(line)
+            if on_line is not None:
+                try:
+                    on_line(line)
+                except Exception:
+                    # A rank would block on printing if nobody read its output.
+                    on_line = None
+                    logger.warning("The output of a rank cannot be passed on", exc_info=True)
+
+        return take

@@ -172,6 +172,9 @@ class RankProcess:
         Its whole environment.
     on_line : callable, optional
         Called with each line that it prints, from another thread; a long line is cut in the middle.
+    on_error_line : callable, optional
+        Called with the lines of its standard error, which then has a pipe of its own, so that their
+        order among the others is not known. Default: they are among the others.
     executable : str, optional
         The Python to run. Default: this one.
     """
@@ -184,12 +187,14 @@ class RankProcess:
         env: Mapping[str, str],
         on_line: Callable[[str], None] | None = None,
         executable: str | None = None,
+        on_error_line: Callable[[str], None] | None = None,
     ) -> None:
         self.rank = rank
         self.host = host
         self._call = call
         self._env = dict(env)
         self._on_line = on_line
+        self._on_error_line = on_error_line
         self._executable = executable or sys.executable
 
     def __enter__(self) -> Self:
@@ -255,7 +260,7 @@ class RankProcess:
                 # The worker reads it, and then lets it be empty.
                 stdin=call,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
+                stderr=subprocess.STDOUT if self._on_error_line is None else subprocess.PIPE,
                 pass_fds=(lifeline,),
                 start_new_session=True,
             )
@@ -267,8 +272,11 @@ class RankProcess:
                 "to a Python that is there on all machines, with this package installed."
             )
             return
-        assert self._process.stdout is not None
-        self._output = OutputReader(self._process.stdout.fileno(), self._on_line)
+        self._pipes = [p for p in (self._process.stdout, self._process.stderr) if p is not None]
+        takers = (self._on_line, self._on_error_line)
+        self._output = OutputReader(
+            {pipe.fileno(): take for pipe, take in zip(self._pipes, takers, strict=False)}
+        )
 
     def _failure(self, error_type: str, error: str, ended_at: float | None = None) -> RankOutcome:
         tail = self._output.tail() if self._process is not None else ""
@@ -291,8 +299,9 @@ class RankProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-        if self._output.finish() and self._process.stdout is not None:
-            self._process.stdout.close()
+        if self._output.finish():
+            for pipe in self._pipes:
+                pipe.close()
 
     def _end(self) -> None:
         self._kill()
