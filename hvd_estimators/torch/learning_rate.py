@@ -29,10 +29,12 @@ class StepRate:
         self._optimizer = optimizer
         self._scale = scale
         self._raised: list[tuple[dict[str, Any], Any, Any]] = []
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: self._raise()),
-            optimizer.register_step_post_hook(lambda *_: self._lower()),
-        ]
+        self._hooks: list[Any] = []
+        if scale != 1:
+            self._hooks = [
+                optimizer.register_step_pre_hook(lambda *_: self._raise()),
+                optimizer.register_step_post_hook(lambda *_: self._lower()),
+            ]
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:

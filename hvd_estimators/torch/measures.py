@@ -36,8 +36,13 @@ class Measures:
         values = [evaluation.loss.detach(), *self._metrics(evaluation).values()]
         # It stays on the GPU, so that steps do not wait for it, and becomes 64 bits before it is
         # multiplied.
-        total = torch.stack([value.reshape(()).double() * rows for value in values])
-        self._sums = total if self._sums is None else self._sums.to(total.device) + total
+        total = torch.cat([value.reshape(1).double() for value in values]).mul_(rows)
+        if self._sums is None:
+            self._sums = total
+        elif self._sums.device == total.device:
+            self._sums += total
+        else:  # after a restart
+            self._sums = self._sums.to(total.device) + total
 
     def state(self) -> Array:
         """Return this rank's sums so far."""

@@ -127,7 +127,9 @@ class Metrics:
 
     def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
         """Return each metric of a batch, by name."""
-        measured = {}
+        measured: dict[str, torch.Tensor] = {}
+        if not self._groups:
+            return measured
         with torch.no_grad():
             for group in self._groups:
                 for (name, metric), output, label in zip(
