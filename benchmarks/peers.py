@@ -26,8 +26,8 @@ from pyarrow import parquet
 from benchmarks.figures import parser, show_result, show_table
 from benchmarks.loader import Data, petastorm_batches, write
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.torch.tensors import tensor_batches
 

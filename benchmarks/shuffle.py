@@ -24,8 +24,8 @@ from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.layout import order_warning

@@ -29,9 +29,9 @@ from servers.s3 import S3
 from benchmarks.common import need_baseline
 from benchmarks.figures import parser, show_result, show_table
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.mixing import one_by_one
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.fetching import joined

@@ -1,23 +1,17 @@
-"""The callbacks that the trainer adds to the user's, and which of these run on which rank."""
+"""The callbacks that the trainer adds to the user's, and the list that calls them all."""
 
 from __future__ import annotations
 
-import functools
-import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.shards import Turns
-from hvd_estimators.store import Store
-from hvd_estimators.store.local_file import CHUNK_BYTES
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
@@ -25,70 +19,11 @@ from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [
     "EpochEnd",
-    "KeptModel",
     "ProgressReports",
     "RankCallbacks",
     "StatisticsCallback",
     "StreamsCallback",
-    "check_callbacks",
-    "for_rank",
-    "writes_files",
 ]
-
-_WRITING = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.RemoteMonitor,
-    keras.callbacks.TensorBoard,
-)
-
-
-def for_rank(
-    callbacks: Sequence[keras.callbacks.Callback], rank: int, logs_path: str | None
-) -> list[keras.callbacks.Callback]:
-    """Return the callbacks that run on a rank.
-
-    Those that write files, and those of the user's that have a true attribute ``rank_zero_only``,
-    run on rank 0 alone. TensorBoard's write where the run keeps its logs, and so do a CSVLogger
-    and a ModelCheckpoint with a relative path, whose files nobody would find in a rank's working
-    directory.
-
-    Parameters
-    ----------
-    callbacks : sequence of keras.callbacks.Callback
-        What the user gave.
-    rank : int
-        The rank.
-    logs_path : str or None
-        Local directory of the run's logs.
-    """
-    chosen = []
-    for callback in callbacks:
-        if writes_files(callback) or getattr(callback, "rank_zero_only", False):
-            if rank != 0:
-                continue
-            if isinstance(callback, keras.callbacks.TensorBoard) and logs_path is not None:
-                callback.log_dir = logs_path
-            if isinstance(callback, keras.callbacks.CSVLogger):
-                callback.filename = _kept(callback.filename, logs_path)
-            if isinstance(callback, keras.callbacks.ModelCheckpoint):
-                callback.filepath = _kept(callback.filepath, logs_path)
-        chosen.append(callback)
-    return chosen
-
-
-def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback is one of Keras's that write files, or to a server."""
-    return isinstance(callback, _WRITING)
-
-
-def _kept(path: str, logs_path: str | None) -> str:
-    """Return a relative path below the run's logs; others, and URLs, stay as they are."""
-    if logs_path is None or os.path.isabs(path) or "://" in path:
-        return path
-    kept = os.path.join(logs_path, path)
-    os.makedirs(os.path.dirname(kept), exist_ok=True)
-    return kept
 
 
 class StreamsCallback(keras.callbacks.Callback):
@@ -166,77 +101,6 @@ class ProgressReports(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the whole epoch."""
         self._progress.end_epoch(_scalars(logs or {}))
-
-
-class KeptModel:
-    """The model that the user's checkpoint callback keeps. Rank 0 only.
-
-    Parameters
-    ----------
-    callback : keras.callbacks.ModelCheckpoint
-        Its path is replaced.
-    directory : str
-        A local directory for its file.
-    checkpoints_path : str or None
-        The directory of the run's checkpoints, where it is kept, too; None where runs are not.
-    store : Store
-        Opens it.
-    """
-
-    def __init__(
-        self,
-        callback: keras.callbacks.ModelCheckpoint,
-        directory: str,
-        checkpoints_path: str | None,
-        store: Store,
-    ) -> None:
-        suffix = ".weights.h5" if callback.save_weights_only else ".keras"
-        self._path = os.path.join(directory, f"kept{suffix}")
-        callback.filepath = self._path
-        self._store = store
-        self._stored_at: str | None = None
-        self._written = 0
-        if checkpoints_path is not None:
-            self._stored_at = f"{checkpoints_path}/kept{suffix}"
-
-    def fetch(self) -> None:
-        """Get what an earlier part of the run kept."""
-        if self._stored_at is not None and self._store.exists(self._stored_at):
-            with (
-                self._store.open(self._stored_at) as stored,
-                open(self._path, "wb") as file,
-            ):
-                shutil.copyfileobj(stored, file, CHUNK_BYTES)
-            self._written = os.stat(self._path).st_mtime_ns
-
-    def upload(self) -> Callable[[], None] | None:
-        """Return what writes the file to the store as it is now; None if nothing has to be done.
-
-        A store on this machine's filesystem has it at once. What was returned before has to have
-        ended.
-        """
-        if self._stored_at is None or not os.path.exists(self._path):
-            return None
-        written = os.stat(self._path).st_mtime_ns
-        if written == self._written:
-            return None
-        self._written = written
-        if self._store.local_path(self._stored_at) is not None:
-            _upload(self._path, self._store, self._stored_at)
-            return None
-        # The callback may replace the file while it is uploaded.
-        copy = f"{self._path}.copy"
-        shutil.copyfile(self._path, copy)
-        return functools.partial(_upload, copy, self._store, self._stored_at)
-
-    def path(self) -> str | None:
-        """Return the path of the model's file; None if the callback kept none."""
-        return self._path if os.path.exists(self._path) else None
-
-
-def _upload(path: str, store: Store, target: str) -> None:
-    with open(path, "rb") as file, store.open_atomic(target) as stored:
-        shutil.copyfileobj(file, stored, CHUNK_BYTES)
 
 
 class EpochEnd(keras.callbacks.Callback):
@@ -403,32 +267,6 @@ def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
         is not getattr(keras.callbacks.Callback, name)
         for name in ("on_train_batch_end", "on_batch_end")
     )
-
-
-def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Make sure that callbacks can run on several ranks. Runs on the driver.
-
-    Raises
-    ------
-    ParamError
-        If one is no Keras callback, or keeps and restores models by itself.
-    """
-    if isinstance(callbacks, keras.callbacks.Callback):
-        raise ParamError(f"callbacks: expected a list of callbacks, found {callbacks!r}.")
-    for callback in callbacks:
-        if isinstance(callback, keras.callbacks.CallbackList):
-            raise ParamError(
-                "callbacks: a CallbackList holds callbacks that run on different ranks. Give them "
-                "as a plain list."
-            )
-        if not isinstance(callback, keras.callbacks.Callback):
-            raise ParamError(f"callbacks: expected keras.callbacks.Callback, found {callback!r}.")
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            raise ParamError(
-                "callbacks: BackupAndRestore would restore one rank and not the others. Leave it "
-                "out: the store keeps a checkpoint of every epoch, and a fit with the same run_id "
-                "goes on from there."
-            )
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -17,11 +17,13 @@ import tensorflow as tf
 
 from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
 from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
+from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import save_file
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.files import load_weights
+from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
@@ -29,19 +31,16 @@ from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.session import (
     EpochEnd,
-    KeptModel,
     ProgressReports,
     RankCallbacks,
     StatisticsCallback,
     StreamsCallback,
-    for_rank,
-    writes_files,
 )
 from hvd_estimators.keras.shards import Turns
 from hvd_estimators.keras.synchronized import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.loading.readers.base import PlannedDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.store.run_directory import RunDirectory

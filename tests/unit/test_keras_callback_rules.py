@@ -12,10 +12,11 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import LearningRateScheduleCallback
+from hvd_estimators.keras.callback_rules import check_callbacks, for_rank
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
-from hvd_estimators.keras.session import ProgressReports, RankCallbacks, check_callbacks, for_rank
+from hvd_estimators.keras.session import ProgressReports, RankCallbacks
 from hvd_estimators.keras.shards import Turns
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]

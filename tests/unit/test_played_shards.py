@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import check_shards, open_data_module
-from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
+from hvd_estimators.loading.readers.base import DataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.sharding import plan_shards, played_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.parquet.manifest import ColumnSpec, RowGroup

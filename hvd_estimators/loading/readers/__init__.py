@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.loading.readers.base import DataModule, PlannedDataModule
+from hvd_estimators.loading.readers.base import DataModule
 from hvd_estimators.loading.readers.delivery import HeldDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.readers.shards import PlayedShards
 from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.remedies import INSTALL

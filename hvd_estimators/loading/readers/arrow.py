@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
 
-from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.files import RangeFiles
 from hvd_estimators.loading.readers.mixing import Bundle, in_turns
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.readers.ranges import Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
 

@@ -27,10 +27,10 @@ with warnings.catch_warnings():
     from petastorm.workers_pool import EmptyResultError
     from petastorm.workers_pool.ventilator import Ventilator
 
-from hvd_estimators.loading.readers.base import PlannedDataModule
 from hvd_estimators.loading.readers.files import RangeFiles
 from hvd_estimators.loading.readers.mixing import Bundle, in_turns
 from hvd_estimators.loading.readers.petastorm_pools import make_pool
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.readers.ranges import Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
 

@@ -10,7 +10,8 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.loading.batching import Chunk
-from hvd_estimators.loading.readers.base import ChunkedDataModule, PlannedDataModule
+from hvd_estimators.loading.readers.base import ChunkedDataModule
+from hvd_estimators.loading.readers.planned import PlannedDataModule
 
 __all__ = ["PlayedShards"]
 
