@@ -160,11 +160,20 @@ class ValidationLoader(_Loader):
         Column name to torch dtype, where it is not the stored one.
     steps : int
         Batches of a pass.
+    device : torch.device or str
+        Where batches are to be.
     """
 
-    def __init__(self, data: DataModule, dtypes: Mapping[str, str], steps: int) -> None:
+    def __init__(
+        self,
+        data: DataModule,
+        dtypes: Mapping[str, str],
+        steps: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
         super().__init__(dtypes, steps)
         self._data = data
+        self._device = device
 
     def __iter__(self) -> Iterator[TensorBatch]:
         with contextlib.closing(self._batches()) as batches:
@@ -172,7 +181,7 @@ class ValidationLoader(_Loader):
                 yield self._give(next(batches, None))
 
     def _batches(self) -> Generator[TensorBatch, None, None]:
-        yield from tensor_batches(self._data.val_chunks())
+        yield from tensor_batches(self._data.val_chunks(), self._device)
 
     def lend_rows(self) -> None:
         """Give ranks without validation rows some of another's. Called by all ranks."""
@@ -180,7 +189,7 @@ class ValidationLoader(_Loader):
             first = next((batch for batch in batches if _rows(batch)), None)
         lent = None
         if first is not None:
-            lent = {name: tensor[:_STAND_IN_ROWS].clone() for name, tensor in first.items()}
+            lent = {name: tensor[:_STAND_IN_ROWS].cpu().clone() for name, tensor in first.items()}
         offers = exchange.gather(lent, "validation_rows")
         self._stand_in = next((rows for rows in offers if rows is not None), None)
 

@@ -54,6 +54,9 @@ __all__ = ["LightningTrainSpec", "TrainerObjects", "train"]
 
 logger = logging.getLogger(__name__)
 
+# They get batches that are on the CPU.
+_MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
+
 
 @dataclass(frozen=True)
 class TrainerObjects:
@@ -214,7 +217,8 @@ class _Trainer:
     def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
         batches = WeightedBatches(
-            tensor_batches(data.train_chunks()),
+            # Batches of an epoch that are kept are too many for a GPU.
+            tensor_batches(data.train_chunks(), "cpu" if self._overfits else self._loader_device),
             data.global_train_sizes(),
             self.size,
             1,
@@ -231,11 +235,18 @@ class _Trainer:
         if spec.val_plan is None:
             return train, None
         steps = spec.validation_steps_per_epoch * spec.passes_per_batch
-        validation = ValidationLoader(data, self.spec.dtypes, steps)
+        validation = ValidationLoader(data, self.spec.dtypes, steps, self._loader_device)
         of_ranks = [played_shards(spec.num_shards, rank, self.size) for rank in range(self.size)]
         if not all(any(map(spec.val_plan.rows, shards)) for shards in of_ranks):
             validation.lend_rows()
         return train, validation
+
+    @property
+    def _loader_device(self) -> torch.device:
+        """Where loaders put batches: on the GPU, unless the module moves them there itself."""
+        is_overridden = self.spec.flavor.get("utilities.model_helpers.is_overridden")
+        moves = any(is_overridden(hook, self.module) for hook in _MOVING_HOOKS)
+        return torch.device("cpu") if moves else self.device
 
     @property
     def _overfits(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.torch.copies import ahead_of_use, cuda_copies
 from hvd_estimators.torch.outputs import as_list
 
 __all__ = [
@@ -124,16 +125,26 @@ class Batch:
 
 
 def tensor_batches(
-    chunks: Iterable[Chunk],
+    chunks: Iterable[Chunk], device: torch.device | str = "cpu"
 ) -> Generator[dict[str, torch.Tensor], None, None]:
-    """Yield each batch of each chunk as column name to tensor, without a copy.
+    """Yield each batch of each chunk as column name to tensor.
 
-    A chunk's blocks become tensors once, and torch cuts these into batches and columns.
+    A chunk's blocks become tensors once, without a copy, and torch cuts these into batches and
+    columns. For a GPU each block is copied once, while batches of the chunk before are used.
+
+    Parameters
+    ----------
+    chunks : iterable of Chunk
+        The batches.
+    device : torch.device or str
+        Where the tensors are to be.
     """
-    for chunk in chunks:
+    device = torch.device(device)
+    blocks = ((chunk, list(map(_from_numpy, chunk.rows.blocks))) for chunk in chunks)
+    on_device = blocks if device.type != "cuda" else ahead_of_use(blocks, cuda_copies(device))
+    for chunk, tensors_of_blocks in on_device:
         groups = chunk.rows.layout.groups
-        blocks = [_from_numpy(block).split(chunk.sizes) for block in chunk.rows.blocks]
-        for parts in zip(*blocks, strict=True):
+        for parts in zip(*(block.split(chunk.sizes) for block in tensors_of_blocks), strict=True):
             tensors: dict[str, torch.Tensor] = {}
             for group, part in zip(groups, parts, strict=True):
                 columns = part.unbind(1) if len(group) > 1 else (part,)

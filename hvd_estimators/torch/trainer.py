@@ -137,7 +137,7 @@ class _Trainer:
         logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with data, logs, EventWriter(logs.path) as writer, self.progress, self.checkpoints:
             batches = WeightedBatches(
-                tensor_batches(data.train_chunks()),
+                tensor_batches(data.train_chunks(), self.device),
                 data.global_train_sizes(),
                 self.size,
                 self.passes,
@@ -244,7 +244,8 @@ class _Trainer:
         self.module.eval()
         measures = Measures(self.objective.metrics)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
-        with torch.no_grad(), contextlib.closing(tensor_batches(data.val_chunks())) as batches:
+        batches = tensor_batches(data.val_chunks(), self.device)
+        with torch.no_grad(), contextlib.closing(batches):
             for columns in itertools.islice(batches, steps):
                 batch = self.spec.objective.tensors.batch(columns, self.device)
                 if not batch.rows:
