@@ -12,6 +12,8 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
+    from hvd_estimators.launch.horovod_runner import HorovodRunner
+    from hvd_estimators.launch.messages import log_to_driver
     from hvd_estimators.plots import plot_histories
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
+    "HorovodRunner",
     "PreparedDataset",
     "Store",
     "__version__",
@@ -30,6 +33,7 @@ __all__ = [
     "get_dataset_properties",
     "list_prepared_data",
     "load_checkpoint",
+    "log_to_driver",
     "plot_histories",
     "prepare_data",
 ]
@@ -38,6 +42,7 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Checkpoint": "hvd_estimators.checkpoints",
+        "HorovodRunner": "hvd_estimators.launch.horovod_runner",
         "PreparedDataset": "hvd_estimators.prepare.catalog",
         "Store": "hvd_estimators.store",
         "clear_prepared_data": "hvd_estimators.prepare.reuse",
@@ -45,6 +50,7 @@ __getattr__, __dir__ = lazy_names(
         "get_dataset_properties": "hvd_estimators.prepare.properties",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
         "load_checkpoint": "hvd_estimators.checkpoints",
+        "log_to_driver": "hvd_estimators.launch.messages",
         "plot_histories": "hvd_estimators.plots",
         "prepare_data": "hvd_estimators.prepare.dataframe",
     },

@@ -10,7 +10,8 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hvd_estimators.launch.events import Event, Handler, RankOutput, RankProgress, print_output
+from hvd_estimators.launch.events import Event, Handler, RankMessage, RankOutput, RankProgress
+from hvd_estimators.launch.outlets import print_event
 
 __all__ = ["show_progress"]
 
@@ -35,7 +36,7 @@ def show_progress(verbose: int) -> Iterator[Handler]:
         What `Backend.run` takes as ``on_event``.
     """
     if verbose <= 0:
-        yield print_output
+        yield print_event
         return
     shown = _Bars() if sys.stderr.isatty() else _Lines()
 
@@ -43,7 +44,9 @@ def show_progress(verbose: int) -> Iterator[Handler]:
         if isinstance(event, RankProgress):
             shown.show(event)
         elif isinstance(event, RankOutput):
-            tqdm.write(f"[{event.rank}] {event.line}", file=sys.stderr, end="")
+            tqdm.write(event.text(), file=sys.stderr, end="")
+        elif isinstance(event, RankMessage):
+            tqdm.write(event.message, file=sys.stdout)
 
     with contextlib.closing(shown):
         yield handle

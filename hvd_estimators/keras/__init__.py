@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hvd_estimators.keras.callbacks import (
         BestModelCheckpoint,
         BroadcastCallback,
+        LogCallback,
         MetricAverageCallback,
     )
     from hvd_estimators.keras.estimator import KerasEstimator
@@ -31,6 +32,7 @@ __all__ = [
     "KerasModel",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LogCallback",
     "MetricAverageCallback",
 ]
 
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_names(
         "KerasModel": "hvd_estimators.keras.model",
         "LearningRateScheduleCallback": "hvd_estimators.keras.learning_rate",
         "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
+        "LogCallback": "hvd_estimators.keras.callbacks",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
     },
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,12 +22,14 @@ from hvd_estimators.keras.metric_states import added_variables, merge_states, me
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import is_distributed
 from hvd_estimators.keras.randomness import split_seed_states
+from hvd_estimators.launch.messages import log_to_driver
 
 __all__ = [
     "BestModelCheckpoint",
     "BroadcastCallback",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
+    "LogCallback",
     "MetricAverageCallback",
 ]
 
@@ -110,6 +114,55 @@ def turn_off_jit_compile(model: keras.Model) -> None:
             "be compiled by XLA. Compile the model with jit_compile=False to leave this out."
         )
         model.jit_compile = False
+
+
+class LogCallback(keras.callbacks.Callback):
+    """Tells the driver's standard output of every epoch that begins and ends, while ranks train.
+
+    Takes the place of ``sparkdl.horovod.tensorflow.keras.LogCallback``. Only rank 0 sends its
+    lines, so that it may be a callback of all ranks; where it comes after `MetricAverageCallback`
+    the logs are those of the rows of all ranks.
+
+    Parameters
+    ----------
+    per_batch_log : bool
+        Whether to tell of every batch as well.
+    """
+
+    def __init__(self, per_batch_log: bool = False) -> None:
+        super().__init__()
+        self._per_batch_log = per_batch_log
+        self._epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Tell that an epoch begins."""
+        self._epoch = epoch
+        self._tell(f"epoch {epoch} begins")
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Tell of a batch, if each is to be told of."""
+        if self._per_batch_log:
+            self._tell(f"epoch {self._epoch}, batch {batch}: {_numbers(logs)}")
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Tell what was measured in an epoch."""
+        self._tell(f"epoch {epoch} ends: {_numbers(logs)}")
+
+    def _tell(self, text: str) -> None:
+        # Keras may run on torch, whose Horovod is another one.
+        if os.environ.get("HOROVOD_RANK", "0") == "0":
+            log_to_driver(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+
+
+def _numbers(logs: Mapping[str, Any] | None) -> str:
+    return ", ".join(f"{name}={_plain_text(value)}" for name, value in (logs or {}).items())
+
+
+def _plain_text(value: Any) -> str:
+    try:
+        return f"{float(value):.6g}"
+    except (TypeError, ValueError):
+        return str(value)
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -11,19 +11,24 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.backend import Backend
-    from hvd_estimators.launch.events import Event, RankOutput, RankProgress
+    from hvd_estimators.launch.events import Event, RankMessage, RankOutput, RankProgress
     from hvd_estimators.launch.foreign import as_backend
+    from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.local import LocalBackend
+    from hvd_estimators.launch.messages import log_to_driver
     from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = [
     "Backend",
     "Event",
+    "HorovodRunner",
     "LocalBackend",
+    "RankMessage",
     "RankOutput",
     "RankProgress",
     "SparkBackend",
     "as_backend",
+    "log_to_driver",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -31,10 +36,13 @@ __getattr__, __dir__ = lazy_names(
     {
         "Backend": "hvd_estimators.launch.backend",
         "Event": "hvd_estimators.launch.events",
+        "HorovodRunner": "hvd_estimators.launch.horovod_runner",
         "LocalBackend": "hvd_estimators.launch.local",
+        "RankMessage": "hvd_estimators.launch.events",
         "RankOutput": "hvd_estimators.launch.events",
         "RankProgress": "hvd_estimators.launch.events",
         "SparkBackend": "hvd_estimators.launch.spark",
         "as_backend": "hvd_estimators.launch.foreign",
+        "log_to_driver": "hvd_estimators.launch.messages",
     },
 )

@@ -14,7 +14,6 @@ __all__ = ["check_further_arguments", "check_run_arguments"]
 logger = logging.getLogger(__name__)
 
 _GLOO = "Gloo is always the controller. Leave it out"
-_OUTPUT = "verbose=2 shows what ranks print on the driver's standard error. Leave it out"
 
 # Those of horovod.spark.run(): what takes their place, and the values that say what is so anyway.
 _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -26,9 +25,6 @@ _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
         "env={'HOROVOD_GLOO_IFACE': 'eth1'}",
         (),
     ),
-    "stdout": (_OUTPUT, ()),
-    "stderr": (_OUTPUT, ()),
-    "prefix_output_with_timestamp": ("Lines of ranks begin with the rank. Leave it out", (False,)),
     "start_timeout": ("Ranks on this machine start at once. Leave it out", ()),
     "executable": ("Ranks on this machine run the driver's Python. Leave it out", ()),
 }

@@ -40,8 +40,8 @@ class Backend(ABC):
             Environment variables of the ranks; None deletes one.
         on_event : callable, optional
             Called on the driver, from another thread, with what ranks report while they run: a
-            `RankProgress`, `RankEpoch` or `RankOutput` at a time. Default: what ranks print is
-            shown on the driver, if the backend is to show it.
+            `RankProgress`, `RankEpoch`, `RankMessage` or `RankOutput` at a time. Default: messages
+            are printed, and what ranks print is shown on the driver, if the backend is to show it.
 
         Returns
         -------

@@ -22,7 +22,6 @@ from pyspark import BarrierTaskContext
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
-from hvd_estimators.launch.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.exchange import exchange
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
@@ -40,6 +39,7 @@ from hvd_estimators.launch.rendezvous import (
 from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
 from hvd_estimators.launch.rendezvous_server import RendezvousServer
 from hvd_estimators.launch.supervisor import failure_of, supervise
+from hvd_estimators.launch.task_output import TaskOutput
 from hvd_estimators.store.errors import redacted
 
 if TYPE_CHECKING:
@@ -218,19 +218,12 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 
 def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
-    target = job.events.get(EVENTS_VARIABLE) if job.verbose >= 2 else None
-    sender = EventSender(target) if target else None
-
-    def relay(line: str) -> None:
-        if sender is not None:
-            sender.send(RankOutput(rank, line))
-        # On one machine standard error is the driver's, too: lines would be shown twice.
-        if sender is None or not sender.is_connected or not job.one_machine:
-            sys.stderr.write(f"[{rank}] {line}")
-
     call = job.call if isinstance(job.call, bytes) else job.call.value
-    with RankProcess(rank, host, call, env, relay, job.executable) as process:
+    with (
+        TaskOutput(rank, job) as output,
+        RankProcess(
+            rank, host, call, env, output.on_line, job.executable, output.on_error_line
+        ) as process,
+    ):
         (outcome,) = supervise([process], link.failure)
-    if sender is not None:
-        sender.close()
     return outcome

@@ -1,4 +1,4 @@
-"""Events from ranks to the driver while a job runs: progress, epochs, and lines of output.
+"""Events from ranks to the driver while a job runs: progress, epochs, messages, lines of output.
 
 They travel as messages of `hvd_estimators.launch.channel`: both ends prove that they know a secret,
 which ranks get in their environment, so that nobody else's events are taken.
@@ -10,8 +10,8 @@ import contextlib
 import logging
 import os
 import socket
-import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
@@ -29,7 +29,6 @@ __all__ = [
     "RankProgress",
     "listening_address",
     "one_by_one",
-    "print_output",
     "receive_events",
 ]
 
@@ -38,6 +37,8 @@ EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
 
 _CONNECT_SECONDS = 5.0
 _DRAIN_SECONDS = 1.0
+# While events still come: of what ranks have sent, this much of the handler's time is waited for.
+_LAST_EVENTS_SECONDS = 60.0
 # Events may be days apart, and a rank may be stopped in the middle of one.
 _IDLE_SECONDS = 30 * 86400.0
 _SILENCE_SECONDS = 60.0
@@ -111,23 +112,55 @@ class RankOutput:
     rank : int
         The rank.
     line : str
-        The line with its end; of a long one the two ends only.
+        The line with its end; of a long one the two ends only. Where lines have been left out,
+        because nobody took them for long, one says how many.
+    stream : str
+        ``"stdout"`` or ``"stderr"``; empty where the two are not told apart.
+    time : float
+        When it came to the driver, in seconds since the epoch; 0 where that is not to be shown.
     """
 
     kind: ClassVar[str] = "output"
 
     rank: int
     line: str
+    stream: str = ""
+    time: float = 0.0
+
+    def text(self) -> str:
+        """Return the line as it is shown: as ``horovod.spark.run`` does if its stream is known."""
+        when = time.asctime(time.localtime(self.time)) if self.time else ""
+        between = f"<{self.stream}>:" if self.stream else " "
+        return f"{when}[{self.rank}]{between}{self.line}"
 
 
-Event = RankProgress | RankEpoch | RankOutput
+@dataclass(frozen=True)
+class RankMessage:
+    """A message of a rank to the driver, see `hvd_estimators.log_to_driver`.
+
+    Attributes
+    ----------
+    rank : int
+        Who sends it.
+    message : str
+        The message; of a long one the two ends only.
+    """
+
+    kind: ClassVar[str] = "message"
+
+    rank: int
+    message: str
+
+
+Event = RankProgress | RankEpoch | RankOutput | RankMessage
 
 Handler = Callable[[Event], None]
 """Called on the driver with one event at a time, from another thread."""
 
-_KINDS: dict[str, type[RankProgress] | type[RankEpoch] | type[RankOutput]] = {
-    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput)
+_KINDS: dict[str, Callable[..., Event]] = {
+    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage)
 }
+_SEVERAL = "several"
 
 
 def _encoded(event: Event) -> dict[str, Any]:
@@ -137,13 +170,6 @@ def _encoded(event: Event) -> dict[str, Any]:
 def _decoded(message: Mapping[str, Any]) -> Event:
     values = dict(message)
     return _KINDS[values.pop("kind")](**values)
-
-
-def print_output(event: Event) -> None:
-    """Print lines of output to standard error, with their rank; take no notice of other events."""
-    if isinstance(event, RankOutput):
-        # One write, lest the lines of several ranks run into each other.
-        sys.stderr.write(f"[{event.rank}] {event.line}")
 
 
 def one_by_one(handler: Handler) -> Handler:
@@ -179,19 +205,38 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     secret = new_secret()
     lock = threading.Lock()
     ended = threading.Event()
+    handled = 0
+
+    def handle(message: Mapping[str, Any]) -> None:
+        nonlocal handled
+        for one in message["events"] if message.get("kind") == _SEVERAL else [message]:
+            with lock:
+                if ended.is_set():
+                    return
+                handled += 1
+                try:
+                    handler(_decoded(one))
+                except Exception:
+                    logger.exception("An event of a rank could not be handled")
 
     def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
         channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
         proved()
-        while True:
+        while not ended.is_set():
             message, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
-            with lock:
-                if ended.is_set():
-                    return
-                try:
-                    handler(_decoded(message))
-                except Exception:
-                    logger.exception("An event of a rank could not be handled")
+            handle(message)
+
+    def drain(listener: Listener) -> None:
+        """Wait for what is on its way, for as long as some of it comes."""
+        deadline = time.monotonic() + _LAST_EVENTS_SECONDS
+        before = -1
+        while not listener.drain(_DRAIN_SECONDS):
+            if handled == before:
+                return  # a rank that stays connected
+            if time.monotonic() > deadline:
+                logger.warning("What ranks printed last is not shown: it is taken too slowly.")
+                return
+            before = handled
 
     host = host.strip("[]")  # as Spark writes an IPv6 address
     with Listener(listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
@@ -199,7 +244,7 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
             yield {EVENTS_VARIABLE: f"{host}:{listener.port}:{secret.hex()}"}
         finally:
             # Ranks that have ended have closed their connections: what is on its way is taken.
-            listener.drain(_DRAIN_SECONDS)
+            drain(listener)
             with lock:
                 ended.set()
 
@@ -220,11 +265,18 @@ def listening_address(host: str) -> str:
 class EventSender:
     """Sends events to the driver; does nothing where there is nobody to send to.
 
-    Runs on the worker. Training never fails or waits because of an event: the first error ends
-    the sending.
+    Runs on the worker. Training never fails because of an event: the first error ends the sending.
+
+    Parameters
+    ----------
+    target : str, optional
+        Where to send them. Default: what the environment says.
+    patience : float
+        Seconds that the driver may take for one.
     """
 
-    def __init__(self, target: str | None = None) -> None:
+    def __init__(self, target: str | None = None, patience: float = 5.0) -> None:
+        self._patience = patience
         target = target or os.environ.get(EVENTS_VARIABLE)
         self._socket: socket.socket | None = None
         if not target:
@@ -246,15 +298,24 @@ class EventSender:
 
     def send(self, event: Event) -> None:
         """Send one event."""
+        self._send(_encoded(event))
+
+    def send_all(self, events: Sequence[Event]) -> None:
+        """Send some events at once."""
+        self._send({"kind": _SEVERAL, "events": [_encoded(event) for event in events]})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
         if self._socket is None:
             return
         try:
-            self._channel.send(_encoded(event))
+            self._channel.send(message, seconds=self._patience)
         except OSError:
             self.close()
 
     def close(self) -> None:
-        """End the connection."""
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        """End the connection; another thread that is sending stops that."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()

@@ -16,7 +16,8 @@ class Job:
     ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
     ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
     whether all of them are known to run on one. ``events`` are the variables that tell ranks where
-    the driver takes events, if it does.
+    the driver takes events. ``streams`` are those whose lines it gets (empty: both as one), and
+    ``apart`` says whether ranks have a pipe for each.
     """
 
     call: bytes | Broadcast[bytes] = field(repr=False)
@@ -29,3 +30,5 @@ class Job:
     driver_path: tuple[str, ...]
     executable: str | None
     verbose: int
+    streams: tuple[str, ...] = ()
+    apart: bool = False

@@ -103,8 +103,14 @@ class Listener:
     ) -> None:
         self.close()
 
-    def drain(self, seconds: float) -> None:
-        """Wait until all connections have ended, even those that are not accepted yet."""
+    def drain(self, seconds: float) -> bool:
+        """Wait until all connections have ended, even those that are not accepted yet.
+
+        Returns
+        -------
+        bool
+            Whether they have, within so many seconds.
+        """
         deadline = time.monotonic() + seconds
         # Connections are accepted in order: once this one is known, so are all before it.
         with contextlib.suppress(OSError):
@@ -116,8 +122,9 @@ class Listener:
         while time.monotonic() < deadline:
             with self._lock:
                 if not (self._strangers or self._friends):
-                    return
+                    return True
             time.sleep(_PAUSE_SECONDS / 5)
+        return False
 
     def close(self) -> None:
         """Refuse new connections, and end those that there are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import socket
 import sys
@@ -14,23 +15,18 @@ from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
-from hvd_estimators.launch.events import (
-    EVENTS_VARIABLE,
-    Handler,
-    RankOutput,
-    one_by_one,
-    print_output,
-    receive_events,
-)
+from hvd_estimators.launch.events import Handler, RankOutput, one_by_one, receive_events
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
+from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import (
     RankProcess,
     pickle_call,
     results_in_order,
 )
+from hvd_estimators.launch.relay import Relay
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,
     child_environment,
@@ -53,7 +49,15 @@ class LocalBackend(Backend):
     env : mapping, optional
         Environment variables of the ranks; None deletes one. Ranks inherit this process's.
     verbose : int
-        2 and above shows what the ranks print.
+        2 and above shows what the ranks print on standard error, with the rank before each line.
+        Where lines are taken too slowly some are left out, and a line says how many.
+    stdout, stderr : file-like, optional
+        Open text files or streams, such as ``sys.stdout``, to which lines of the
+        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
+        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
+        each, so that the order of a line of one and a line of the other is not known.
+    prefix_output_with_timestamp : bool
+        Whether a line of a rank begins with the time at which it came.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -69,6 +73,9 @@ class LocalBackend(Backend):
         num_proc: int | None = 1,
         env: Mapping[str, str | None] | None = None,
         verbose: int = 1,
+        stdout: Any = None,
+        stderr: Any = None,
+        prefix_output_with_timestamp: bool = False,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
@@ -76,7 +83,7 @@ class LocalBackend(Backend):
         check_further_arguments(LocalBackend, further)
         self._num_proc = num_proc or _cores()
         self._env = dict(env or {})
-        self._verbose = verbose
+        self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
@@ -107,15 +114,17 @@ class LocalBackend(Backend):
         key = ranks_key(new_secret())
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
-        handler = one_by_one(on_event or print_output)
+        handler = one_by_one(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
-            # Lines of output come to this process anyway.
-            events: dict[str, str | None] = {EVENTS_VARIABLE: None}
-            if on_event is not None:
-                events.update(stack.enter_context(receive_events(handler, self.driver_host())))
+            events = stack.enter_context(receive_events(handler, self.driver_host()))
             proxies = [
                 stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
             ]
+            relays = [
+                stack.enter_context(Relay(functools.partial(_show, handler, slot.rank)))
+                for slot in slots
+            ]
+            takers = [self._outlets.takers(relay.put) for relay in relays]
             ranks = [
                 stack.enter_context(
                     RankProcess(
@@ -132,17 +141,20 @@ class LocalBackend(Backend):
                             self._env,
                             env,
                         ),
-                        self._relay(slot.rank, handler),
+                        on_line,
+                        on_error_line=on_error_line,
                     )
                 )
-                for slot, proxy in zip(slots, proxies, strict=True)
+                for slot, proxy, (on_line, on_error_line) in zip(
+                    slots, proxies, takers, strict=True
+                )
             ]
             return results_in_order(supervise(ranks))
 
-    def _relay(self, rank: int, handler: Handler) -> Callable[[str], None] | None:
-        if self._verbose < 2:
-            return None
-        return lambda line: handler(RankOutput(rank, line))
+
+def _show(handler: Handler, rank: int, lines: Sequence[tuple[str, str]]) -> None:
+    for stream, line in lines:
+        handler(RankOutput(rank, line, stream))
 
 
 def _cores() -> int:

@@ -7,6 +7,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from typing_extensions import Self
 
 __all__ = ["Allowance", "Relay", "lines_left_out"]
 
@@ -19,6 +22,7 @@ _LINE_BYTES = 128
 _PATIENCE_SECONDS = 5.0
 # Of the time that a process runs, this much it may be held up because nobody takes its output.
 _PATIENCE_SHARE = 0.1
+_CLOSE_SECONDS = 10.0
 _NOTE_SECONDS = 1.0
 
 
@@ -57,7 +61,9 @@ class Allowance:
 
 
 class Relay:
-    """Hands lines to a function that may be slow, in a thread of its own.
+    """Hands lines to a function that may be slow, in a thread of its own, as a context manager.
+
+    When the block ends lines that still wait are handed on, for ten seconds at most.
 
     About 8 MiB of lines wait at most. When they do, who brings more waits for up to five seconds,
     which come back with time (a tenth of it). Then lines are left out until half of those that wait
@@ -94,7 +100,18 @@ class Relay:
             self._append(stream, line)
             self._changed.notify_all()
 
-    def close(self, seconds: float) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self, seconds: float = _CLOSE_SECONDS) -> None:
         """Wait until all is handed on, for some seconds at most; what is left then is left out."""
         with self._changed:
             self._ending = True

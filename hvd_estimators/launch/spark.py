@@ -19,10 +19,11 @@ from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcome
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.environment import shared_environment
-from hvd_estimators.launch.events import Handler, print_output, receive_events
+from hvd_estimators.launch.events import Handler, receive_events
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
+from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.process import pickle_call, results_in_order
 from hvd_estimators.launch.slots import await_slots
 
@@ -54,9 +55,19 @@ class SparkBackend(Backend):
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
-        2 and above shows what the ranks print on the driver as well as in the executors' logs.
+        2 and above shows what the ranks print on the driver's standard error, with the rank before
+        each line, as well as in the executors' logs. These get 64 MiB of a rank, and 1 MiB a minute
+        above that. A driver that takes lines too slowly gets less, and is told how much is left
+        out. With a local master, where the driver has these logs, 0 shows nothing.
     executable : str, optional
         The Python of the ranks. Default: the one that runs the executors' Python workers.
+    stdout, stderr : file-like, optional
+        Open text files or streams of the driver, such as ``sys.stdout``, to which lines of the
+        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
+        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
+        each, so that the order of a line of one and a line of the other is not known.
+    prefix_output_with_timestamp : bool
+        Whether a line of a rank begins with the time at which it came to the driver.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -74,6 +85,9 @@ class SparkBackend(Backend):
         start_timeout: float | None = None,
         verbose: int = 1,
         executable: str | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        prefix_output_with_timestamp: bool = False,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
@@ -86,6 +100,7 @@ class SparkBackend(Backend):
         self._start_timeout = default_timeout if start_timeout is None else start_timeout
         self._verbose = verbose
         self._executable = executable
+        self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
@@ -184,14 +199,11 @@ class SparkBackend(Backend):
         check_run_arguments(self.run, unknown)
         self.check()
         cluster = Cluster.current()
-        if on_event is None and self._verbose >= 2:
-            on_event = print_output
+        handler, host = self._outlets.handler(on_event), cluster.driver_host()
         with contextlib.ExitStack() as stack:
             document = pickle_call(fn, args, kwargs or {})
             call = stack.enter_context(_shared(cluster.context, document))
-            events = {}
-            if on_event is not None:
-                events = stack.enter_context(receive_events(on_event, cluster.driver_host()))
+            events = stack.enter_context(receive_events(handler, host))
             return self._run(cluster, call, env, events)
 
     def _run(
@@ -213,6 +225,8 @@ class SparkBackend(Backend):
             driver_path=tuple(sys.path),
             executable=self._executable,
             verbose=self._verbose,
+            streams=self._outlets.streams,
+            apart=self._outlets.are_apart,
         )
         frame = (
             cluster.session()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import Any
 
 import pytest
@@ -31,9 +30,6 @@ def test_an_unknown_argument_is_an_error_with_a_hint(backend: Any) -> None:
         ("use_gloo", False, "Gloo is always the controller"),
         ("extra_mpi_args", "-v", "Gloo is always the controller"),
         ("nics", {"eth1"}, "HOROVOD_GLOO_IFACE"),
-        ("stdout", sys.stdout, "verbose=2"),
-        ("stderr", sys.stderr, "verbose=2"),
-        ("prefix_output_with_timestamp", True, "begin with the rank"),
     ],
 )
 def test_arguments_of_horovod_spark_are_known_by_name(
@@ -50,7 +46,7 @@ def test_values_that_say_what_is_so_anyway_are_taken_in_silence(
     caplog: pytest.LogCaptureFixture, backend: Any
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        backend(2, use_gloo=True, use_mpi=False, nics=None, prefix_output_with_timestamp=False)
+        backend(2, use_gloo=True, use_mpi=False, nics=None)
     assert not caplog.records
 
 

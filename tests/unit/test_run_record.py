@@ -18,7 +18,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.metadata import begun, noted_params
 from hvd_estimators.fitting.record import RunRecord
 from hvd_estimators.fitting.runs import RowOrder
-from hvd_estimators.launch.events import RankEpoch, RankOutput, print_output
+from hvd_estimators.launch.events import RankEpoch, RankOutput
+from hvd_estimators.launch.outlets import print_event
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.checkpoint_names import Position
@@ -68,7 +69,7 @@ def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
     store: Any, writes: queue.Queue[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with RunLease(store, store.run_paths("mine")), record(store) as noted:
-        handle = noted.handler(print_output)
+        handle = noted.handler(print_event)
         assert {writes.get(timeout=10) for _ in range(2)} == {"lease.json", "metadata.json"}
         (info,) = store.list_runs()
         assert (info.run_id, info.state, info.epochs, info.ended) == ("mine", "running", 0, None)
@@ -124,7 +125,7 @@ def test_the_whole_history_is_noted_in_the_end_also_where_no_rank_told_it(store:
 
 def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None:
     with record(store, batch_size=8) as noted:
-        handle = noted.handler(print_output)
+        handle = noted.handler(print_event)
         for number in range(3):
             handle(epoch(number, 1 / (number + 1)))
     first = read_metadata(store, store.run_paths("mine").run_path)
@@ -132,7 +133,7 @@ def test_a_run_that_is_gone_on_with_keeps_what_it_began_with(store: Any) -> None
     # Its newest checkpoint is of epoch 2, the third epoch is trained once more.
 
     def fail(noted: RunRecord) -> None:
-        noted.handler(print_output)(epoch(2, 0.25))
+        noted.handler(print_event)(epoch(2, 0.25))
         raise RuntimeError("the rank ended")
 
     with pytest.raises(RuntimeError), record(store, before=first, batch_size=9) as noted:
@@ -184,7 +185,7 @@ def test_a_store_that_fails_costs_warnings(
 
     with caplog.at_level(logging.WARNING), record(store) as noted:
         monkeypatch.setattr(LocalStore, "write_text", fail)
-        noted.handler(print_output)(epoch(0, 0.5))
+        noted.handler(print_event)(epoch(0, 0.5))
         noted.complete([EpochMetrics(0, {"loss": 0.5})], None)  # type: ignore[arg-type]
     assert caplog.text.count("could not be told what was measured") == 1
     assert caplog.text.count("What is noted of run 'mine' is not complete") == 2
@@ -193,7 +194,7 @@ def test_a_store_that_fails_costs_warnings(
 def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
     store = Store.create(str(tmp_path), save_runs=False)
     with record(store) as noted:
-        noted.handler(print_output)(epoch(0, 0.5))
+        noted.handler(print_event)(epoch(0, 0.5))
         noted.complete([], None)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
     assert store.list_runs() == []
@@ -202,7 +203,7 @@ def test_a_store_that_keeps_no_runs_is_left_alone(tmp_path: Path) -> None:
 def test_runs_are_listed_the_newest_first_and_what_is_damaged_is_left_out(store: Any) -> None:
     for number, run_id in enumerate(["b", "a", "c"]):
         with record(store, run_id) as noted:
-            noted.handler(print_output)(epoch(number, 0.5))
+            noted.handler(print_event)(epoch(number, 0.5))
     folder = Path(store.get_runs_path())
     (folder / "stray file").write_text("")
     (folder / "empty").mkdir()

@@ -1,0 +1,90 @@
+"""`HorovodRunner` on the driver, and its arguments."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from typing import Any
+
+import pytest
+
+from hvd_estimators import HorovodRunner, log_to_driver
+from hvd_estimators.exceptions import ParamError, WorkerFailedError
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def work(base: int, *, factor: int) -> Any:
+    rank = int(os.environ["HOROVOD_RANK"])
+    print("out", rank)
+    print("error", rank, file=sys.stderr)
+    log_to_driver(f"message {rank}")
+    # What only another rank returns need not be good to send.
+    return base * factor if rank == 0 else (yield_ for yield_ in ())
+
+
+def test_below_zero_runs_on_the_driver_and_shows_everything(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert HorovodRunner(np=-2).run(work, base=3, factor=5) == 15
+
+    shown = capsys.readouterr()
+    assert sorted(shown.out.splitlines()) == [
+        "[0]<stdout>:out 0",
+        "[1]<stdout>:out 1",
+        "message 0",
+        "message 1",
+    ]
+    assert sorted(shown.err.splitlines()) == ["[0]<stderr>:error 0", "[1]<stderr>:error 1"]
+
+
+def test_below_zero_needs_no_spark() -> None:
+    program = textwrap.dedent(
+        """
+        import sys
+        sys.modules["pyspark"] = None
+        from hvd_estimators import HorovodRunner
+        print("returned", HorovodRunner(np=-1).run(lambda x: x + 1, x=4))
+        """
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "returned 5\n"), done.stderr
+
+
+def test_a_failure_is_of_the_rank_that_raised() -> None:
+    def fail() -> None:
+        raise KeyError(os.environ["HOROVOD_RANK"])
+
+    with pytest.raises(WorkerFailedError, match=r"(?s)Rank 0 .*KeyError: '0'"):
+        HorovodRunner(np=-1).run(fail)
+
+
+def test_arguments_that_are_not_usable_are_errors_at_once() -> None:
+    for wrong in (2.0, "2", None, True):
+        with pytest.raises(ParamError, match=rf"np: expected .* found {re.escape(repr(wrong))}"):
+            HorovodRunner(np=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ParamError, match=r"driver_log_verbosity: .*'log_callback_only'.*'none'"):
+        HorovodRunner(np=1, driver_log_verbosity="none")
+    with pytest.raises(ParamError, match=r"'num_proc'\. Set np"):
+        HorovodRunner(np=1, num_proc=3)
+    with pytest.raises(ParamError, match=r"no argument 'start_timeut'\. Did you mean"):
+        HorovodRunner(np=1, start_timeut=3)
+    with pytest.raises(ParamError, match="main: expected a function, found 5"):
+        HorovodRunner(np=-1).run(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        HorovodRunner(2)  # type: ignore[misc]
+
+
+def test_only_zero_is_deprecated() -> None:
+    with pytest.warns(DeprecationWarning, match="np=0"):
+        HorovodRunner(np=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        HorovodRunner(np=2)
+        HorovodRunner(np=-2)

@@ -1,0 +1,74 @@
+"""Messages of ranks to the driver's standard output."""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Iterator
+
+import pytest
+
+from hvd_estimators import log_to_driver
+from hvd_estimators.launch import messages
+from hvd_estimators.launch.events import EVENTS_VARIABLE, RankMessage, receive_events
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[object]]:
+    """Let this process be rank 3, whose messages are received."""
+    found: queue.Queue[object] = queue.Queue()
+    monkeypatch.setenv("HOROVOD_RANK", "3")
+    messages._forget()
+    with receive_events(found.put, "127.0.0.1") as env:
+        monkeypatch.setenv(EVENTS_VARIABLE, env[EVENTS_VARIABLE])
+        yield found
+        if messages._current is not None:
+            messages._current.close()
+    messages._forget()
+
+
+def test_messages_arrive_in_order_as_text(received: queue.Queue[object]) -> None:
+    for message in ("größe", 5, "two\nlines\n"):
+        log_to_driver(message)
+
+    got = [received.get(timeout=10) for _ in range(3)]
+    assert got == [RankMessage(3, "größe"), RankMessage(3, "5"), RankMessage(3, "two\nlines")]
+
+
+def test_of_a_long_message_the_two_ends_arrive(received: queue.Queue[object]) -> None:
+    log_to_driver("a" * 10_000 + "z" * 10_000)
+
+    message = received.get(timeout=10)
+    assert isinstance(message, RankMessage)
+    assert message.message == "a" * 4096 + "[... 11,808 characters left out ...]" + "z" * 4096
+
+
+def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> None:
+    log_to_driver("parent")
+    assert received.get(timeout=10) == RankMessage(3, "parent")
+    child = os.fork()
+    if not child:
+        log_to_driver("child")
+        messages._current.close()  # type: ignore[union-attr]
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    log_to_driver("parent again")
+
+    assert {received.get(timeout=10) for _ in range(2)} == {
+        RankMessage(3, "child"),
+        RankMessage(3, "parent again"),
+    }
+
+
+def test_where_nobody_listens_messages_are_printed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
+    messages._forget()
+
+    log_to_driver("hello")
+
+    assert capsys.readouterr().out == "hello\n"
+    messages._forget()

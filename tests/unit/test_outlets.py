@@ -1,0 +1,115 @@
+"""Where what ranks print comes out on the driver."""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch import LocalBackend, SparkBackend
+from hvd_estimators.launch.events import Event, RankMessage, RankOutput, RankProgress
+from hvd_estimators.launch.outlets import Outlets, print_event
+
+PROGRESS = RankProgress(0, epoch=0, epochs=1, step=1, steps=9, rows_per_second=2.5)
+
+
+@pytest.mark.parametrize(
+    ("given", "verbose", "streams"),
+    [
+        ((), 1, ()),
+        ((), 2, ("",)),
+        (("stdout",), 1, ("stdout",)),
+        (("stderr",), 2, ("stdout", "stderr")),
+        (("stdout", "stderr"), 0, ("stdout", "stderr")),
+    ],
+)
+def test_streams_come_to_the_driver_if_they_are_asked_for(
+    given: tuple[str, ...], verbose: int, streams: tuple[str, ...]
+) -> None:
+    files = {name: io.StringIO() if name in given else None for name in ("stdout", "stderr")}
+    outlets = Outlets(**files, prefix_output_with_timestamp=False, verbose=verbose)
+
+    assert outlets.streams == streams
+    assert outlets.are_apart == bool(given)
+    put: list[tuple[str, str]] = []
+    on_line, on_error_line = outlets.takers(lambda stream, line: put.append((stream, line)))
+    assert (on_error_line is not None) == bool(given)
+    for take in filter(None, (on_line, on_error_line)):
+        take("x\n")
+    assert put == [(stream, "x\n") for stream in streams]
+
+
+def test_lines_go_to_their_files_as_horovod_writes_them_and_all_else_to_the_handler() -> None:
+    out, others = io.StringIO(), list[Event]()
+    handle = Outlets(out, None, False, 2).handler(others.append)
+
+    for event in (
+        RankOutput(0, "größe\n", "stdout"),
+        RankOutput(1, "oops\n", "stderr"),
+        PROGRESS,
+        RankMessage(1, "hello"),
+        RankOutput(1, "no end", "stdout"),
+    ):
+        handle(event)
+
+    assert out.getvalue() == "[0]<stdout>:größe\n[1]<stdout>:no end"
+    assert others == [RankOutput(1, "oops\n", "stderr"), PROGRESS, RankMessage(1, "hello")]
+
+
+def test_a_line_begins_with_the_time_at_which_it_came() -> None:
+    out, others = io.StringIO(), list[Event]()
+    handle = Outlets(out, None, True, 2).handler(others.append)
+    before = time.time()
+
+    handle(RankOutput(3, "x\n", "stdout"))
+    handle(RankOutput(3, "y\n", "stderr"))
+
+    when, rest = out.getvalue().split("[", 1)
+    assert rest == "3]<stdout>:x\n"
+    assert before - 1 <= time.mktime(time.strptime(when)) <= time.time()
+    (other,) = others
+    assert isinstance(other, RankOutput)
+    assert other.text().startswith(time.asctime(time.localtime(other.time)) + "[3]<stderr>:y")
+
+
+def test_messages_go_to_standard_output_and_lines_to_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for event in (RankOutput(2, "a\n"), RankMessage(1, "b"), PROGRESS):
+        print_event(event)
+
+    assert capsys.readouterr() == ("b\n", "[2] a\n")
+
+
+def test_what_an_encoding_does_not_have_is_escaped() -> None:
+    raw = io.BytesIO()
+    handle = Outlets(io.TextIOWrapper(raw, "ascii"), None, False, 1).handler(None)
+
+    handle(RankOutput(0, "größe\n", "stdout"))
+
+    assert raw.getvalue() == b"[0]<stdout>:gr\\xf6\\xdfe\n"
+
+
+def test_a_file_that_cannot_be_written_to_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    out = io.StringIO()
+    handle = Outlets(out, None, False, 1).handler(None)
+    out.close()
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            handle(RankOutput(0, "x\n", "stdout"))
+
+    assert caplog.text.count("stdout: cannot be written to") == 1
+
+
+@pytest.mark.parametrize("backend", [LocalBackend, SparkBackend])
+def test_what_is_no_text_file_is_refused(backend: Any, tmp_path: Path) -> None:
+    with pytest.raises(ParamError, match=r"stdout: expected an open text file.*found 'out.txt'"):
+        backend(2, stdout="out.txt")
+    with pytest.raises(ParamError, match="stderr: expected a file opened for text"):
+        backend(2, stderr=io.BytesIO())
