@@ -12,8 +12,10 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
+    from hvd_estimators.launch.elastic import run_elastic
     from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.messages import log_to_driver
+    from hvd_estimators.launch.runner import run
     from hvd_estimators.plots import plot_histories
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
@@ -36,6 +38,8 @@ __all__ = [
     "log_to_driver",
     "plot_histories",
     "prepare_data",
+    "run",
+    "run_elastic",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -53,5 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "log_to_driver": "hvd_estimators.launch.messages",
         "plot_histories": "hvd_estimators.plots",
         "prepare_data": "hvd_estimators.prepare.dataframe",
+        "run": "hvd_estimators.launch.runner",
+        "run_elastic": "hvd_estimators.launch.elastic",
     },
 )

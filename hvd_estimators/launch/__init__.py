@@ -11,11 +11,13 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.backend import Backend
+    from hvd_estimators.launch.elastic import run_elastic
     from hvd_estimators.launch.events import Event, RankMessage, RankOutput, RankProgress
     from hvd_estimators.launch.foreign import as_backend
     from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.local import LocalBackend
     from hvd_estimators.launch.messages import log_to_driver
+    from hvd_estimators.launch.runner import run
     from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = [
@@ -29,6 +31,8 @@ __all__ = [
     "SparkBackend",
     "as_backend",
     "log_to_driver",
+    "run",
+    "run_elastic",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -44,5 +48,7 @@ __getattr__, __dir__ = lazy_names(
         "SparkBackend": "hvd_estimators.launch.spark",
         "as_backend": "hvd_estimators.launch.foreign",
         "log_to_driver": "hvd_estimators.launch.messages",
+        "run": "hvd_estimators.launch.runner",
+        "run_elastic": "hvd_estimators.launch.elastic",
     },
 )

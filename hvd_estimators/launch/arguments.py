@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 
-__all__ = ["check_further_arguments", "check_run_arguments"]
+__all__ = ["check_further_arguments", "check_run_arguments", "seconds_given"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,23 @@ def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> No
         )
     hint = " Arguments of the function go in args=(...) and kwargs={...}."
     _refuse_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
+
+
+def seconds_given(seconds: float | None, variable: str, default: float = 600.0) -> float:
+    """Return a number of seconds: as it was given, from an environment variable, or a default.
+
+    Raises
+    ------
+    ParamError
+        If the variable holds no number.
+    """
+    if seconds is not None:
+        return seconds
+    text = os.environ.get(variable, "")
+    try:
+        return float(text or default)
+    except ValueError:
+        raise ParamError(f"{variable}: expected seconds, found {text!r}.") from None
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 from pyspark import Broadcast
 
 from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
-from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
+from hvd_estimators.launch.arguments import (
+    check_further_arguments,
+    check_run_arguments,
+    seconds_given,
+)
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes, run_task
 from hvd_estimators.launch.channel import new_secret
@@ -96,8 +100,7 @@ class SparkBackend(Backend):
         self._num_proc = num_proc
         self._slots: tuple[str, int] | None = None
         self._env = None if env is None else dict(env)
-        default_timeout = float(os.environ.get("HOROVOD_SPARK_START_TIMEOUT", "600"))
-        self._start_timeout = default_timeout if start_timeout is None else start_timeout
+        self._start_timeout = seconds_given(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
         self._verbose = verbose
         self._executable = executable
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
@@ -105,6 +108,10 @@ class SparkBackend(Backend):
     def num_processes(self) -> int:
         """Return the number of ranks."""
         return self._num_proc or self._all_slots()
+
+    def task_slots(self) -> int:
+        """Return how many ranks the executors that are registered now can run at the same time."""
+        return Cluster.current().task_slots()
 
     def _all_slots(self) -> int:
         """Return the cluster's task slots, the same number for as long as the application lives."""

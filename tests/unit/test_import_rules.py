@@ -42,7 +42,10 @@ ROOMS = {
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = {
     f"launch.{name}"
-    for name in ("barrier", "cluster", "exchange", "failures", "job", "jobs", "slots", "spark")
+    for name in (
+        *("barrier", "cluster", "elastic", "exchange", "failures", "horovod_runner", "job"),
+        *("jobs", "runner", "slots", "spark"),
+    )
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
 

@@ -1,0 +1,312 @@
+"""`run_elastic`: a job whose ranks are launched again where one is lost. Runs on the driver."""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_estimators.exceptions import (
+    HvdEstimatorsError,
+    ParamError,
+    SlotsError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch.arguments import seconds_given
+from hvd_estimators.launch.commits import CommitStore
+from hvd_estimators.launch.elastic_rank import run_in_rank
+from hvd_estimators.launch.runner import call_of, only_given
+from hvd_estimators.launch.spark import SparkBackend
+
+__all__ = ["run_elastic"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+# Executors that were lost are mostly replaced within seconds.
+_RETURN_SECONDS = 15.0
+# As often as Spark starts a task that fails, by default.
+_MOST_FRUITLESS = 4
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    executable: str | None = None,
+    resource_profile: Any = None,
+    gpus_per_task: int | None = None,
+    cpus_per_task: int | None = None,
+    warm_start: bool = True,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ranks, and launch them again where one of them is lost.
+
+    Takes the place of ``horovod.spark.run_elastic``, with its arguments and their order. ``fn`` is
+    a program for Horovod's elastic mode: a ``state`` (``hvd.elastic.TorchState``,
+    ``TensorFlowState``, ``ObjectState``), and a function of it under ``hvd.elastic.run``. When a
+    rank raises, exits or is killed, or its executor is lost, all ranks end, and as many start again
+    as there are task slots: at least ``min_num_proc``, at most ``max_num_proc``. They are new
+    processes, in which ``fn`` begins anew; where it calls the function under ``hvd.elastic.run``,
+    the state has the values of its last ``commit()`` (or ``save()``), and its reset callbacks have
+    been called. Several states are told apart by the order in which they come to such functions.
+    Without a state ``fn`` just begins anew.
+
+    A commit sends rank 0's state to the driver, where it is kept in the temporary folder
+    (``TMPDIR``) in a file that nobody else can open; it returns when it is safe there. Commit as
+    often as the work since the last commit may be lost, and not more.
+
+    The number of ranks changes at a relaunch only: slots that become free meanwhile do not
+    interrupt the ranks.
+
+    Parameters
+    ----------
+    fn, args, kwargs
+        As for `run`.
+    num_proc : int, optional
+        Number of ranks at the start. Default: as many as there are task slots.
+    min_num_proc : int, optional
+        Fewest ranks of a relaunch. Default: ``num_proc``.
+    max_num_proc : int, optional
+        Most ranks of a relaunch. Default: ``num_proc``.
+    start_timeout : float, optional
+        As for `run`.
+    elastic_timeout : float, optional
+        Seconds to wait for ``min_num_proc`` task slots after a rank was lost. Default:
+        ``HOROVOD_ELASTIC_TIMEOUT`` or 600.
+    reset_limit : int, optional
+        Most relaunches. Default: no limit, but four launches in a row that end before a commit (or
+        with the same exception as the one before, and one commit) are the last.
+    env, stdout, stderr, verbose, nics, prefix_output_with_timestamp
+        As for `run`.
+    min_np, max_np : int, optional
+        Deprecated names of ``min_num_proc`` and ``max_num_proc``.
+    executable, resource_profile, gpus_per_task, cpus_per_task, warm_start
+        As for `run`.
+
+    Returns
+    -------
+    list
+        What ``fn`` returned on each rank of the last launch, in the order of the ranks.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or the call cannot be pickled.
+    SlotsError
+        If the ranks cannot start, or there were too few task slots for ``elastic_timeout`` seconds.
+    WorkerFailedError
+        If a rank was lost once too often; ``relaunches`` tells how often they were launched again.
+    JobCancelledError
+        If the Spark job was cancelled.
+
+    Examples
+    --------
+    >>> def train(epochs):
+    ...     import horovod.torch as hvd
+    ...     import torch
+    ...
+    ...     hvd.init()
+    ...     model = torch.nn.Linear(1, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+    ...     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    ...
+    ...     @hvd.elastic.run
+    ...     def train_epochs(state):
+    ...         while state.epoch < epochs:
+    ...             ...  # train for an epoch
+    ...             state.epoch += 1
+    ...             state.commit()
+    ...         return state.epoch
+    ...
+    ...     return train_epochs(hvd.elastic.TorchState(model, optimizer, epoch=0))
+    >>> run_elastic(train, (3,), num_proc=2, min_num_proc=1)  # doctest: +SKIP
+    [3, 3]
+    """
+    call = call_of(fn, args, kwargs)
+    options = only_given(
+        start_timeout=start_timeout,
+        executable=executable,
+        stdout=stdout,
+        stderr=stderr,
+        nics=nics,
+        resource_profile=resource_profile,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        warm_start=None if warm_start else False,
+    )
+    if prefix_output_with_timestamp:
+        options["prefix_output_with_timestamp"] = True
+
+    def backend(num_proc: int | None) -> SparkBackend:
+        return SparkBackend(num_proc, env=dict(env or {}), verbose=verbose, **options)
+
+    if reset_limit is not None and reset_limit < 0:
+        raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit}.")
+    first = backend(num_proc)
+    least, most = _bounds(
+        first.num_processes(),
+        _renamed("min_num_proc", min_num_proc, "min_np", min_np),
+        _renamed("max_num_proc", max_num_proc, "max_np", max_np),
+    )
+    timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT")
+    return _Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
+
+
+def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:
+    if old is None:
+        return value
+    warnings.warn(f"{old_name} is deprecated: set {name}.", DeprecationWarning, stacklevel=3)
+    return old if value is None else value
+
+
+def _bounds(num_proc: int, least: int | None, most: int | None) -> tuple[int, int]:
+    """Return the fewest and the most ranks of a relaunch."""
+    least = num_proc if least is None else least
+    most = num_proc if most is None else most
+    if not 1 <= least <= num_proc <= most:
+        raise ParamError(
+            "num_proc: expected 1 <= min_num_proc <= num_proc <= max_num_proc, found "
+            f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}."
+        )
+    return least, most
+
+
+@dataclass
+class _Launches:
+    """The launches of one job.
+
+    Attributes
+    ----------
+    backend : callable
+        Returns what runs a number of ranks.
+    least, most : int
+        Ranks of a relaunch.
+    timeout : float
+        Seconds to wait for so many slots.
+    limit : int or None
+        Most relaunches.
+    """
+
+    backend: Callable[[int], SparkBackend]
+    least: int
+    most: int
+    timeout: float
+    limit: int | None
+    failures: list[WorkerFailedError] = field(default_factory=list)
+    fruitless: int = 0
+
+    def run(self, num_proc: int, call: tuple[Any, ...]) -> list[Any]:
+        """Launch ranks until they return, and return their results."""
+        deadline = float("inf")
+        with CommitStore() as commits:
+            while True:
+                before = commits.count
+                backend = self.backend(num_proc)
+                try:
+                    with commits.serve(backend.driver_host()) as variables:
+                        relaunches = len(self.failures)
+                        return backend.run(run_in_rank, (*call, relaunches), env=variables)
+                except WorkerFailedError as error:
+                    self._add(error, commits.count - before)
+                    deadline = time.monotonic() + self.timeout
+                except (SlotsError, UnreachableError) as error:
+                    # Slots that were there a moment ago may have gone.
+                    if not self.failures:
+                        raise
+                    if time.monotonic() > deadline:
+                        raise self._too_few(error) from self.failures[-1]
+                    time.sleep(_POLL_SECONDS)
+                num_proc = self._await_slots(num_proc, deadline)
+                logger.warning(
+                    "%s Launching %d ranks again (relaunch %d%s; %d commits so far).",
+                    *(_summary(self.failures[-1]), num_proc, len(self.failures)),
+                    *("" if self.limit is None else f" of at most {self.limit}", commits.count),
+                )
+
+    def _add(self, error: WorkerFailedError, commits: int) -> None:
+        """Note a launch that failed; raise its error if it was the last one."""
+        last = self.failures[-1] if self.failures else None
+        is_alike = last is not None and error.error_type and error.error_type == last.error_type
+        self.fruitless = self.fruitless + 1 if commits <= (1 if is_alike else 0) else 0
+        if self.limit is not None and len(self.failures) >= self.limit:
+            raise self._last(error, f"reset_limit={self.limit} allows no more") from error
+        if self.limit is None and self.fruitless >= _MOST_FRUITLESS:
+            why = f"the last {self.fruitless} launches have got nowhere"
+            raise self._last(error, f"{why}; set reset_limit to try more often") from error
+        self.failures.append(error)
+
+    def _last(self, error: WorkerFailedError, why: str) -> WorkerFailedError:
+        relaunches = len(self.failures)
+        lost = "".join(f"\n  {_summary(failure)}" for failure in self.failures[-10:])
+        before = f" Lost before:{lost}" if lost else ""
+        return WorkerFailedError(
+            f"{error}\nThe ranks had been launched again {relaunches} times, and {why}.{before}",
+            rank=error.rank,
+            host=error.host,
+            output_tail=error.output_tail,
+            cause=error.cause,
+            error_type=error.error_type,
+            relaunches=relaunches,
+        )
+
+    def _await_slots(self, before: int, deadline: float) -> int:
+        """Return how many ranks to launch, once there are slots for enough.
+
+        Where slots have gone, it waits for a moment for others to come in their place.
+        """
+        settled = time.monotonic() + _RETURN_SECONDS
+        backend = self.backend(self.least)
+        while True:
+            slots, now = backend.task_slots(), time.monotonic()
+            if slots >= self.least and (slots >= before or now > settled):
+                return min(slots, self.most)
+            if now > deadline:
+                raise self._too_few(None, slots) from self.failures[-1]
+            time.sleep(_POLL_SECONDS)
+
+    def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
+        found = f"the cluster has {slots}" if error is None else str(error)
+        return SlotsError(
+            f"{_summary(self.failures[-1])} To launch the ranks again, {self.least} task slots "
+            f"(min_num_proc) were waited for in vain for {self.timeout:g} s (elastic_timeout, "
+            f"HOROVOD_ELASTIC_TIMEOUT): {found}. They had been launched again "
+            f"{len(self.failures) - 1} times."
+        )
+
+
+_HOW = {
+    "raised": "raised {error_type}",
+    "exited": "exited",
+    "killed": "was killed",
+    "stalled": "has stalled",
+    "lost": "was lost",
+}
+
+
+def _summary(error: WorkerFailedError) -> str:
+    """Return in a sentence what was lost."""
+    what = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
+    if error.rank is None and error.cause == "lost":
+        what = "An executor, or a Python process of it,"
+    where = f" on {error.host}" if error.host else ""
+    how = _HOW.get(error.cause or "", "failed").format(error_type=error.error_type)
+    return f"{what}{where} {how}."

@@ -1,0 +1,282 @@
+"""When and with how many ranks a job is launched again; no rank runs here."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from hvd_estimators import run, run_elastic
+from hvd_estimators.exceptions import (
+    DependencyError,
+    JobCancelledError,
+    ParamError,
+    SlotsError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch import elastic
+from hvd_estimators.launch.commits import COMMITS_VARIABLE, commit
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def killed(rank: int = 1) -> WorkerFailedError:
+    return WorkerFailedError("Rank failed", rank=rank, host="far", cause="killed")
+
+
+def raised(error_type: str = "ValueError") -> WorkerFailedError:
+    return WorkerFailedError("Rank failed", rank=0, cause="raised", error_type=error_type)
+
+
+class FakeCluster:
+    """Launches that end as they are told to; the last one returns how many ranks it had.
+
+    Attributes
+    ----------
+    ends : list
+        Errors, each with the number of commits before it, and other values to return.
+    slots : list of int
+        Task slots, one each time somebody asks; the last one stays.
+    launches : list of int
+        The numbers of ranks so far.
+    """
+
+    def __init__(self, *ends: Any, slots: tuple[int, ...] = (2,)) -> None:
+        self.ends = list(ends)
+        self.slots = list(slots)
+        self.launches: list[int] = []
+        self.relaunches: list[int] = []
+        self.options: dict[str, Any] = {}
+
+    def backend(self, num_proc: int | None, **options: Any) -> Any:
+        self.options = options
+        return FakeBackend(self, num_proc or 2)
+
+
+class FakeBackend:
+    def __init__(self, cluster: FakeCluster, num_proc: int) -> None:
+        self.cluster, self.num_proc = cluster, num_proc
+
+    def num_processes(self) -> int:
+        return self.num_proc
+
+    def driver_host(self) -> str:
+        return "127.0.0.1"
+
+    def task_slots(self) -> int:
+        slots = self.cluster.slots
+        return slots.pop(0) if len(slots) > 1 else slots[0]
+
+    def run(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], env: Mapping[str, str]
+    ) -> list[Any]:
+        self.cluster.launches.append(self.num_proc)
+        self.cluster.relaunches.append(args[-1])
+        end = self.cluster.ends.pop(0) if self.cluster.ends else self.num_proc
+        if isinstance(end, tuple):
+            end, commits = end
+            for number in range(commits):
+                commit(env[COMMITS_VARIABLE], 0, number)
+        if isinstance(end, BaseException):
+            raise end
+        return [end]
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
+    """Return what lets `run_elastic` launch on a cluster, in no time."""
+    monkeypatch.setattr(elastic, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(elastic, "_RETURN_SECONDS", 0.05)
+
+    def use(cluster: FakeCluster) -> FakeCluster:
+        monkeypatch.setattr(elastic, "SparkBackend", cluster.backend)
+        return cluster
+
+    return use
+
+
+def test_a_lost_rank_is_launched_again_with_all_others(on: Any) -> None:
+    cluster = on(FakeCluster((killed(), 1), (raised(), 1), (killed(), 1)))
+    assert run_elastic(print, num_proc=2, reset_limit=3) == [2]
+    assert cluster.launches == [2, 2, 2, 2]
+    assert cluster.relaunches == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("slots", "bounds", "expected"),
+    [
+        ((4,), {}, 4),
+        ((3,), {"min_num_proc": 2}, 3),
+        ((2, 2, 4), {"min_num_proc": 2}, 4),  # other executors come soon
+        ((6,), {"max_num_proc": 5}, 5),
+        ((6,), {"max_num_proc": 8}, 6),
+        ((1, 3, 4), {}, 4),
+    ],
+)
+def test_as_many_ranks_start_again_as_have_slots_within_the_bounds(
+    on: Any, slots: tuple[int, ...], bounds: dict[str, int], expected: int
+) -> None:
+    cluster = on(FakeCluster(killed(), slots=slots))
+    assert run_elastic(print, num_proc=4, **bounds) == [expected]
+    assert cluster.launches == [4, expected]
+
+
+def test_too_few_slots_for_too_long_are_an_error_that_names_what_was_lost(on: Any) -> None:
+    on(FakeCluster(killed(), slots=(1,)))
+    with pytest.raises(
+        SlotsError, match=r"Rank 1 on far was killed.*2 task slots.*has 1"
+    ) as caught:
+        run_elastic(print, num_proc=4, min_num_proc=2, elastic_timeout=0.05)
+    assert "(elastic_timeout, HOROVOD_ELASTIC_TIMEOUT)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, WorkerFailedError)
+
+
+def test_the_timeout_may_be_in_the_environment(on: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.01")
+    on(FakeCluster(killed(), slots=(1,)))
+    with pytest.raises(SlotsError, match=r"in vain for 0.01 s"):
+        run_elastic(print, num_proc=2)
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "soon")
+    with pytest.raises(ParamError, match="HOROVOD_ELASTIC_TIMEOUT: expected seconds, found 'soon'"):
+        run_elastic(print, num_proc=2)
+
+
+@pytest.mark.parametrize("error", [SlotsError("gone"), UnreachableError("gone")])
+def test_slots_that_go_while_ranks_start_again_are_waited_for(on: Any, error: Any) -> None:
+    cluster = on(FakeCluster(killed(), error, error))
+    assert run_elastic(print, num_proc=2) == [2]
+    assert cluster.relaunches == [0, 1, 1, 1]
+
+    on(FakeCluster(killed(), *[error] * 1000))
+    with pytest.raises(SlotsError, match=r"in vain for 0.02 s .*: gone"):
+        run_elastic(print, num_proc=2, elastic_timeout=0.02)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ParamError("no"),
+        DependencyError("no"),
+        SlotsError("no"),
+        UnreachableError("no"),
+        JobCancelledError("no"),
+        KeyboardInterrupt(),
+    ],
+)
+def test_what_another_launch_would_not_mend_is_raised_at_once(on: Any, error: Any) -> None:
+    cluster = on(FakeCluster(error))
+    with pytest.raises(type(error)):
+        run_elastic(print, num_proc=2)
+    assert cluster.launches == [2]
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_the_limit_counts_relaunches_and_the_error_tells_of_all(on: Any, limit: int) -> None:
+    cluster = on(FakeCluster(*[(killed(rank), 5) for rank in range(9)]))
+    with pytest.raises(WorkerFailedError, match=f"reset_limit={limit}") as caught:
+        run_elastic(print, num_proc=2, reset_limit=limit)
+    assert len(cluster.launches) == limit + 1
+    assert caught.value.relaunches == limit
+    assert (caught.value.rank, caught.value.cause) == (limit, "killed")
+    assert str(caught.value).count("on far was killed") == limit
+
+
+@pytest.mark.parametrize(
+    ("ends", "launches"),
+    [
+        ([killed()] * 9, 4),
+        ([raised()] * 9, 4),
+        ([(raised(), 1)] * 9, 5),  # the first of them got as far as any other
+        ([(killed(), 1)] * 9, 10),
+        ([(raised(), 2)] * 9, 10),
+        ([(raised(str(number)), 1) for number in range(9)], 10),
+        ([killed(), killed(), killed(), (killed(), 1)] * 2, 9),
+    ],
+)
+def test_without_a_limit_a_job_goes_on_for_as_long_as_it_gets_on(
+    on: Any, ends: list[Any], launches: int
+) -> None:
+    cluster = on(FakeCluster(*ends))
+    if launches > len(ends):
+        assert run_elastic(print, num_proc=2) == [2]
+    else:
+        with pytest.raises(WorkerFailedError, match="last 4 launches have got nowhere; set reset"):
+            run_elastic(print, num_proc=2)
+    assert len(cluster.launches) == launches
+
+
+def test_each_relaunch_is_told_of(on: Any, caplog: pytest.LogCaptureFixture) -> None:
+    lost = WorkerFailedError("gone", host="far", cause="lost")
+    on(FakeCluster((raised(), 2), lost))
+    with caplog.at_level(logging.WARNING):
+        run_elastic(print, num_proc=2, reset_limit=5)
+    assert [record.getMessage() for record in caplog.records] == [
+        "Rank 0 raised ValueError. Launching 2 ranks again (relaunch 1 of at most 5; 2 commits so "
+        "far).",
+        "An executor, or a Python process of it, on far was lost. Launching 2 ranks again "
+        "(relaunch 2 of at most 5; 2 commits so far).",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ({"min_num_proc": 3}, "found min_num_proc=3, num_proc=2, max_num_proc=2"),
+        ({"max_num_proc": 1}, "found min_num_proc=2, num_proc=2, max_num_proc=1"),
+        ({"min_num_proc": 0}, "expected 1 <= min_num_proc"),
+        ({"reset_limit": -1}, "reset_limit: expected 0 or more, or None, found -1"),
+    ],
+)
+def test_wrong_numbers_are_errors_before_anything_runs(on: Any, wrong: Any, match: str) -> None:
+    cluster = on(FakeCluster())
+    with pytest.raises(ParamError, match=match):
+        run_elastic(print, num_proc=2, **wrong)
+    assert not cluster.launches
+
+
+@pytest.mark.parametrize("launch", [run, run_elastic])
+def test_what_is_no_call_is_an_error_before_anything_runs(launch: Any) -> None:
+    with pytest.raises(ParamError, match="fn: expected a function, found 5"):
+        launch(5)
+    with pytest.raises(ParamError, match="args: expected a tuple or list of arguments, found 'xy'"):
+        launch(print, "xy")
+    with pytest.raises(ParamError, match="kwargs: expected a dict"):
+        launch(print, (), [1])
+
+
+def test_old_names_of_the_bounds_are_taken_with_a_warning(on: Any) -> None:
+    cluster = on(FakeCluster(killed(), slots=(1,)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert run_elastic(print, num_proc=2, min_np=1, max_np=3) == [1]
+    assert cluster.launches == [2, 1]
+    assert [(str(w.message), w.category, w.filename) for w in caught] == [
+        (f"{name} is deprecated: set {new}.", DeprecationWarning, __file__)
+        for name, new in (("min_np", "min_num_proc"), ("max_np", "max_num_proc"))
+    ]
+
+
+def test_options_of_the_launch_are_handed_on_and_the_drivers_environment_is_not(on: Any) -> None:
+    cluster = on(FakeCluster())
+    run_elastic(print, num_proc=2)
+    assert cluster.options == {"env": {}, "verbose": 1}
+    options = {
+        "env": {"A": "b"},
+        "verbose": 2,
+        "start_timeout": 5,
+        "executable": "python",
+        "stdout": "out",
+        "stderr": "err",
+        "nics": {"eth1"},
+        "prefix_output_with_timestamp": True,
+        "resource_profile": "profile",
+        "gpus_per_task": 1,
+        "cpus_per_task": 2,
+        "warm_start": False,
+    }
+    run_elastic(print, num_proc=2, **options)
+    assert cluster.options == options

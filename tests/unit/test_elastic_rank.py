@@ -1,0 +1,195 @@
+"""What a rank does with elastic states; Horovod's own classes, in one process without a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from horovod.common import elastic
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_estimators.launch.commits import COMMITS_VARIABLE, CommitStore
+from hvd_estimators.launch.elastic_rank import run_in_rank
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(autouse=True)
+def _own_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put Horovod's notification manager back afterwards."""
+    monkeypatch.setattr(elastic, "notification_manager", elastic.notification_manager)
+
+
+@pytest.fixture
+def launch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """Return what calls a function as a rank of the next launch of a job."""
+    launches = 0
+    with CommitStore() as store:
+
+        def call(fn: Callable[..., Any], *args: Any, rank: int = 0, again: bool = False) -> Any:
+            nonlocal launches
+            launches += not again
+            with store.serve("127.0.0.1") as variables, monkeypatch.context() as patch:
+                patch.setenv(COMMITS_VARIABLE, variables[COMMITS_VARIABLE])
+                patch.setenv("HOROVOD_RANK", str(rank))
+                return run_in_rank(fn, args, {}, launches - 1)
+
+        yield call
+
+
+def object_state(**values: Any) -> Any:
+    return elastic.ObjectState(lambda value: value, lambda: 0, **values)
+
+
+def reset() -> None:
+    raise AssertionError("a rank does not begin anew in the same process")
+
+
+def program(fail_at: int | None, resets: list[int]) -> tuple[int, int]:
+    """Count to five, and commit each number."""
+
+    def train(state: Any) -> tuple[int, int]:
+        state.rendezvous += 1
+        while state.batch < 5:
+            if state.batch == fail_at:
+                state.batch = 77
+                raise ValueError("on purpose")
+            state.batch += 1
+            state.commit()
+        return state.batch, state.rendezvous
+
+    state = object_state(batch=0, rendezvous=0)
+    state.register_reset_callbacks([lambda: resets.append(state.batch)])
+    return elastic.run_fn(train, reset)(state)
+
+
+def test_a_rank_goes_on_from_the_last_commit_after_its_callbacks(launch: Any) -> None:
+    resets: list[int] = []
+    for fail_at in (0, 3, 3, 4):
+        with pytest.raises(ValueError, match="on purpose"):
+            launch(program, fail_at, resets)
+    # A launch that ends before a commit does not count.
+    assert launch(program, None, resets) == (5, 3)
+    # Nothing had been committed before the second launch, and nothing by the third.
+    assert resets == [0, 3, 3, 4]
+
+
+def test_only_rank_0_sends_and_all_ranks_take_it(launch: Any) -> None:
+    assert launch(program, None, [], rank=1) == (5, 1)
+    assert launch(program, None, [], rank=0) == (5, 1)
+    resets: list[int] = []
+    assert launch(program, None, resets, rank=1) == (5, 2)
+    assert resets == [5]
+
+
+def test_a_rank_whose_peer_is_lost_ends_with_horovods_error(launch: Any) -> None:
+    def loses_its_peer() -> None:
+        def train(state: Any) -> None:
+            raise HorovodInternalError("a peer has gone")
+
+        elastic.run_fn(train, reset)(object_state(batch=0))
+
+    with pytest.raises(HorovodInternalError, match="a peer has gone"):
+        launch(loses_its_peer)
+
+
+def test_a_state_can_be_restored_by_hand(launch: Any) -> None:
+    def restores() -> int:
+        state = object_state(batch=1)
+
+        def train(state: Any) -> int:
+            state.commit()
+            state.batch = 5
+            state.restore()
+            return int(state.batch)
+
+        return int(elastic.run_fn(train, reset)(state))
+
+    assert launch(restores) == 1
+
+
+def test_several_states_are_told_apart_and_one_that_comes_twice_is_restored_once(
+    launch: Any,
+) -> None:
+    def two_phases(fail: bool) -> tuple[int, int]:
+        first, second = object_state(batch=0), object_state(batch=100)
+
+        def train(state: Any, steps: int) -> None:
+            state.batch += steps
+            state.commit()
+
+        step = elastic.run_fn(train, reset)
+        step(first, 1)
+        step(second, 10)
+        step(first, 1)
+        if fail:
+            raise ValueError("on purpose")
+        return first.batch, second.batch
+
+    with pytest.raises(ValueError, match="on purpose"):
+        launch(two_phases, True)
+    assert launch(two_phases, False) == (4, 120)
+
+
+def test_models_optimizers_and_objects_of_a_torch_state_come_back(launch: Any) -> None:
+    """On two launches as in one process that is not interrupted."""
+    from horovod.torch.elastic import TorchState
+
+    def batch(number: int) -> torch.Tensor:
+        return torch.rand(4, 2, generator=torch.Generator().manual_seed(number))
+
+    def descend(state: Any, until: int) -> None:
+        while state.batch < until:
+            state.optimizer.zero_grad()
+            state.model(batch(state.batch)).pow(2).mean().backward()
+            state.optimizer.step()
+            state.batch += 1
+
+    def torch_program(fail: bool, seed: int) -> tuple[list[Any], int]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.1)
+        state = TorchState(model, optimizer, batch=0)
+        state.sync = lambda: None  # there is nobody to synchronise with
+        state.check_host_updates = lambda: None
+
+        def train(state: Any) -> tuple[list[Any], int]:
+            descend(state, 3)
+            state.commit()
+            if fail:
+                descend(state, 4)
+                raise ValueError("on purpose")
+            descend(state, 6)
+            return [parameter.tolist() for parameter in model.parameters()], state.batch
+
+        return elastic.run_fn(train, reset)(state)
+
+    expected = torch_program(False, 1)
+    with pytest.raises(ValueError, match="on purpose"):
+        launch(torch_program, True, 1)
+    assert launch(torch_program, False, 2) == expected
+
+
+def test_without_a_job_that_relaunches_states_work_and_nobody_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`run` takes elastic programs, too. Horovod's manager would ask the rendezvous."""
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+    monkeypatch.setenv("HOROVOD_GLOO_RENDEZVOUS_PORT", "1")
+    monkeypatch.delenv(COMMITS_VARIABLE, raising=False)
+    assert run_in_rank(program, (None, []), {}) == (5, 1)
+
+
+def test_a_state_of_another_kind_is_told_of(launch: Any, caplog: pytest.LogCaptureFixture) -> None:
+    class Other(elastic.State):
+        def save(self) -> None: ...
+        def restore(self) -> None: ...
+        def sync(self) -> None: ...
+
+    def commits() -> None:
+        elastic.run_fn(lambda state: state.commit(), reset)(Other(lambda value: value, lambda: 0))
+
+    launch(commits)
+    assert "Other saves nothing that is known here" in caplog.text
