@@ -14,6 +14,7 @@ from servers.gpus import gpu_application
 from servers.hdfs import Hdfs
 from servers.jars import jars, s3a_folder
 from servers.s3 import S3
+from servers.yarn import Yarn
 
 
 @pytest.fixture(scope="session")
@@ -72,4 +73,20 @@ def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
 def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     """An application with two executors of two (pretended) GPUs each; its driver runs functions."""
     with gpu_application(tmp_path_factory.mktemp("gpus")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def yarn(tmp_path_factory: pytest.TempPathFactory, hdfs: Hdfs) -> Iterator[Yarn]:
+    """A ResourceManager and a NodeManager."""
+    cluster = Yarn(tmp_path_factory.mktemp("yarn"), jars("hadoop"), hdfs)
+    cluster.start()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture(scope="session")
+def yarn_application(tmp_path_factory: pytest.TempPathFactory, yarn: Yarn) -> Iterator[Application]:
+    """An application with two containers of one task slot each; its driver runs functions."""
+    with yarn.application(tmp_path_factory.mktemp("application")) as made:
         yield made

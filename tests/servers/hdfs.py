@@ -65,7 +65,7 @@ class Hdfs:
         self.conf_dir = folder / "conf"
         self.conf_dir.mkdir(parents=True)
         root = f"hdfs://{self.host}:{self.port}"
-        _write_settings(self.conf_dir / "core-site.xml", {"fs.defaultFS": root})
+        write_settings(self.conf_dir / "core-site.xml", {"fs.defaultFS": root})
         addresses = [f"dfs.datanode.{of}address" for of in ("", "http.", "ipc.")]
         hdfs_site = {
             "dfs.replication": "1",
@@ -82,7 +82,7 @@ class Hdfs:
             # There is no second one that could take the place of one that fails.
             "dfs.client.block.write.replace-datanode-on-failure.policy": "NEVER",
         }
-        _write_settings(self.conf_dir / "hdfs-site.xml", hdfs_site)
+        write_settings(self.conf_dir / "hdfs-site.xml", hdfs_site)
         (self.conf_dir / "log4j2.properties").write_text(_LOGGING)
 
     def start(self) -> None:
@@ -127,7 +127,7 @@ class Hdfs:
 
     def shell(self, *arguments: str) -> str:
         """Run ``hdfs dfs`` with arguments, and return what it prints."""
-        command = [*self._java(), "org.apache.hadoop.fs.FsShell", *arguments]
+        command = self._java("org.apache.hadoop.fs.FsShell", *arguments)
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -157,12 +157,17 @@ class Hdfs:
         return Server(name, self._command(server), self._folder / f"{name}.txt")
 
     def _command(self, server: str, *arguments: str) -> list[str]:
-        return [*self._java(), f"{_SERVER}.{server}", *arguments]
+        return self._java(f"{_SERVER}.{server}", *arguments)
 
-    def _java(self) -> list[str]:
-        home = os.environ.get("JAVA_HOME")
-        java = f"{home}/bin/java" if home else shutil.which("java") or "java"
-        return [java, *_JAVA, "-cp", os.pathsep.join([str(self.conf_dir), *self._jars])]
+    def _java(self, *arguments: str) -> list[str]:
+        return java_command(self.conf_dir, self._jars, *arguments)
+
+
+def java_command(conf_dir: Path, jars: Sequence[str], *arguments: str) -> list[str]:
+    """Return the command that runs Hadoop's Java with a configuration."""
+    home = os.environ.get("JAVA_HOME")
+    java = f"{home}/bin/java" if home else shutil.which("java") or "java"
+    return [java, *_JAVA, "-cp", os.pathsep.join([str(conf_dir), *jars]), *arguments]
 
 
 def _beans(port: int, name: str) -> list[dict[str, Any]]:
@@ -175,7 +180,8 @@ def _beans(port: int, name: str) -> list[dict[str, Any]]:
         return []
 
 
-def _write_settings(path: Path, settings: Mapping[str, str]) -> None:
+def write_settings(path: Path, settings: Mapping[str, str]) -> None:
+    """Write a file of Hadoop's configuration."""
     properties = "".join(
         f"<property><name>{escape(name)}</name><value>{escape(value)}</value></property>\n"
         for name, value in settings.items()

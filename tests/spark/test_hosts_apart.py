@@ -15,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import two_hosts
 from two_hosts import Cluster, Host
 
 from hvd_estimators.exceptions import WorkerFailedError
@@ -23,13 +22,9 @@ from hvd_estimators.exceptions import WorkerFailedError
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(500)]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    reason = two_hosts.why_not()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts.hosts_and_cluster() as made, made.driver():
-        yield made
+@pytest.fixture
+def cluster(two_hosts: Cluster) -> Cluster:
+    return two_hosts
 
 
 def reduce_until(path: str) -> tuple[int, float]:

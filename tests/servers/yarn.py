@@ -1,0 +1,159 @@
+"""A real YARN: a ResourceManager and a NodeManager beside the HDFS of the tests, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pyspark
+
+from servers.driver import Application, application
+from servers.hdfs import Hdfs, java_command, write_settings
+from servers.processes import Server, free_ports
+
+_SERVER = "org.apache.hadoop.yarn.server"
+# Guice makes classes while it runs, which Java 17 allows only by this.
+_JAVA = ["--add-opens", "java.base/java.lang=ALL-UNNAMED"]
+
+
+class Yarn:
+    """A cluster whose one machine has four cores and 8 GB.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the servers keep everything.
+    jars : sequence of str
+        What Hadoop is made of.
+    hdfs : Hdfs
+        Where applications keep what their containers need.
+
+    Attributes
+    ----------
+    conf_dir : Path
+        A Hadoop configuration that names both.
+    """
+
+    def __init__(self, folder: Path, jars: Sequence[str], hdfs: Hdfs) -> None:
+        self._folder, self._jars = folder, jars
+        self.host = "127.0.0.1"
+        self.conf_dir = folder / "conf"
+        shutil.copytree(hdfs.conf_dir, self.conf_dir)
+        self._web_port, *ports = free_ports(8)
+        addresses = [
+            *("resourcemanager.address", "resourcemanager.scheduler.address"),
+            *("resourcemanager.resource-tracker.address", "resourcemanager.admin.address"),
+            *("nodemanager.address", "nodemanager.localizer.address"),
+            "nodemanager.webapp.address",
+        ]
+        settings = {
+            "resourcemanager.hostname": self.host,
+            "nodemanager.hostname": self.host,
+            "resourcemanager.webapp.address": f"{self.host}:{self._web_port}",
+            **{name: f"{self.host}:{port}" for name, port in zip(addresses, ports, strict=True)},
+            "nodemanager.local-dirs": str(folder / "local"),
+            "nodemanager.log-dirs": str(folder / "logs"),
+            "nodemanager.resource.memory-mb": "8192",
+            "nodemanager.resource.cpu-vcores": "4",
+            "nodemanager.vmem-check-enabled": "false",
+            "nodemanager.pmem-check-enabled": "false",
+            "nodemanager.disk-health-checker.max-disk-utilization-per-disk-percentage": "99",
+            "nodemanager.env-whitelist": "JAVA_HOME,PATH",
+            # What it has started is ended soon.
+            "nodemanager.sleep-delay-before-sigkill.ms": "100",
+            "scheduler.minimum-allocation-mb": "128",
+        }
+        site = {f"yarn.{name}": value for name, value in settings.items()}
+        write_settings(self.conf_dir / "yarn-site.xml", site)
+        scheduler = {
+            "root.queues": "default",
+            "root.default.capacity": "100",
+            "maximum-am-resource-percent": "0.9",
+            "resource-calculator": (
+                "org.apache.hadoop.yarn.util.resource.DominantResourceCalculator"
+            ),
+        }
+        queues = {f"yarn.scheduler.capacity.{name}": value for name, value in scheduler.items()}
+        write_settings(self.conf_dir / "capacity-scheduler.xml", queues)
+
+    def start(self) -> None:
+        """Start both servers and wait until the machine takes containers."""
+        self._servers: list[Server] = []
+        try:
+            for name in ("resourcemanager.ResourceManager", "nodemanager.NodeManager"):
+                command = java_command(self.conf_dir, self._jars, *_JAVA, f"{_SERVER}.{name}")
+                log = self._folder / f"{name.partition('.')[2]}.txt"
+                self._servers.append(Server(name, command, log))
+            self._servers[0].wait_until(self._has_a_node, "ready")
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """End both servers, and the containers that there may be."""
+        for server in self._servers:
+            server.kill()
+        # Each is in a session of its own. They mostly have ended with their application.
+        for container in self.containers():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                container.kill()
+
+    def containers(self) -> list[psutil.Process]:
+        """Return the processes that run in containers."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                own = process.environ()
+                if "CONTAINER_ID" in own and str(self._folder) in own.get("LOCAL_DIRS", ""):
+                    found.append(process)
+        return found
+
+    @contextlib.contextmanager
+    def application(self, folder: Path, **conf: str) -> Iterator[Application]:
+        """Run an application in client mode with two containers of one task slot each.
+
+        Parameters
+        ----------
+        folder : Path
+            Where it may write; is there already.
+        **conf
+            Settings that take the place of its own; words of a name are joined by ``__``.
+        """
+        settings = {
+            "spark.master": "yarn",
+            "spark.driver.host": self.host,
+            "spark.driver.bindAddress": self.host,
+            "spark.yarn.jars": f"local:{Path(pyspark.__file__).parent}/jars/*",
+            "spark.pyspark.python": sys.executable,
+            "spark.executor.instances": "2",
+            "spark.executor.cores": "1",
+            "spark.executor.memory": "512m",
+            "spark.yarn.am.memory": "384m",
+            **{name.replace("__", "."): value for name, value in conf.items()},
+        }
+        if "PYTHONPATH" in os.environ:
+            settings["spark.executorEnv.PYTHONPATH"] = os.environ["PYTHONPATH"]
+        env = {"HADOOP_CONF_DIR": str(self.conf_dir), "SPARK_LOCAL_IP": self.host}
+        with application(folder, settings, env, logs=lambda: self._logs(folder)) as made:
+            yield made
+
+    def _logs(self, folder: Path) -> str:
+        """Return the end of what the driver and each container wrote."""
+        files = [folder / "driver.log", *sorted(self._folder.glob("logs/*/*/std*"))]
+        return "\n".join(f"== {file}\n{file.read_text(errors='replace')[-3000:]}" for file in files)
+
+    def _has_a_node(self) -> bool:
+        url = f"http://{self.host}:{self._web_port}/ws/v1/cluster/metrics"
+        try:
+            with urllib.request.urlopen(url, timeout=5) as answer:
+                metrics = json.load(answer)
+        except (OSError, ValueError):
+            return False
+        return bool(metrics.get("activeNodes") == 1)

@@ -1,0 +1,107 @@
+"""What runs alike on every kind of cluster: training functions, and a fit. Run by a driver."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+ROWS, STEPS, RATE = 8, 5, 0.01
+"""Rows ``(x, 2 x + 1)`` for ``x`` from 0, which ranks take in turns; and steps of descent."""
+
+
+def place(hvd: Any) -> dict[str, Any]:
+    """Return who and where this rank is."""
+    import socket
+
+    import psutil
+
+    guardian = psutil.Process().parent()
+    return {
+        "rank": (hvd.rank(), hvd.size()),
+        "local": (hvd.local_rank(), hvd.local_size()),
+        "cross": (hvd.cross_rank(), hvd.cross_size()),
+        "host": socket.gethostname(),
+        "daemon": psutil.Process(guardian.ppid()).ppid(),
+        "container": os.environ.get("CONTAINER_ID"),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+    }
+
+
+def train_torch() -> tuple[dict[str, Any], list[float]]:
+    """Fit a line to this rank's rows, as a user's function does; return its place and the line."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    x = torch.arange(ROWS, dtype=torch.float64)[hvd.rank() :: hvd.size(), None]
+    net = torch.nn.Linear(1, 1).double()
+    for parameter in net.parameters():
+        torch.nn.init.constant_(parameter, hvd.rank())
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=RATE), named_parameters=net.named_parameters()
+    )
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(x), 2 * x + 1).backward()
+        optimizer.step()
+    return place(hvd), [float(net.weight), float(net.bias)]
+
+
+def train_tensorflow() -> tuple[dict[str, Any], list[float]]:
+    """Do the same with TensorFlow."""
+    import horovod.tensorflow as hvd
+    import numpy as np
+    import tensorflow as tf
+
+    hvd.init()
+    x = np.arange(ROWS, dtype=float)[hvd.rank() :: hvd.size()]
+    line = tf.Variable([float(hvd.rank())] * 2, dtype=tf.float64)
+    hvd.broadcast_variables([line], root_rank=0)
+    for _ in range(STEPS):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((line[0] * x + line[1] - (2 * x + 1)) ** 2)
+        (gradient,) = hvd.DistributedGradientTape(tape).gradient(loss, [line])
+        line.assign_sub(RATE * tf.convert_to_tensor(gradient))
+    return place(hvd), line.numpy().tolist()
+
+
+def run(train: Any, num_proc: int) -> list[Any]:
+    from hvd_estimators.launch.spark import SparkBackend
+
+    return SparkBackend(num_proc).run(train)
+
+
+def fit(url: str) -> list[float]:
+    """Fit a line to the same rows by an estimator, one batch an epoch; return it."""
+    import torch
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    from hvd_estimators import Store
+    from hvd_estimators.torch import TorchEstimator
+
+    frame = (
+        SparkSession.active()
+        .range(ROWS)
+        .select(F.col("id").cast("double").alias("x"), (2.0 * F.col("id") + 1).alias("y"))
+    )
+    net = torch.nn.Linear(1, 1)
+    for parameter in net.parameters():
+        torch.nn.init.zeros_(parameter)
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=Store.create(url),
+        model=net,
+        # The rate of one rank: it is multiplied by their number.
+        optimizer=torch.optim.SGD(net.parameters(), lr=RATE / 2),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x"],
+        label_cols=["y"],
+        input_shapes=[[-1, 1]],
+        batch_size=ROWS // 2,
+        epochs=STEPS,
+        verbose=0,
+    )
+    trained = estimator.fit(frame).getModel()
+    return [float(trained.weight), float(trained.bias)]

@@ -1,0 +1,94 @@
+"""Ranks, GPUs, training functions and a fit on each kind of cluster.
+
+They run on local[3], on executors with GPUs, on hosts without name resolution, and on YARN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import on_clusters
+import pytest
+from servers.gpus import GPUS
+
+cloudpickle.register_pickle_by_value(on_clusters)
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@dataclass
+class On:
+    """A kind of cluster: how to run a function in its driver, and how many ranks have place."""
+
+    name: str
+    run: Callable[..., Any]
+    ranks: int
+    store: str
+
+
+@pytest.fixture(params=["local", "gpus", "hosts", "yarn"], scope="module")
+def on(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> On:
+    folder = str(tmp_path_factory.mktemp("store"))
+    if request.param == "local":
+        request.getfixturevalue("spark")
+        return On("local", lambda fn, *args, **_: fn(*args), 2, folder)
+    if request.param == "gpus":
+        return On("gpus", request.getfixturevalue("gpu_cluster").run, 4, folder)
+    if request.param == "hosts":
+        return On("hosts", request.getfixturevalue("two_hosts").run, 2, folder)
+    url = request.getfixturevalue("hdfs").url
+    return On("yarn", request.getfixturevalue("yarn_application").run, 2, f"{url}/on_clusters")
+
+
+def line() -> list[float]:
+    """Return what descent over all rows comes to, from 0, in one process."""
+    x = np.arange(on_clusters.ROWS, dtype=float)
+    rows = np.stack([x, np.ones_like(x)], axis=1)
+    found = np.zeros(2)
+    for _ in range(on_clusters.STEPS):
+        found -= on_clusters.RATE * 2 / len(x) * rows.T @ (rows @ found - (2 * x + 1))
+    return found.tolist()
+
+
+def check_places(on: On, places: list[dict[str, Any]]) -> None:
+    ranks = len(places)
+    assert [found["rank"] for found in places] == [(rank, ranks) for rank in range(ranks)]
+    if on.name == "hosts":
+        assert [found["local"] for found in places] == [(0, 1), (0, 1)]
+        assert [found["cross"] for found in places] == [(0, 2), (1, 2)]
+    else:
+        # One machine, and one loopback interface.
+        assert [found["local"] for found in places] == [(rank, ranks) for rank in range(ranks)]
+        assert [found["cross"] for found in places] == [(0, 1)] * ranks
+        assert len({found["host"] for found in places}) == 1
+    executors = [found["daemon"] for found in places]
+    pins = [found["gpus"] for found in places]
+    if on.name != "gpus":
+        assert pins == [None] * ranks
+        assert len(set(executors)) == (1 if on.name == "local" else 2)
+    elif ranks == 4:
+        assert executors[0] == executors[1] != executors[2] == executors[3]
+        assert sorted([set(pins[:2]), set(pins[2:])], key=max) == [set(GPUS[0]), set(GPUS[1])]
+    else:
+        assert len(set(pins)) == ranks
+    containers = {found["container"] for found in places}
+    assert (len(containers), None in containers) == ((2, False) if on.name == "yarn" else (1, True))
+
+
+@pytest.mark.parametrize("train", [on_clusters.train_torch, on_clusters.train_tensorflow])
+def test_ranks_know_their_places_and_train_as_one_process(on: On, train: Callable[[], Any]) -> None:
+    ranks = on.ranks if train is on_clusters.train_torch else 2
+
+    results = on.run(on_clusters.run, train, ranks, timeout=200)
+
+    for _, found in results:
+        np.testing.assert_allclose(found, line(), rtol=1e-12)
+    check_places(on, [found for found, _ in results])
+
+
+def test_an_estimator_fits_as_one_process(on: On) -> None:
+    np.testing.assert_allclose(on.run(on_clusters.fit, on.store, timeout=200), line(), rtol=1e-5)
