@@ -20,7 +20,11 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-__all__ = ["empty_stdin", "split_off_guardian"]
+__all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
+
+PID_FILE = "rank.pid"
+"""Where in a rank's directory the guardian notes the rank's process ID."""
+
 
 _PARENT_POLL_SECONDS = 0.5
 # The helpers of a rank, such as multiprocessing's resource tracker, clean up after it has ended.
@@ -42,7 +46,7 @@ def split_off_guardian(directory: str, lifeline: int) -> None:
     Parameters
     ----------
     directory : str
-        Deleted if the parent ends before the rank does.
+        Gets a file with the rank's process ID. Deleted if the parent ends before the rank does.
     lifeline : int
         Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
         killed when that end closes, or when the parent has ended although a fork of it keeps the
@@ -58,6 +62,7 @@ def split_off_guardian(directory: str, lifeline: int) -> None:
     rank = os.fork()
     if rank:
         try:
+            Path(directory, PID_FILE).write_text(str(rank))
             _guard(rank, directory, lifeline, waking, parent)
         except BaseException:
             traceback.print_exc()

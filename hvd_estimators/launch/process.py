@@ -27,7 +27,15 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
+from hvd_estimators.launch.guardian import PID_FILE
 from hvd_estimators.launch.output import OutputReader
+from hvd_estimators.launch.stalls import (
+    StallWatch,
+    is_stopped,
+    stall_environment,
+    stall_limit,
+    stalled_ranks,
+)
 from hvd_estimators.launch.worker import OUTCOME_FILE
 
 __all__ = ["NOT_STARTED", "RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
@@ -36,6 +44,7 @@ NOT_STARTED = "not started"
 """Error type of a rank whose machine cannot run it."""
 
 _EXIT_SECONDS = 3.0
+_LOOK_SECONDS = 0.5
 # Error types that are no exceptions, and what `WorkerFailedError.cause` calls them.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 # What says that a program is not there, or is none.
@@ -56,8 +65,9 @@ class RankOutcome:
         The pickled return value; None if the rank failed.
     error_type : str
         Name of the exception, ``"exit"`` where the process ended without one, ``"killed"`` where a
-        signal ended it, ``"aborted"`` where it was ended because another rank had failed, ``"not
-        started"`` where there is no such Python; empty for a result.
+        signal ended it, ``"stalled"`` where it was ended because it had been stopped for too long,
+        ``"aborted"`` where another rank had failed, ``"not started"`` where there is no such
+        Python; empty for a result.
     error : str
         The traceback, or what is known instead.
     output_tail : str
@@ -132,6 +142,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
             output_tail=first.output_tail,
             cause="lost",
         )
+    if first.error_type not in _CAUSES or first.error_type == "aborted":
+        _raise_if_stalled(outcomes, first)
     others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
     # A rank prints its traceback too, as the last thing it does.
@@ -145,6 +157,30 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         cause=_CAUSES.get(first.error_type, "raised"),
         error_type="" if first.error_type in _CAUSES else first.error_type,
     )
+
+
+def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
+    """Name the rank that the others waited for, where Horovod has shut down for its sake."""
+    for outcome in outcomes:
+        found = stalled_ranks(outcome.output_tail)
+        if found is None:
+            continue
+        seconds, tensors = found
+        by_rank = {outcome.rank: outcome for outcome in outcomes}
+        rank = min(tensors)
+        stalled = by_rank.get(rank)
+        host = stalled.host if stalled else None
+        tail = stalled.output_tail if stalled else ""
+        raise WorkerFailedError(
+            f"Rank {rank} on {host} has held up the others for more than {seconds:g} s "
+            f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): they waited for its part of "
+            f"{tensors[rank]}. Rank {first.rank} says:\n{first.error.rstrip()}\n"
+            f"The end of rank {rank}'s output:\n{tail.rstrip() or '(none)'}",
+            rank=rank,
+            host=host,
+            output_tail=tail,
+            cause="stalled",
+        )
 
 
 def _blame(outcome: RankOutcome) -> tuple[int, float]:
@@ -192,7 +228,9 @@ class RankProcess:
         self.rank = rank
         self.host = host
         self._call = call
-        self._env = dict(env)
+        self._env = {**env, **stall_environment(env)}
+        self._stalls = StallWatch(stall_limit(env), 4 * _LOOK_SECONDS)
+        self._next_look = 0.0
         self._on_line = on_line
         self._on_error_line = on_error_line
         self._executable = executable or sys.executable
@@ -228,12 +266,25 @@ class RankProcess:
         """Return whether the process has not ended yet."""
         return self._process is not None and self._process.poll() is None
 
-    def abort(self) -> RankOutcome:
-        """Kill the process, because another rank failed."""
+    def stalled(self) -> str | None:
+        """Return why the process is to be ended though it runs, if so; call this often."""
+        now = time.monotonic()
+        if self._process is None or now < self._next_look:
+            return None
+        self._next_look = now + _LOOK_SECONDS
+        pids = [self._process.pid]
+        with contextlib.suppress(OSError, ValueError):  # it has just been started
+            pids.append(int(Path(self._directory, PID_FILE).read_text()))
+        return self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
+
+    def abort(
+        self, error_type: str = "aborted", error: str = "Ended because another rank had failed."
+    ) -> RankOutcome:
+        """Kill the process, because another rank failed, or for the reason given."""
         if not self.running():
             return self.outcome()
         self._kill()
-        return self._failure("aborted", "Ended because another rank had failed.")
+        return self._failure(error_type, error)
 
     def outcome(self) -> RankOutcome:
         """Return how the process ended, or is about to; waits for it."""
@@ -289,6 +340,9 @@ class RankProcess:
         self._lifeline.close()
         if self._process is None:
             return
+        # So that it acts although it has been stopped.
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGCONT)
         try:
             # The guardian does it.
             self._process.wait(_EXIT_SECONDS)

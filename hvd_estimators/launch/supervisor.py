@@ -21,7 +21,8 @@ def supervise(
 ) -> list[RankOutcome]:
     """Wait until all processes have ended, and return how, in the order in which they ended.
 
-    When one has failed, here or elsewhere, the others are ended soon after.
+    One that has stalled counts as failed. When one has failed, here or elsewhere, the others are
+    ended soon after.
 
     Parameters
     ----------
@@ -44,6 +45,8 @@ def supervise(
                 outcome = process.outcome()
             elif failed_before is not None and now > deadline:
                 outcome = _ended_by(failed_before, process.abort())
+            elif stall := process.stalled():
+                outcome = process.abort("stalled", stall)
             else:
                 continue
             outcomes[process.rank] = outcome

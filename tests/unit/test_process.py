@@ -50,7 +50,7 @@ def test_the_outcome_holds_what_the_function_returned():
 def test_a_call_which_may_hold_secrets_is_in_no_file():
     call = run(lambda secret: (secret, os.listdir(sys.argv[1]), sys.stdin.read()), "mark")
 
-    assert pickle.loads(call.result) == ("mark", [], "")
+    assert pickle.loads(call.result) == ("mark", ["rank.pid"], "")
 
 
 def test_results_may_be_of_classes_that_only_the_main_program_knows():

@@ -47,6 +47,7 @@ class Process:
         self.rank = rank
         self._clock, self._seconds, self._error = clock, seconds, error
         self.ended_at: float | None = None
+        self.stalls_at = float("inf")
 
     def running(self) -> bool:
         return self._clock.passed < self._seconds
@@ -57,11 +58,14 @@ class Process:
             return RankOutcome(self.rank, "here", None, "ValueError", f"a\nb: {self._error}\n")
         return RankOutcome(self.rank, "here", b"result")
 
-    def abort(self) -> RankOutcome:
+    def stalled(self) -> str | None:
+        return "stands still" if self._clock.passed > self.stalls_at else None
+
+    def abort(self, error_type: str = "aborted", error: str = "Ended.") -> RankOutcome:
         if not self.running():
             return self.outcome()
         self.ended_at = self._clock.passed
-        return RankOutcome(self.rank, "here", None, "aborted", "Ended.", "its output")
+        return RankOutcome(self.rank, "here", None, error_type, error, "its output")
 
 
 def by_rank(outcomes: list[RankOutcome]) -> list[RankOutcome]:
@@ -111,6 +115,17 @@ def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -
 
     assert [outcome.error_type for outcome in outcomes] == ["ValueError", ""]
     assert failure_of(outcomes[0]) == Failure(0, "here", "had failed (b: broken pipe)")
+
+
+def test_a_rank_that_stalls_has_failed_and_the_others_are_ended(clock: Clock) -> None:
+    stalling, other = Process(clock, 0, 3600), Process(clock, 1, 3600)
+    stalling.stalls_at = 7.0
+    outcomes = by_rank(supervise([stalling, other]))
+
+    assert [outcome.error_type for outcome in outcomes] == ["stalled", "aborted"]
+    assert outcomes[0].error == "stands still"
+    assert outcomes[1].error == "Ended because rank 0 on here had failed (stands still)."
+    assert (stalling.ended_at, other.ended_at) == pytest.approx((7, 7 + GRACE), abs=0.2)
 
 
 def test_several_failures_do_not_prolong_the_grace(clock: Clock) -> None:

@@ -1,0 +1,107 @@
+"""Strangers on the same machine who write to every port of a running job."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_estimators.launch.events import RankOutput
+from hvd_estimators.launch.spark import SparkBackend
+
+pytestmark = pytest.mark.spark
+
+PATHS = ["/global/0", "/global_process_set/1", "/hvd_estimators/joined"]
+SAID = [
+    *(
+        f"{method} {path} HTTP/1.1\r\n{header}Content-Length: 0\r\n\r\n".encode()
+        for method in ("GET", "PUT", "DELETE")
+        for path in PATHS
+        for header in ("", "Authorization: Bearer 0000\r\n")
+    ),
+    b'{"kind": "failed", "rank": 1, "host": "there", "why": "lied"}\n',
+    b"\0" * 300,
+    b"",
+]
+
+
+def listening() -> dict[int, str]:
+    """Return the ports that Python processes below this one, or it, listen on."""
+    found = {}
+    for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
+        with contextlib.suppress(psutil.Error):
+            if process.name() == "java":
+                continue
+            for place in process.net_connections(kind="inet"):
+                if place.status == psutil.CONN_LISTEN:
+                    found[place.laddr.port] = place.laddr.ip
+    return found
+
+
+def answer(port: int, said: bytes) -> bytes:
+    """Return what comes back, until the other end has had enough or says no more."""
+    received = b""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 5) as asking:
+        asking.sendall(said)
+        asking.shutdown(socket.SHUT_WR)
+        asking.settimeout(10)
+        while part := asking.recv(4096):
+            received += part
+    return received
+
+
+def test_nobody_else_reads_writes_or_joins_and_the_job_ends_as_without_them(
+    spark: Any, tmp_path: Path
+) -> None:
+    before = listening()
+
+    def work(folder: str) -> float:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        Path(folder, f"{hvd.rank()}.ready").touch()
+        while not Path(folder, "go on").exists():
+            time.sleep(0.02)
+        # The ranks meet a second time, when strangers have written where they would.
+        hvd.shutdown()
+        hvd.init()
+        print("rank", hvd.rank())
+        return float(hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum))
+
+    heard: list[Any] = []
+    results: list[Any] = []
+
+    def run() -> None:
+        backend = SparkBackend(2, verbose=2)
+        results.append(backend.run(work, (str(tmp_path),), on_event=heard.append))
+
+    job = threading.Thread(target=run)
+    job.start()
+    deadline = time.monotonic() + 90
+    while len(list(tmp_path.glob("*.ready"))) < 2:
+        assert time.monotonic() < deadline
+        assert job.is_alive()
+        time.sleep(0.05)
+
+    places = {port: ip for port, ip in listening().items() if port not in before}
+    # Each rank's proxy, rank 0's server and the driver's events; and Spark's own daemon, perhaps.
+    assert len(places) >= 4
+    answers = [answer(port, said) for port in places for said in SAID]
+    (tmp_path / "go on").touch()
+    job.join(60)
+
+    refused = [found for found in answers if found.startswith(b"HTTP/1.1 401")]
+    # Two proxies speak HTTP and refuse all that they understand.
+    assert len(refused) == 2 * 3 * len(PATHS) * 2
+    # All others give a random number to answer, or nothing, and end the connection.
+    assert {len(found) for found in answers if found not in refused} <= {0, 32}
+    assert results == [[3.0, 3.0]]
+    lines = [event for event in heard if isinstance(event, RankOutput)]
+    assert sorted(event.line for event in lines) == ["rank 0\n", "rank 1\n"]
