@@ -176,7 +176,7 @@ class HorovodEstimator(EstimatorHooks):
             with self._record(spec, found) as record:
                 with (
                     handover.naming_what_is_kept(trained=False),
-                    show_progress(spec.verbose) as shown,
+                    show_progress(spec) as shown,
                 ):
                     answers = backend.run(
                         train_stored,
