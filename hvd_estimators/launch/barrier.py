@@ -22,7 +22,7 @@ from pyspark import BarrierTaskContext
 from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
-from hvd_estimators.launch.exchange import exchange
+from hvd_estimators.launch.exchange import Exchange
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.job import Job
@@ -40,6 +40,7 @@ from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
 from hvd_estimators.launch.rendezvous_server import RendezvousServer
 from hvd_estimators.launch.supervisor import failure_of, supervise
 from hvd_estimators.launch.task_output import TaskOutput
+from hvd_estimators.launch.warm import WarmStart, wanted
 from hvd_estimators.store.errors import redacted
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
 
 def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
     task = context.partitionId()
+    start = _warm_start(job)
+    if start is not None:
+        # It imports while the tasks find each other.
+        start.prepare(job.executable or sys.executable, _environment(job))
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
             offer = probes.offer()
@@ -135,10 +140,11 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
                 server = stack.enter_context(RendezvousServer(job.secret, addresses))
             # One exchange tells everything on one host.
             mine = {"offer": asdict(offer), "endpoints": server.endpoints if server else []}
-            peers = exchange(context, job, mine)
+            exchange = Exchange(context, job)
+            peers = exchange(mine)
             offers = [Offer(**peer["offer"]) for peer in peers]
             try:
-                places = agree(offers, task, lambda found: exchange(context, job, found))
+                places = agree(offers, task, exchange)
             except UnreachableError as error:
                 return _not_run(task, offer.name, UnreachableError.__name__, str(error))
         slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
@@ -176,20 +182,35 @@ def _linked_outcome(
         why = f"cannot be started: {error}"
         return _not_run(slot.rank, slot.hostname, NOT_STARTED, why)
     with GlooProxy(link) as proxy:
-        env = child_environment(
-            {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT},
-            os.environ,
-            job.driver_env,
-            {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+        env = _environment(
+            job,
             rank_environment(slot),
             listening_environment(address),
             proxy.environment(),
             ranks_key(job.secret),
             visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
-            job.events,
-            job.env,
         )
         return _supervise(slot.rank, slot.hostname, job, env, link)
+
+
+def _environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of a rank, with what is its own."""
+    return child_environment(
+        {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT},
+        os.environ,
+        job.driver_env,
+        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+        *own,
+        job.events,
+        job.env,
+    )
+
+
+def _warm_start(job: Job) -> WarmStart | None:
+    """Return how this rank is forked; None if it is to have a fresh process."""
+    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
+        return None
+    return WarmStart.of_executor(job.modules)
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
@@ -219,10 +240,11 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
     call = job.call if isinstance(job.call, bytes) else job.call.value
+    start = _warm_start(job)
     with (
         TaskOutput(rank, job) as output,
         RankProcess(
-            rank, host, call, env, output.on_line, job.executable, output.on_error_line
+            rank, host, call, env, output.on_line, job.executable, output.on_error_line, start
         ) as process,
     ):
         (outcome,) = supervise([process], link.failure)

@@ -24,6 +24,7 @@ __all__ = [
     "SECRET_BYTES",
     "AuthenticationError",
     "Channel",
+    "exchange_key",
     "new_secret",
     "ranks_key",
     "receive_exactly",
@@ -56,6 +57,14 @@ def ranks_key(secret: bytes) -> dict[str, str]:
     Its value reveals nothing about the secret.
     """
     return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
+
+
+def exchange_key(secret: bytes) -> bytes:
+    """Return the secret of another server of the job, where a proof for this one is worth nothing.
+
+    It reveals nothing about the secret that it is made of.
+    """
+    return _mac(secret, b"exchange")
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:

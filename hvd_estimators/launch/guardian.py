@@ -14,6 +14,8 @@ import resource
 import select
 import shutil
 import signal
+import socket
+import struct
 import sys
 import time
 import traceback
@@ -36,7 +38,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def split_off_guardian(directory: str, lifeline: int) -> None:
+def split_off_guardian(
+    directory: str,
+    lifeline: int,
+    waiting: int | None = None,
+    report: socket.socket | None = None,
+) -> None:
     """Continue as the rank, the child of a guardian. Returns only in the rank.
 
     Call this while the process has only one thread. The guardian ends like the rank, with the same
@@ -51,6 +58,11 @@ def split_off_guardian(directory: str, lifeline: int) -> None:
         Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
         killed when that end closes, or when the parent has ended although a fork of it keeps the
         end open.
+    waiting : int, optional
+        Descriptor (``pidfd``) of the process that waits for the rank, and counts as the parent.
+        Default: the parent is.
+    report : socket.socket, optional
+        Where the guardian sends the status that it ends with, for one that is not its parent.
     """
     guardian, parent = os.getpid(), os.getppid()
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
@@ -63,34 +75,43 @@ def split_off_guardian(directory: str, lifeline: int) -> None:
     if rank:
         try:
             Path(directory, PID_FILE).write_text(str(rank))
-            _guard(rank, directory, lifeline, waking, parent)
+            lifelines = [lifeline] if waiting is None else [lifeline, waiting]
+            status = _guard(rank, directory, lifelines, waking, parent if waiting is None else None)
+            if report is not None:
+                with contextlib.suppress(OSError):
+                    report.send(struct.pack("i", status))
+            _end_like(status)
         except BaseException:
             traceback.print_exc()
         # The rank dies with its guardian.
         os._exit(1)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for descriptor in (waking, wake, lifeline):
+    if report is not None:
+        report.close()
+    for descriptor in (waking, wake, lifeline, *([] if waiting is None else [waiting])):
         os.close(descriptor)
     _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != guardian:
         os._exit(1)
 
 
-def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -> NoReturn:
+def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
+    """Wait until the rank and all that it has started have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     # What the rank is to run is nothing to keep.
     empty_stdin()
     poller = select.poll()
-    poller.register(lifeline, select.POLLIN)
+    for lifeline in lifelines:
+        poller.register(lifeline, select.POLLIN)
     poller.register(waking, select.POLLIN)
     wanted = True
     while (status := _reap(rank)) is None:
         ready = {descriptor for descriptor, _ in poller.poll(_PARENT_POLL_SECONDS * 1000)}
         if waking in ready:
             os.read(waking, 4096)
-        # Nothing is ever written to the lifeline.
-        if lifeline in ready or os.getppid() != parent:
+        # Nothing is ever written to a lifeline.
+        if ready & set(lifelines) or (parent is not None and os.getppid() != parent):
             wanted = False
             os.kill(rank, signal.SIGKILL)
             status = os.waitpid(rank, 0)[1]
@@ -100,7 +121,7 @@ def _guard(rank: int, directory: str, lifeline: int, waking: int, parent: int) -
         shutil.rmtree(directory, ignore_errors=True)
         if sys.platform != "linux":
             os.killpg(0, signal.SIGKILL)
-    _end_like(status)
+    return status
 
 
 def empty_stdin() -> None:

@@ -17,7 +17,9 @@ class Job:
     ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
     whether all of them are known to run on one. ``events`` are the variables that tell ranks where
     the driver takes events. ``streams`` are those whose lines it gets (empty: both as one), and
-    ``apart`` says whether ranks have a pipe for each.
+    ``apart`` says whether ranks have a pipe for each. ``modules`` are what a process may
+    import that forks ranks; None starts each rank in a fresh process. ``exchange`` is where the
+    driver takes what tasks tell each other; empty if it does not.
     """
 
     call: bytes | Broadcast[bytes] = field(repr=False)
@@ -32,3 +34,5 @@ class Job:
     verbose: int
     streams: tuple[str, ...] = ()
     apart: bool = False
+    modules: tuple[str, ...] | None = None
+    exchange: str = ""

@@ -21,6 +21,7 @@ from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
+from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import (
     RankProcess,
     pickle_call,
@@ -35,6 +36,7 @@ from hvd_estimators.launch.rendezvous import (
 )
 from hvd_estimators.launch.rendezvous_client import LocalLink
 from hvd_estimators.launch.supervisor import supervise
+from hvd_estimators.launch.warm import WarmStart, wanted
 
 __all__ = ["LocalBackend"]
 
@@ -58,6 +60,10 @@ class LocalBackend(Backend):
         each, so that the order of a line of one and a line of the other is not known.
     prefix_output_with_timestamp : bool
         Whether a line of a rank begins with the time at which it came.
+    warm_start : bool
+        Whether ranks may be forks of a process that has imported the framework, as with
+        `SparkBackend`; it ends with this process. Default: True on Linux, unless the environment
+        variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -76,6 +82,7 @@ class LocalBackend(Backend):
         stdout: Any = None,
         stderr: Any = None,
         prefix_output_with_timestamp: bool = False,
+        warm_start: bool = True,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
@@ -84,6 +91,7 @@ class LocalBackend(Backend):
         self._num_proc = num_proc or _cores()
         self._env = dict(env or {})
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
+        self._warm_start = warm_start
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
@@ -102,6 +110,9 @@ class LocalBackend(Backend):
         check_run_arguments(self.run, unknown)
         require_mends()
         call = pickle_call(fn, args, kwargs or {})
+        warm = None
+        if self._warm_start and wanted(os.environ):
+            warm = WarmStart(modules_of(call), [os.getpid()])
         slots = assign_ranks([socket.gethostname()] * self._num_proc)
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         base = {
@@ -143,6 +154,7 @@ class LocalBackend(Backend):
                         ),
                         on_line,
                         on_error_line=on_error_line,
+                        warm=warm,
                     )
                 )
                 for slot, proxy, (on_line, on_error_line) in zip(

@@ -36,6 +36,7 @@ from hvd_estimators.launch.stalls import (
     stall_limit,
     stalled_ranks,
 )
+from hvd_estimators.launch.warm import ForkedRank, WarmStart
 from hvd_estimators.launch.worker import OUTCOME_FILE
 
 __all__ = ["NOT_STARTED", "RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
@@ -190,7 +191,7 @@ def _blame(outcome: RankOutcome) -> tuple[int, float]:
 
 
 class RankProcess:
-    """A fresh Python process that runs one call as one rank. Used as a context manager.
+    """A Python process of its own that runs one call as one rank. Used as a context manager.
 
     It runs in a session of its own. When the block ends, or this process, the rank and all that
     it started are ended, by its guardian (`hvd_estimators.launch.guardian`). Its standard input is
@@ -213,6 +214,8 @@ class RankProcess:
         order among the others is not known. Default: they are among the others.
     executable : str, optional
         The Python to run. Default: this one.
+    warm : WarmStart, optional
+        What the process is forked from, if that is possible. Default: it is a fresh one.
     """
 
     def __init__(
@@ -224,6 +227,7 @@ class RankProcess:
         on_line: Callable[[str], None] | None = None,
         executable: str | None = None,
         on_error_line: Callable[[str], None] | None = None,
+        warm: WarmStart | None = None,
     ) -> None:
         self.rank = rank
         self.host = host
@@ -234,9 +238,10 @@ class RankProcess:
         self._on_line = on_line
         self._on_error_line = on_error_line
         self._executable = executable or sys.executable
+        self._warm = warm
 
     def __enter__(self) -> Self:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._start_error = ""
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
         reading, writing = os.pipe()
@@ -303,6 +308,29 @@ class RankProcess:
         return RankOutcome(self.rank, self.host, values[0], ended_at=ended_at)
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
+        takers = {"output": self._on_line}
+        if self._on_error_line is not None:
+            takers["errors"] = self._on_error_line
+        pipes = {name: os.pipe() for name in takers}
+        self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes.values()]
+        files = {name: writing for name, (_, writing) in pipes.items()}
+        try:
+            if self._warm is not None:
+                given = {"call": call.fileno(), "lifeline": lifeline, **files}
+                self._process = self._warm.fork(self._executable, self._env, self._directory, given)
+            if self._process is None:
+                self._start_fresh(lifeline, call, files["output"], files.get("errors"))
+        finally:
+            for writing in files.values():
+                os.close(writing)
+            if self._process is None:
+                self._close_pipes()
+        if self._process is not None:
+            self._output = OutputReader(
+                {pipes[name][0]: on_line for name, on_line in takers.items()}
+            )
+
+    def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:
         command = ["-u", "-m", "hvd_estimators.launch.worker", self._directory, str(lifeline)]
         try:
             self._process = subprocess.Popen(
@@ -310,8 +338,8 @@ class RankProcess:
                 env=self._env,
                 # The worker reads it, and then lets it be empty.
                 stdin=call,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if self._on_error_line is None else subprocess.PIPE,
+                stdout=output,
+                stderr=output if errors is None else errors,
                 pass_fds=(lifeline,),
                 start_new_session=True,
             )
@@ -322,12 +350,6 @@ class RankProcess:
                 f"cannot start the Python {self._executable!r}: {error.strerror}. Set executable "
                 "to a Python that is there on all machines, with this package installed."
             )
-            return
-        self._pipes = [p for p in (self._process.stdout, self._process.stderr) if p is not None]
-        takers = (self._on_line, self._on_error_line)
-        self._output = OutputReader(
-            {pipe.fileno(): take for pipe, take in zip(self._pipes, takers, strict=False)}
-        )
 
     def _failure(self, error_type: str, error: str, ended_at: float | None = None) -> RankOutcome:
         tail = self._output.tail() if self._process is not None else ""
@@ -349,13 +371,18 @@ class RankProcess:
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Also where the user interrupts for the second time.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            # Also where the user interrupts for the second time. The id of a fork that has ended
+            # may be another process's.
+            if isinstance(self._process, subprocess.Popen) or self._process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         if self._output.finish():
-            for pipe in self._pipes:
-                pipe.close()
+            self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
 
     def _end(self) -> None:
         self._kill()

@@ -24,12 +24,15 @@ from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, receive_events
+from hvd_estimators.launch.exchange import ExchangeServer
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outlets import Outlets
+from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import pickle_call, results_in_order
 from hvd_estimators.launch.slots import await_slots
+from hvd_estimators.launch.warm import wanted
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -72,6 +75,12 @@ class SparkBackend(Backend):
         each, so that the order of a line of one and a line of the other is not known.
     prefix_output_with_timestamp : bool
         Whether a line of a rank begins with the time at which it came to the driver.
+    warm_start : bool
+        Whether ranks may be forks of a process on their executor that has imported the framework
+        (`hvd_estimators.launch.warm`), which from the second launch on saves the seconds that this
+        takes. It is there from the first launch until the executor ends, or for 10 minutes without
+        another launch, and takes the memory of the imports once. Default: True on Linux, unless
+        the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -92,6 +101,7 @@ class SparkBackend(Backend):
         stdout: Any = None,
         stderr: Any = None,
         prefix_output_with_timestamp: bool = False,
+        warm_start: bool = True,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
@@ -104,6 +114,7 @@ class SparkBackend(Backend):
         self._verbose = verbose
         self._executable = executable
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
+        self._warm_start = warm_start
 
     def num_processes(self) -> int:
         """Return the number of ranks."""
@@ -209,32 +220,33 @@ class SparkBackend(Backend):
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         with contextlib.ExitStack() as stack:
             document = pickle_call(fn, args, kwargs or {})
+            modules = modules_of(document) if self._warm_start and wanted(os.environ) else None
             call = stack.enter_context(_shared(cluster.context, document))
             events = stack.enter_context(receive_events(handler, host))
-            return self._run(cluster, call, env, events)
+            secret = new_secret()
+            server = stack.enter_context(
+                ExchangeServer(secret, host, self.num_processes(), cluster.application)
+            )
+            job = Job(
+                call=call,
+                max_bytes=cluster.collectable_bytes() // self.num_processes(),
+                secret=secret,
+                one_machine=cluster.is_local,
+                driver_env=shared_environment(os.environ) if self._env is None else {},
+                env={**(self._env or {}), **(env or {})},
+                events=events,
+                driver_path=tuple(sys.path),
+                executable=self._executable,
+                verbose=self._verbose,
+                streams=self._outlets.streams,
+                apart=self._outlets.are_apart,
+                modules=modules,
+                exchange=server.place,
+            )
+            return self._run(cluster, job)
 
-    def _run(
-        self,
-        cluster: Cluster,
-        call: bytes | Broadcast[bytes],
-        env: Mapping[str, str | None] | None,
-        events: dict[str, str],
-    ) -> list[Any]:
+    def _run(self, cluster: Cluster, job: Job) -> list[Any]:
         num_proc = self.num_processes()
-        job = Job(
-            call=call,
-            max_bytes=cluster.collectable_bytes() // num_proc,
-            secret=new_secret(),
-            one_machine=cluster.is_local,
-            driver_env=shared_environment(os.environ) if self._env is None else {},
-            env={**(self._env or {}), **(env or {})},
-            events=events,
-            driver_path=tuple(sys.path),
-            executable=self._executable,
-            verbose=self._verbose,
-            streams=self._outlets.streams,
-            apart=self._outlets.are_apart,
-        )
         frame = (
             cluster.session()
             .range(0, num_proc, 1, num_proc)

@@ -1,18 +1,21 @@
 """The main program of a rank: runs one pickled function and leaves its outcome in a file.
 
 The function comes by standard input, since it may hold secrets, which are to touch no disk.
-Started by `RankProcess` as ``python -m hvd_estimators.launch.worker DIRECTORY DESCRIPTOR``. Imports
-neither PySpark nor a framework.
+Started by `RankProcess` as ``python -m hvd_estimators.launch.worker DIRECTORY DESCRIPTOR``; with
+``--warm`` it is a process that forks ranks (`hvd_estimators.launch.warm_server`). Imports neither
+PySpark nor a framework.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import os
 import pickle
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -66,6 +69,18 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
+def _start(arguments: Sequence[str]) -> NoReturn:
+    if arguments[0] == "--warm":
+        from hvd_estimators.launch.warm_server import serve
+
+        rank = serve(json.loads(arguments[1]))
+        directory = rank.directory
+        split_off_guardian(directory, rank.lifeline, rank.parent, rank.report)
+    else:
+        directory = arguments[0]
+        split_off_guardian(directory, int(arguments[1]))
+    _exit(main(directory))
+
+
 if __name__ == "__main__":
-    split_off_guardian(sys.argv[1], int(sys.argv[2]))
-    _exit(main(sys.argv[1]))
+    _start(sys.argv[1:])

@@ -57,12 +57,15 @@ class StoredCall:
         SHA-256 of its content, so that nothing else is ever unpickled.
     state_path : str
         Where rank 0 writes the state that it has trained.
+    trainer_module : str
+        The module of the trainer, for a launcher that imports it before it starts the ranks.
     """
 
     store: Store
     path: str
     digest: str
     state_path: str
+    trainer_module: str = ""
 
 
 def train_stored(call: StoredCall) -> TrainResult:
@@ -148,7 +151,8 @@ class Handover:
         with self._store.open_atomic(path) as file:
             writer = HashingWriter(file)
             _Pickler(writer, self._store).dump((train, self._spec))
-        return StoredCall(self._store, path, writer.digest, self._state_path)
+        module = getattr(train, "__module__", "")
+        return StoredCall(self._store, path, writer.digest, self._state_path, module)
 
     def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
         """Return the ranks' results with the state that rank 0 has written."""

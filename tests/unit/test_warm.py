@@ -1,0 +1,315 @@
+"""Ranks that are forks of a process in which their modules are imported already."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import psutil
+import pytest
+from processes import ended, pids, wait_until
+
+from hvd_estimators.launch import warm
+from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call
+from hvd_estimators.launch.warm import WarmStart
+
+# A rank must not import this module, and pytest with it.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(sys.platform != "linux", reason="only Linux forks ranks"),
+]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of this test's sockets; all of its processes have ended afterwards."""
+    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(tmp_path))
+    yield tmp_path / f"hvd-estimators-warm-{os.getuid()}"
+    for process in warm_processes():
+        process.kill()
+
+
+def warm_processes(owner: int | None = None) -> list[psutil.Process]:
+    """Return the warm processes of an owner, this process unless told."""
+    mark = f'"name": "{owner or os.getpid()}.'
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        # Its forks have its command line. They lead sessions; who led the warm process's has ended.
+        with contextlib.suppress(ProcessLookupError):
+            if mark in command[-1] and not psutil.pid_exists(os.getsid(process.pid)):
+                found.append(process)
+    return found
+
+
+def rank(call: bytes, start: WarmStart | None = None, **env: str) -> RankProcess:
+    start = start or WarmStart(["numpy"], [os.getpid()])
+    return RankProcess(3, "here", call, {**os.environ, **env}, warm=start)
+
+
+def run(fn: Any, *args: Any, start: WarmStart | None = None, **env: str) -> RankOutcome:
+    with rank(pickle_call(fn, args, {}), start, **env) as process:
+        return process.outcome()
+
+
+def value(fn: Any, *args: Any, start: WarmStart | None = None, **env: str) -> Any:
+    outcome = run(fn, *args, start=start, **env)
+    assert outcome.result is not None, outcome
+    return pickle.loads(outcome.result)
+
+
+def test_ranks_of_one_process_share_what_it_has_imported_and_nothing_else() -> None:
+    def look() -> dict[str, Any]:
+        imported = "numpy" in sys.modules
+        import multiprocessing
+        import random
+        import tempfile
+        import uuid
+
+        import numpy as np
+
+        return {
+            "imported": imported,
+            "guardian": os.getppid(),
+            "drawn": (
+                random.random(),
+                np.random.rand(),
+                uuid.uuid4(),
+                next(tempfile._get_candidate_names()),
+                bytes(multiprocessing.current_process().authkey),
+            ),
+            "argv": [Path(sys.argv[0]).name, Path(sys.argv[1]).is_dir()],
+            "input": sys.stdin.read(),
+            "rank": os.environ.get("HOROVOD_RANK"),
+            "token": os.environ.get("HVD_ESTIMATORS_TOKEN"),
+            "session": os.getsid(0),
+            "threads": len(os.listdir("/proc/self/task")),
+            "open": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in (0, 1, 2)),
+            "sockets": sum(
+                os.readlink(path).startswith(("socket:", "anon_inode:[pidfd]"))
+                for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
+                if os.path.lexists(path)
+            ),
+            "signals": [str(signal.getsignal(n)) for n in (signal.SIGINT, signal.SIGCHLD)],
+        }
+
+    first = value(look, HOROVOD_RANK="0", HVD_ESTIMATORS_TOKEN="of rank 0")
+    second = value(look, HOROVOD_RANK="1")
+    with RankProcess(3, "here", pickle_call(look, (), {}), os.environ) as process:
+        fresh = pickle.loads(process.outcome().result or b"")
+
+    assert [looked["imported"] for looked in (first, second, fresh)] == [True, True, False]
+    assert len(warm_processes()) == 1
+    for one, other in zip(first["drawn"], second["drawn"], strict=True):
+        assert one != other
+    assert (first["rank"], second["rank"]) == ("0", "1")
+    assert (first["token"], second["token"]) == ("of rank 0", None)
+    for forked in (first, second):
+        assert forked["session"] == forked["guardian"]
+        for name in ("argv", "input", "sockets", "signals"):
+            assert forked[name] == fresh[name], name
+        assert forked["threads"] == 1
+        assert forked["open"][0] == "/dev/null"
+
+
+def test_how_a_forked_rank_ends_is_told_as_of_a_fresh_one() -> None:
+    def fail() -> None:
+        print("before the end")
+        raise ValueError("no")
+
+    raised = run(fail)
+    assert (raised.error_type, raised.output_tail[:15]) == ("ValueError", "before the end\n")
+    assert "exited with status 3" in run(os._exit, 3).error
+    assert "killed by SIGSEGV" in run(lambda: os.kill(os.getpid(), signal.SIGSEGV)).error
+    assert "killed by SIGKILL" in run(lambda: (os.kill(os.getppid(), 9), time.sleep(60))).error
+    # None of them was the end of the process that forked it.
+    assert len(warm_processes()) == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "leave", "kill the warm process, and leave"])
+def test_a_forked_rank_that_is_not_wanted_any_more_ends_with_all_it_started(
+    tmp_path: Path, how: str
+) -> None:
+    def sleep_and_tell(path: str) -> None:
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        Path(f"{path}.partial").write_text(f"{os.getpid()} {child.pid}")
+        Path(f"{path}.partial").rename(path)
+        time.sleep(300)
+
+    path = tmp_path / "pids"
+    with rank(pickle_call(sleep_and_tell, (str(path),), {})) as process:
+        started = pids(path)
+        if how == "abort":
+            assert process.abort().error_type == "aborted"
+        elif how != "leave":
+            (warm_process,) = warm_processes()
+            warm_process.kill()
+            wait_until(lambda: ended(warm_process.pid))
+            assert process.running()
+    wait_until(lambda: all(map(ended, started)))
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from hvd_estimators.launch import warm
+from hvd_estimators.launch.process import RankProcess
+from hvd_estimators.launch.warm import WarmStart
+
+warm.tempfile.gettempdir = lambda: sys.argv[2]
+start = WarmStart([], [os.getpid()])
+with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ, warm=start) as process:
+    process.outcome()
+"""
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path: Path, folder: Path) -> None:
+    """The warm process, a rank that holds Python's lock, and a child in a session of its own."""
+
+    def hold_the_lock(path: str) -> None:
+        import ctypes
+
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        Path(f"{path}.partial").write_text(f"{os.getpid()} {child.pid}")
+        Path(f"{path}.partial").rename(path)
+        ctypes.PyDLL(None).sleep(300)
+
+    call, path = tmp_path / "call", tmp_path / "pids"
+    call.write_bytes(pickle_call(hold_the_lock, (str(path),), {}))
+    owner = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(OWNER), str(call), str(tmp_path)]
+    )
+    try:
+        started = pids(path)
+        (process,) = warm_processes(owner.pid)
+    finally:
+        owner.kill()
+        owner.wait()
+    wait_until(lambda: all(map(ended, [*started, process.pid])))
+    wait_until(lambda: os.listdir(folder) == ["lock"])
+
+
+def test_it_ends_when_nobody_needs_it(folder: Path) -> None:
+    assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
+    wait_until(lambda: not warm_processes())
+    assert os.listdir(folder) == ["lock"]
+
+
+def test_what_is_read_when_modules_are_imported_means_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guardians_parent() -> tuple[int, str | None]:
+        return psutil.Process(os.getppid()).ppid(), os.environ.get("OMP_NUM_THREADS")
+
+    base = value(guardians_parent, OMP_NUM_THREADS="1")
+    assert value(guardians_parent, OMP_NUM_THREADS="1", HOROVOD_RANK="7") == base
+    other = value(guardians_parent, OMP_NUM_THREADS="2")
+    assert (base[1], other[1]) == ("1", "2")
+    assert base[0] != other[0]
+    # At most two stay; the one that was used least recently goes.
+    monkeypatch.chdir(tmp_path)
+    assert value(guardians_parent, OMP_NUM_THREADS="2")[0] not in (base[0], other[0])
+    wait_until(lambda: len(warm_processes()) == 2)
+    assert base[0] not in {process.pid for process in warm_processes()}
+
+
+def test_a_module_that_has_changed_is_imported_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "horovod_of_mine.py"
+    module.write_text("VALUE = 'old'\n")
+
+    def read() -> tuple[bool, str]:
+        imported = "horovod_of_mine" in sys.modules
+        import horovod_of_mine  # type: ignore[import-not-found]
+
+        return imported, horovod_of_mine.VALUE
+
+    start = WarmStart(["horovod_of_mine"], [os.getpid()])
+    assert value(read, start=start, PYTHONPATH=python_path(tmp_path)) == (True, "old")
+    module.write_text("VALUE = 'changed'\n")
+    assert value(read, start=start, PYTHONPATH=python_path(tmp_path)) == (True, "changed")
+    wait_until(lambda: len(warm_processes()) == 1)
+
+
+def python_path(*folders: Path) -> str:
+    return os.pathsep.join([*map(str, folders), *filter(None, sys.path)])
+
+
+def test_what_imports_print_is_part_of_each_ranks_output(tmp_path: Path) -> None:
+    (tmp_path / "loud.py").write_text("import os\nos.write(2, b'imported\\n')\n")
+    start = WarmStart(["loud"], [os.getpid()])
+
+    def work() -> None:
+        print("worked")
+        raise ValueError
+
+    for _ in range(2):
+        tail = run(work, start=start, PYTHONPATH=python_path(tmp_path)).output_tail
+        assert tail.startswith("imported\nworked\n")
+
+
+@pytest.mark.parametrize("how", ["threads", "exits", "hangs up", "no folder", "strangers folder"])
+def test_where_forking_does_not_work_out_a_fresh_process_runs(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    source = {
+        "threads": "import threading\nthreading.Timer(9, print).start()\n",
+        "exits": "import os\nos._exit(7)\n",
+        "hangs up": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
+    }.get(how, "")
+    (tmp_path / "odd.py").write_text(source)
+    if how == "no folder":
+        folder.write_text("")
+    elif how == "strangers folder":
+        folder.mkdir(mode=0o755)
+        folder.chmod(0o755)
+    start = WarmStart(["odd"], [os.getpid()])
+
+    def name() -> list[str]:
+        return psutil.Process(os.getppid()).cmdline()
+
+    with caplog.at_level(logging.WARNING):
+        command = value(name, start=start, PYTHONPATH=python_path(tmp_path))
+    assert "--warm" not in command
+    assert len(caplog.records) == 1
+    assert "starts in a fresh process" in caplog.text
+
+
+def test_who_is_given_up_before_it_begins_never_does(folder: Path, tmp_path: Path) -> None:
+    """A task that has waited for too long starts a fresh process: the late fork must not run."""
+    import json
+    import socket
+
+    assert value(lambda: 1) == 1
+    (name,) = set(os.listdir(folder)) - {"lock"}
+    mark = tmp_path / "ran"
+    spec = {"env": dict(os.environ), "cwd": "/", "umask": 0o22, "directory": str(tmp_path)}
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        descriptor = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, descriptor)
+        connection.connect(f"/proc/self/fd/{descriptor}/{name}")
+        assert connection.recv(99) == b"hello"
+        files = [stack.enter_context(open(tmp_path / f"f{i}", "w+b")) for i in range(5)]
+        files[0].write(json.dumps(spec).encode())
+        files[1].write(pickle_call(mark.touch, (), {}))
+        for file in files:
+            file.seek(0)
+        socket.send_fds(connection, [b"fork"], [file.fileno() for file in files])
+        forked = int(connection.recv(99))
+    wait_until(lambda: ended(forked))
+    assert not mark.exists()
