@@ -9,6 +9,8 @@ Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
   not do: Gloo takes the first of its addresses, which need not be one that others reach.
 * A host name that does not resolve is an error with a message, and no use of memory that was never
   written.
+* The ranks of a process set are stored in a vector of their number, and not, as released, behind
+  the end of an empty one: so Horovod's check for stalled ranks, which takes its length, found none.
 * Every request to the rendezvous server carries the job's secret, from
   ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
 """
@@ -146,6 +148,11 @@ static std::vector<std::string> AuthorizationHeaders() {{
         _STORE,
         "request.send(method, body);",
         "request.send(method, body, AuthorizationHeaders());",
+    ),
+    Mend(
+        "horovod/common/gloo/gloo_controller.cc",
+        "  global_ranks_.reserve(size_);\n",
+        f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
     ),
     Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
 )

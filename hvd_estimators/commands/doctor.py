@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from hvd_estimators.commands.doctor_probes import Facts, collect
 from hvd_estimators.commands.doctor_processes import ProbeError
-from hvd_estimators.launch.mends import MENDS_REVISION
+from hvd_estimators.launch.mends import MENDS_REVISION, REQUIRED_MENDS
 from hvd_estimators.remedies import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
 
 __all__ = ["Row", "Status", "diagnose", "main"]
@@ -173,9 +173,12 @@ def _horovod(facts: Facts) -> Iterator[Row]:
         elif "gloo" not in build.features:
             found = f"{version}, built without Gloo"
             yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
-        elif facts.horovod_mends < MENDS_REVISION:
+        elif facts.horovod_mends < REQUIRED_MENDS:
             found = f"{version}, built without what ranks need to listen where others reach them"
             yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
+        elif facts.horovod_mends < MENDS_REVISION:
+            found = f"{version}, does not notice ranks that hold up the others"
+            yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
 

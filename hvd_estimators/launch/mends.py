@@ -16,6 +16,7 @@ __all__ = [
     "ADDRESS_VARIABLE",
     "MARKER",
     "MENDS_REVISION",
+    "REQUIRED_MENDS",
     "TOKEN_VARIABLE",
     "installed_mends",
     "require_mends",
@@ -27,8 +28,11 @@ ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
 TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 """Environment variable with what a rank shows the rendezvous server, as a bearer token."""
 
-MENDS_REVISION = 1
+MENDS_REVISION = 2
 """What a wheel says of itself in `MARKER`; raise it when a mend is added or changed."""
+
+REQUIRED_MENDS = 1
+"""The revision without which ranks do not run. The second lets Horovod notice stalled ranks."""
 
 MARKER = "horovod/hvd_estimators_mends.py"
 """The file by which a wheel tells that it was compiled with the mends."""
@@ -56,7 +60,7 @@ def require_mends() -> None:
     DependencyError
         If it was not.
     """
-    if installed_mends() < MENDS_REVISION:
+    if installed_mends() < REQUIRED_MENDS:
         raise DependencyError(
             "The installed Horovod was built without the changes that ranks need: they choose the "
             "address on which they listen, and prove to the rendezvous server who they are. "

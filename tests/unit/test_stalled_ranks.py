@@ -1,0 +1,83 @@
+"""Ranks that are stopped or hang while others wait for them."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from processes import ended, pids, wait_until
+
+from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.mends import installed_mends
+
+SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_a_rank_that_stays_stopped_is_ended_with_its_children_and_named(tmp_path):
+    def work(folder):
+        rank = os.environ["HOROVOD_RANK"]
+        if rank == "0":
+            return
+        # It is stopped together with its guardian and a child elsewhere.
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        stopped = [child.pid, os.getppid(), os.getpid()]
+        Path(folder, "pids").write_text(" ".join(map(str, stopped)))
+        for pid in stopped:
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(300)
+
+    started = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="has been stopped for 2 s") as raised:
+        LocalBackend(2, env=SOON).run(work, (str(tmp_path),))
+
+    assert 2 < time.monotonic() - started < 60
+    assert (raised.value.rank, raised.value.cause) == (1, "stalled")
+    assert raised.value.host in str(raised.value)
+    for pid in pids(tmp_path / "pids"):
+        wait_until(lambda pid=pid: ended(pid))
+
+
+def test_a_rank_that_is_continued_in_time_has_not_failed():
+    def work():
+        # Twice for a second and a half, which is more than the limit in all.
+        for _ in range(2):
+            subprocess.Popen(
+                [
+                    "sh",
+                    "-c",
+                    f"sleep 0.2; kill -STOP {os.getpid()}; sleep 1.5; kill -CONT {os.getpid()}",
+                ]
+            ).wait()
+            time.sleep(1)
+        return "done"
+
+    assert LocalBackend(1, env=SOON).run(work) == ["done"]
+
+
+@pytest.mark.skipif(installed_mends() < 2, reason="Horovod has to be built anew to notice it")
+def test_a_rank_that_hangs_is_named_where_the_user_has_set_a_limit():
+    def work():
+        import threading
+
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        hvd.allreduce(torch.ones(1), name="first")
+        if hvd.rank() == 1:
+            print("waiting for ever", flush=True)
+            threading.Event().wait()
+        hvd.allreduce(torch.ones(1), name="second")
+
+    with pytest.raises(WorkerFailedError, match="has held up the others") as raised:
+        LocalBackend(2, env=SOON).run(work)
+
+    error = raised.value
+    assert (error.rank, error.cause) == (1, "stalled")
+    assert "second" in str(error)
+    assert error.output_tail == "waiting for ever\n"
