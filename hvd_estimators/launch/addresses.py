@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -54,7 +55,9 @@ def executor_identity() -> str:
     return f"{os.environ.get('CONTAINER_ID', '')} {namespace} {os.getppid()}"
 
 
-def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:
+def candidate_addresses(
+    preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
+) -> list[str]:
     """Return the addresses at which others might reach this machine, the likeliest first.
 
     They are all its own, since Gloo has to listen on the one that is chosen.
@@ -64,8 +67,10 @@ def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:
     preferred : str
         A name or an address by which the cluster knows this machine; goes first if it is one of
         its own.
-    interface : str
-        The one network interface to use. Default: all.
+    interfaces : sequence of str
+        The names of the network interfaces to use, where this machine has them. Default: all.
+    setting : str
+        What they were given by, for the error.
 
     Raises
     ------
@@ -77,11 +82,12 @@ def candidate_addresses(preferred: str = "", interface: str = "") -> list[str]:
         for name, entries in psutil.net_if_addrs().items()
     }
     down = {name for name, stats in psutil.net_if_stats().items() if not stats.isup}
-    names = [interface] if interface else [name for name in found if name not in down]
+    names = interfaces or [name for name in found if name not in down]
     addresses = [address for name in names for address in found.get(name, []) if _is_open(address)]
     if not addresses:
         having = ", ".join(f"{n} ({', '.join(a)})" for n, a in sorted(found.items()) if a)
-        wanted = f"{INTERFACE_VARIABLE}={interface}, which" if interface else "an interface that"
+        named = f"{setting}={', '.join(interfaces)}"
+        wanted = f"an interface of {named} that" if interfaces else "an interface that"
         raise UnreachableError(
             f"{socket.gethostname()} is one of several hosts and cannot be reached from the "
             f"others: expected {wanted} is up and has an address other than a loopback or a "

@@ -10,7 +10,12 @@ from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 
-__all__ = ["check_further_arguments", "check_run_arguments", "seconds_given"]
+__all__ = [
+    "check_further_arguments",
+    "check_run_arguments",
+    "interface_names",
+    "seconds_given",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +26,7 @@ _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "use_gloo": (_GLOO, (True,)),
     "use_mpi": (_GLOO, (False,)),
     "extra_mpi_args": (_GLOO, ()),
-    "nics": (
-        "An interface that all hosts reach each other by is found by trying. To name it set "
-        "env={'HOROVOD_GLOO_IFACE': 'eth1'}",
-        (),
-    ),
+    "nics": ("Ranks on this machine meet at 127.0.0.1. Leave it out", ()),
     "start_timeout": ("Ranks on this machine start at once. Leave it out", ()),
     "executable": ("Ranks on this machine run the driver's Python. Leave it out", ()),
 }
@@ -92,6 +93,29 @@ def seconds_given(seconds: float | None, variable: str, default: float = 600.0) 
         return float(text or default)
     except ValueError:
         raise ParamError(f"{variable}: expected seconds, found {text!r}.") from None
+
+
+def interface_names(nics: Any) -> tuple[str, ...]:
+    """Return the names in an argument ``nics``: one or more in a text, or a collection of them.
+
+    Raises
+    ------
+    ParamError
+        If it is neither.
+    """
+    if nics is None:
+        return ()
+    names: list[Any] = [None]
+    if isinstance(nics, Iterable):
+        names = nics.split(",") if isinstance(nics, str) else list(nics)
+    if not all(isinstance(name, str) and name.strip() for name in names):
+        raise ParamError(
+            "nics: expected the name of a network interface, such as 'eth1', or a collection of "
+            f"names; found {nics!r}."
+        )
+    found = dict.fromkeys(name.strip() for name in names)
+    # The order of a set changes from run to run.
+    return tuple(sorted(found) if isinstance(nics, (set, frozenset)) else found)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:

@@ -217,8 +217,11 @@ def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
     if job.one_machine:
         return ProbeListener([])
     known = context.getTaskInfos()[context.partitionId()].address
-    interface = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
-    return ProbeListener.on_this_host(known.rpartition(":")[0].strip("[]"), interface or "")
+    preferred = known.rpartition(":")[0].strip("[]")
+    if job.nics:
+        return ProbeListener.on_this_host(preferred, job.nics, "nics")
+    variable = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
+    return ProbeListener.on_this_host(preferred, [variable] if variable else [], INTERFACE_VARIABLE)
 
 
 def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:

@@ -47,7 +47,7 @@ def run_elastic(
     stdout: Any = None,
     stderr: Any = None,
     verbose: int = 1,
-    nics: Iterable[str] | None = None,
+    nics: str | Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     min_np: int | None = None,
     max_np: int | None = None,

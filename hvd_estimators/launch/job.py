@@ -19,7 +19,8 @@ class Job:
     the driver takes events. ``streams`` are those whose lines it gets (empty: both as one), and
     ``apart`` says whether ranks have a pipe for each. ``modules`` are what a process may
     import that forks ranks; None starts each rank in a fresh process. ``exchange`` is where the
-    driver takes what tasks tell each other; empty if it does not.
+    driver takes what tasks tell each other; empty if it does not. ``nics`` are the names of the
+    network interfaces to use; none means any.
     """
 
     call: bytes | Broadcast[bytes] = field(repr=False)
@@ -36,3 +37,4 @@ class Job:
     apart: bool = False
     modules: tuple[str, ...] | None = None
     exchange: str = ""
+    nics: tuple[str, ...] = ()

@@ -119,10 +119,10 @@ class ProbeListener:
         self._thread = threading.Thread(target=self._answer, daemon=True)
 
     @classmethod
-    def on_this_host(cls, preferred: str, interface: str) -> Self:
+    def on_this_host(cls, preferred: str, interfaces: Sequence[str], setting: str) -> Self:
         """Return the one that listens on this host's `candidate_addresses`."""
         try:
-            return cls(candidate_addresses(preferred, interface))
+            return cls(candidate_addresses(preferred, interfaces, setting))
         except UnreachableError as error:
             # No error where all tasks are on one host.
             return cls([], str(error))
@@ -274,8 +274,8 @@ def _why(
         "Ranks connect to each other at any TCP port, and have to listen on addresses of one kind "
         "(IPv4 or IPv6) at which all other hosts reach them. There are none:\n"
         + "\n".join(lines)
-        + "\nOpen the network between these hosts, or name the interface that leads to it in the "
-        f"executors' environment: {INTERFACE_VARIABLE}=eth1"
+        + "\nOpen the network between these hosts, or name the interfaces that lead to it: "
+        f"SparkBackend(nics='eth1'), or {INTERFACE_VARIABLE}=eth1 in each executor's environment"
     )
 
 

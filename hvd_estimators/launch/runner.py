@@ -25,7 +25,7 @@ def run(
     stdout: Any = None,
     stderr: Any = None,
     verbose: int = 1,
-    nics: Iterable[str] | None = None,
+    nics: str | Iterable[str] | None = None,
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
     *,
@@ -68,7 +68,7 @@ def run(
         Where the ranks' output goes on the driver; see `SparkBackend`.
     verbose : int
         2 and above shows what ranks print on the driver; see `SparkBackend`.
-    nics : iterable of str, optional
+    nics : str or iterable of str, optional
         Network interfaces that ranks may use; see `SparkBackend`.
     prefix_output_with_timestamp : bool
         See `SparkBackend`.

@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pyspark import Broadcast
@@ -16,6 +16,7 @@ from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
 from hvd_estimators.launch.arguments import (
     check_further_arguments,
     check_run_arguments,
+    interface_names,
     seconds_given,
 )
 from hvd_estimators.launch.backend import Backend
@@ -81,6 +82,11 @@ class SparkBackend(Backend):
         takes. It is there from the first launch until the executor ends, or for 10 minutes without
         another launch, and takes the memory of the imports once. Default: True on Linux, unless
         the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+    nics : str or iterable of str, optional
+        The names of the network interfaces at which ranks on several hosts may meet, as ``"eth1"``
+        or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its
+        loopback interface. Default: that in the ranks' ``HOROVOD_GLOO_IFACE``, or, without it, one
+        that all hosts reach each other by, which is found by trying.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -89,6 +95,13 @@ class SparkBackend(Backend):
     ------
     ParamError
         If an argument is not usable, or is unknown.
+
+    Notes
+    -----
+    A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and is named. One that
+    hangs looks like one that is slow: it ends the job only where
+    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` says for how long it may hold up the others; see
+    `hvd_estimators.launch.stalls`.
     """
 
     def __init__(
@@ -102,6 +115,7 @@ class SparkBackend(Backend):
         stderr: Any = None,
         prefix_output_with_timestamp: bool = False,
         warm_start: bool = True,
+        nics: str | Iterable[str] | None = None,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
@@ -113,6 +127,7 @@ class SparkBackend(Backend):
         self._start_timeout = seconds_given(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
         self._verbose = verbose
         self._executable = executable
+        self._nics = interface_names(nics)
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
         self._warm_start = warm_start
 
@@ -242,6 +257,7 @@ class SparkBackend(Backend):
                 apart=self._outlets.are_apart,
                 modules=modules,
                 exchange=server.place,
+                nics=self._nics,
             )
             return self._run(cluster, job)
 

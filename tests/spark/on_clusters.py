@@ -67,9 +67,9 @@ def train_tensorflow() -> tuple[dict[str, Any], list[float]]:
 
 
 def run(train: Any, num_proc: int) -> list[Any]:
-    from hvd_estimators.launch.spark import SparkBackend
+    import hvd_estimators
 
-    return SparkBackend(num_proc).run(train)
+    return hvd_estimators.run(train, num_proc=num_proc)
 
 
 def fit(url: str) -> list[float]:

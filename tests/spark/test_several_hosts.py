@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import two_hosts
 from two_hosts import SAME_ADDRESS, Cluster
 
 from hvd_estimators.exceptions import UnreachableError
@@ -15,13 +13,9 @@ from hvd_estimators.exceptions import UnreachableError
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    reason = two_hosts.why_not()
-    if reason:
-        pytest.skip(reason)
-    with two_hosts.hosts_and_cluster() as made, made.driver():
-        yield made
+@pytest.fixture
+def cluster(two_hosts: Cluster) -> Cluster:
+    return two_hosts
 
 
 def sum_over_ranks() -> tuple[str, int, float, set[str]]:
@@ -36,10 +30,12 @@ def sum_over_ranks() -> tuple[str, int, float, set[str]]:
     return socket.gethostname(), hvd.local_size(), float(total), used - {"127.0.0.1"}
 
 
-def run_job(env: dict[str, str | None] | None = None) -> list[tuple[str, int, float, set[str]]]:
+def run_job(
+    env: dict[str, str | None] | None = None, nics: Any = None
+) -> list[tuple[str, int, float, set[str]]]:
     from hvd_estimators.launch.spark import SparkBackend
 
-    return SparkBackend(2, env=env).run(sum_over_ranks)
+    return SparkBackend(2, env=env, nics=nics).run(sum_over_ranks)
 
 
 def lines_of_ranks() -> list[tuple[int, str]]:
@@ -80,9 +76,14 @@ def test_the_driver_hears_what_ranks_print_on_other_hosts(cluster: Cluster) -> N
     assert cluster.run(lines_of_ranks) == [(0, "hello\n"), (1, "hello\n")]
 
 
-def test_ranks_reduce_over_ipv6(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    "how", [({"HOROVOD_GLOO_IFACE": "six0"},), (None, ["bridge0", "six0"])], ids=["env", "nics"]
+)
+def test_ranks_reduce_over_ipv6_by_the_interface_that_is_named(
+    cluster: Cluster, how: tuple[Any, ...]
+) -> None:
     # No Spark is at home there: the interface has no IPv4 address.
-    results = cluster.run(run_job, {"HOROVOD_GLOO_IFACE": "six0"})
+    results = cluster.run(run_job, *how)
 
     used = {frozenset(addresses) for *_, addresses in results}
     assert used == {frozenset([cluster.first.only6]), frozenset([cluster.second.only6])}
@@ -93,4 +94,12 @@ def test_a_network_that_does_not_lead_to_the_other_host_is_an_error_at_once(
     cluster: Cluster,
 ) -> None:
     with pytest.raises(UnreachableError, match=rf"\({SAME_ADDRESS}\) reaches .* nowhere"):
-        cluster.run(run_job, {"HOROVOD_GLOO_IFACE": "bridge0"}, timeout=50)
+        cluster.run(run_job, None, "bridge0", timeout=50)
+
+
+def test_an_interface_that_no_host_has_is_an_error_that_tells_those_that_it_has(
+    cluster: Cluster,
+) -> None:
+    found = rf"nics=eth7 that is up .* eth0 \(.*{cluster.first.address}.*six0"
+    with pytest.raises(UnreachableError, match=found):
+        cluster.run(run_job, None, "eth7", timeout=50)

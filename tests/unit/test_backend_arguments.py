@@ -9,6 +9,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.launch import LocalBackend, SparkBackend
+from hvd_estimators.launch.arguments import interface_names
 
 BACKENDS = [LocalBackend, SparkBackend]
 
@@ -29,7 +30,6 @@ def test_an_unknown_argument_is_an_error_with_a_hint(backend: Any) -> None:
         ("use_mpi", True, "Gloo is always the controller"),
         ("use_gloo", False, "Gloo is always the controller"),
         ("extra_mpi_args", "-v", "Gloo is always the controller"),
-        ("nics", {"eth1"}, "HOROVOD_GLOO_IFACE"),
     ],
 )
 def test_arguments_of_horovod_spark_are_known_by_name(
@@ -52,9 +52,33 @@ def test_values_that_say_what_is_so_anyway_are_taken_in_silence(
 
 def test_what_only_spark_has_is_told_of_on_one_machine(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        LocalBackend(1, start_timeout=5, executable="/usr/bin/python3")
+        LocalBackend(1, start_timeout=5, executable="/usr/bin/python3", nics={"eth1"})
     assert "start_timeout has no effect" in caplog.text
     assert "executable has no effect" in caplog.text
+    assert "nics has no effect. Ranks on this machine meet at 127.0.0.1" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("nics", "names"),
+    [
+        (None, ()),
+        ([], ()),
+        ("eth1", ("eth1",)),
+        ("eth1, ib0", ("eth1", "ib0")),
+        (["ib0", "eth1", "ib0"], ("ib0", "eth1")),
+        ({"ib0", "eth1"}, ("eth1", "ib0")),
+    ],
+)
+def test_network_interfaces_are_named_by_a_text_or_a_collection(
+    nics: Any, names: tuple[str, ...]
+) -> None:
+    assert interface_names(nics) == names
+
+
+@pytest.mark.parametrize("nics", ["", "eth1,", 5, [5], [""]])
+def test_what_is_no_name_of_an_interface_is_refused(nics: Any) -> None:
+    with pytest.raises(ParamError, match="nics: expected the name of a network interface"):
+        SparkBackend(2, nics=nics)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -18,6 +18,7 @@ from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch import addresses, reachability
 from hvd_estimators.launch.addresses import (
     candidate_addresses,
+    executor_identity,
     host_identity,
     listening_environment,
 )
@@ -74,6 +75,7 @@ class TestChoice:
         lines = str(raised.value).splitlines()
         assert "north (10.0.0.1) reaches south (10.0.0.2, fd00::2) at fd00::2 only." in lines
         assert "west (10.0.0.3) reaches south (10.0.0.2, fd00::2) nowhere." in lines
+        assert "nics='eth1'" in lines[-1]
         assert "HOROVOD_GLOO_IFACE" in lines[-1]
 
     @given(st.data())
@@ -235,9 +237,12 @@ class TestCandidates:
 
     @pytest.mark.usefixtures("machine")
     def test_an_interface_that_is_asked_for_is_the_only_one(self):
-        assert candidate_addresses("10.1.0.5", "eth0") == ["10.0.0.5", "fd00::5"]
+        assert candidate_addresses("10.1.0.5", ["eth0"]) == ["10.0.0.5", "fd00::5"]
+        assert "10.1.0.5" in candidate_addresses(interfaces=["eth0", "eth1", "eth7"])
         with pytest.raises(UnreachableError, match=r"IFACE=eth7.*eth1 \(10\.1\.0\.5\)"):
-            candidate_addresses(interface="eth7")
+            candidate_addresses("", ["eth7"], "HOROVOD_GLOO_IFACE")
+        with pytest.raises(UnreachableError, match=r"nics=eth7, lo that is up"):
+            candidate_addresses(interfaces=["eth7", "lo"])
 
     @pytest.mark.usefixtures("machine")
     def test_a_rank_is_told_the_address_and_its_interface(self):
@@ -245,6 +250,21 @@ class TestCandidates:
             "HVD_ESTIMATORS_GLOO_ADDRESS": "10.1.0.5",
             "HOROVOD_GLOO_IFACE": "eth1",
         }
+
+
+def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
+    monkeypatch.delenv("CONTAINER_ID", raising=False)
+    identity = executor_identity()
+    assert executor_identity() == identity
+
+    # Containers of one machine share its name, its network and often its process IDs.
+    monkeypatch.setenv("CONTAINER_ID", "container_1_0001_01_000002")
+    assert executor_identity() != identity
+    monkeypatch.delenv("CONTAINER_ID")
+    assert executor_identity() == identity
+
+    monkeypatch.setattr(addresses.os, "getppid", lambda: 1)
+    assert executor_identity() != identity
 
 
 def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differs(
