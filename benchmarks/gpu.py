@@ -33,6 +33,7 @@ from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.store import LocalStore
+from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.tensors import TensorSpec, tensor_batches
 
 WIDTH = 64
@@ -42,6 +43,8 @@ CLASSES = 100
 ROW_GROUP_BYTES = 16 * 2**20
 HELD = 8
 """Batches that lie on the GPU for the model's own rate."""
+SECONDS = 2.0
+"""For which a contender runs in each turn."""
 
 Batches = Iterator[Mapping[str, torch.Tensor]]
 Step = Callable[[Mapping[str, torch.Tensor]], int]
@@ -294,7 +297,6 @@ def convnet(device: torch.device) -> Step:
 
 def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dict[str, Any]:
     """Time all contenders in turns; show and return the best of each."""
-    steps = case.rows // case.batch_size
     with contextlib.ExitStack() as stack:
         alone = stack.enter_context(contextlib.closing(batches(stack, case, workers, "cpu")))
         plain = stack.enter_context(contextlib.closing(batches(stack, case, workers, "cpu")))
@@ -305,11 +307,11 @@ def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dic
         ]
         contenders: dict[str, Callable[[], float]] = {
             "the model alone, rows on the GPU": lambda: rate(
-                itertools.cycle(held), case.step, steps, device
+                itertools.cycle(held), case.step, device
             ),
-            "the loader alone": lambda: rate(alone, rows_of, steps, device),
-            "plain copies": lambda: rate(plain, case.step, steps, device),
-            "pinned, beside the step": lambda: rate(beside, case.step, steps, device),
+            "the loader alone": lambda: rate(alone, rows_of, device),
+            "plain copies": lambda: rate(plain, case.step, device),
+            "pinned, beside the step": lambda: rate(beside, case.step, device),
         }
         best = dict.fromkeys(contenders, 0.0)
         for turn in range(repeats + 1):
@@ -345,6 +347,7 @@ def batches(
             num_train_epochs=1,
         )
     )
+    module.memory = gpu_memory(torch.device(device)) or module.memory
     return tensor_batches(module.train_chunks(), device)
 
 
@@ -353,14 +356,13 @@ def rows_of(columns: Mapping[str, torch.Tensor]) -> int:
     return len(next(iter(columns.values())))
 
 
-def rate(batches: Batches, step: Step, steps: int, device: torch.device) -> float:
-    """Return the rows per second of so many batches; a quarter as many go before."""
-    for columns in itertools.islice(batches, steps // 4 + 1):
-        step(columns)
-    _wait(device)
-    started = time.perf_counter()
-    rows = sum(step(columns) for columns in itertools.islice(batches, steps))
-    _wait(device)
+def rate(batches: Batches, step: Step, device: torch.device) -> float:
+    """Return the rows per second of some seconds, after a quarter of these."""
+    for seconds in (SECONDS / 4, SECONDS):
+        rows, started = 0, time.perf_counter()
+        while time.perf_counter() - started < seconds:
+            rows += sum(step(columns) for columns in itertools.islice(batches, 8))
+        _wait(device)
     return rows / (time.perf_counter() - started)
 
 

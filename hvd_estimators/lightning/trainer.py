@@ -31,6 +31,7 @@ from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
@@ -170,7 +171,12 @@ class _Trainer:
             # Where each epoch gets the batches of the first one, a resumed run does, too.
             epoch = 0 if self._overfits else done
             module = open_data_module(
-                spec.data, self.rank, self.size, epoch=epoch, epochs=spec.epochs - done
+                spec.data,
+                self.rank,
+                self.size,
+                epoch=epoch,
+                epochs=spec.epochs - done,
+                memory=gpu_memory(self._loader_device),
             )
             loaders = self._loaders(stack.enter_context(module))
             data["train_dataloaders"], data["val_dataloaders"] = loaders

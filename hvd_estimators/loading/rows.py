@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.parquet.columns import Array, Columns
 
-__all__ = ["Layout", "Memory", "Rows", "row_bytes"]
+__all__ = ["Layout", "Memory", "Rows", "fresh_buffer", "row_bytes"]
 
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
@@ -59,10 +59,20 @@ class Memory:
 
     A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
     Threads may share one.
+
+    Parameters
+    ----------
+    kept : int
+        Pieces that are kept, at most.
+    new_buffer : callable, optional
+        Returns fresh memory of so many bytes. Default: `fresh_buffer`.
     """
 
-    def __init__(self, kept: int = 8) -> None:
+    def __init__(
+        self, kept: int = 8, new_buffer: Callable[[int], memoryview] | None = None
+    ) -> None:
         self._kept = kept
+        self._new_buffer = new_buffer or fresh_buffer
         self._lock = threading.Lock()
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
 
@@ -79,7 +89,7 @@ class Memory:
                 if size <= len(candidate) <= 2 * size and given_out() is None:
                     position, buffer = i, candidate
                     break
-            buffer = buffer or _new_buffer(size + size // 4)
+            buffer = buffer or self._new_buffer(size + size // 4)
             # Views of it, and views of these, hold this array, as its memory is not another's.
             array = np.frombuffer(buffer, dtype, math.prod(shape))
             self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
@@ -235,7 +245,8 @@ def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> No
         tile[...] = targets.T
 
 
-def _new_buffer(size: int) -> memoryview:
+def fresh_buffer(size: int) -> memoryview:
+    """Return fresh memory."""
     # NumPy asks the system for huge pages, which random access to a large buffer needs. TensorFlow
     # uses memory without a copy if it begins at a multiple of 64.
     memory = np.empty(size + _ALIGNMENT, np.uint8)

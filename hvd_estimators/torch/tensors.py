@@ -5,6 +5,7 @@ Used on both sides: by the trainer, by the driver's dry run, and by ``transform`
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -140,16 +141,32 @@ def tensor_batches(
         Where the tensors are to be.
     """
     device = torch.device(device)
-    blocks = ((chunk, list(map(_from_numpy, chunk.rows.blocks))) for chunk in chunks)
-    on_device = blocks if device.type != "cuda" else ahead_of_use(blocks, cuda_copies(device))
-    for chunk, tensors_of_blocks in on_device:
-        groups = chunk.rows.layout.groups
-        for parts in zip(*(block.split(chunk.sizes) for block in tensors_of_blocks), strict=True):
-            tensors: dict[str, torch.Tensor] = {}
-            for group, part in zip(groups, parts, strict=True):
-                columns = part.unbind(1) if len(group) > 1 else (part,)
-                tensors.update(zip(group, columns, strict=True))
-            yield tensors
+    blocks = _blocks(chunks)
+    if device.type == "cuda":
+        blocks = ahead_of_use(blocks, cuda_copies(device))
+    with contextlib.closing(blocks):
+        for chunk, tensors_of_blocks in blocks:
+            groups = chunk.rows.layout.groups
+            cut = (block.split(chunk.sizes) for block in tensors_of_blocks)
+            for parts in zip(*cut, strict=True):
+                tensors: dict[str, torch.Tensor] = {}
+                for group, part in zip(groups, parts, strict=True):
+                    columns = part.unbind(1) if len(group) > 1 else (part,)
+                    tensors.update(zip(group, columns, strict=True))
+                yield tensors
+
+
+def _blocks(
+    chunks: Iterable[Chunk],
+) -> Generator[tuple[Chunk, list[torch.Tensor]], None, None]:
+    """Yield each chunk with its blocks as tensors; closes the chunks, if they can be closed."""
+    try:
+        for chunk in chunks:
+            yield chunk, [_from_numpy(block) for block in chunk.rows.blocks]
+    finally:
+        # Not left to the end of references: close() lets go of them only from Python 3.13 on.
+        if isinstance(chunks, Generator):
+            chunks.close()
 
 
 def _from_numpy(array: Array) -> torch.Tensor:

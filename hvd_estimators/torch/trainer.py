@@ -22,6 +22,7 @@ from hvd_estimators.torch.checkpoint import (
     save_file,
     unequal_buffers,
 )
+from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
@@ -132,7 +133,13 @@ class _Trainer:
         done = len(self.history)
         rows = 0 if self.restored is None else self.restored.rows
         data = open_data_module(
-            spec.data, self.rank, self.size, epoch=done, rows=rows, epochs=spec.epochs - done
+            spec.data,
+            self.rank,
+            self.size,
+            epoch=done,
+            rows=rows,
+            epochs=spec.epochs - done,
+            memory=gpu_memory(self.device),
         )
         logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with data, logs, EventWriter(logs.path) as writer, self.progress, self.checkpoints:

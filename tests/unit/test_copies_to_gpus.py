@@ -1,12 +1,16 @@
 """Blocks of rows on their way to a GPU: once each, the next ones while these are used."""
 
+import contextlib
+import itertools
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from hvd_estimators.loading.batching import cut_chunks
 from hvd_estimators.torch import tensors
-from hvd_estimators.torch.copies import ahead_of_use, cuda_copies
+from hvd_estimators.torch.copies import ahead_of_use, cuda_copies, gpu_memory
 from hvd_estimators.torch.tensors import tensor_batches
 
 ROWS = 1000
@@ -23,34 +27,56 @@ def columns():
     }
 
 
-def chunks_of(columns, batch_size=7):
+def chunks_of(columns, batch_size=7, memory=None):
     """Cut into chunks of about a tenth."""
     parts = [
         {name: array[i : i + 100] for name, array in columns.items()} for i in range(0, ROWS, 100)
     ]
     for part in parts:
         sizes = [batch_size] * (100 // batch_size) + [100 % batch_size]
-        yield from cut_chunks([part], sizes)
+        yield from cut_chunks([part], sizes, memory=memory)
 
 
-def test_copies_begin_one_chunk_before_they_are_used_and_come_in_order():
-    events = []
+def test_copies_are_begun_by_another_thread_while_earlier_ones_are_used_and_come_in_order():
+    begun = [threading.Event() for _ in range(5)]
+    threads = set()
 
     def copy(blocks):
-        events.append(("begin", blocks[0]))
-        return lambda: events.append(("wait", blocks[0])) or [f"copy of {blocks[0]}"]
+        begun[blocks[0]].set()
+        threads.add(threading.get_ident())
+        return lambda: [f"copy of {blocks[0]}"]
 
-    for what, copies in ahead_of_use(((i, [i]) for i in range(3)), copy):
-        events.append(("use", what))
-        assert copies == [f"copy of {what}"]
+    source = ((i, [i]) for i in range(5))
+    with contextlib.closing(ahead_of_use(source, copy)) as blocks:
+        for what, copies in blocks:
+            assert copies == [f"copy of {what}"]
+            if what < 4:
+                assert begun[what + 1].wait(timeout=30)  # nobody has asked for it
+    assert what == 4
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
 
-    assert events == [
-        ("begin", 0),
-        ("begin", 1),
-        *[("wait", 0), ("use", 0), ("begin", 2)],
-        *[("wait", 1), ("use", 1)],
-        *[("wait", 2), ("use", 2)],
-    ]
+
+def test_at_most_three_copies_of_blocks_are_held():
+    begun = []
+
+    def copy(blocks):
+        begun.append(blocks[0])
+        return lambda: blocks
+
+    with contextlib.closing(ahead_of_use(((i, [i]) for i in range(100)), copy)) as blocks:
+        for what, _ in itertools.islice(blocks, 50):
+            # Used, waiting in the queue, and in the hands of the thread.
+            assert begun[-1] <= what + 3
+
+
+def test_what_the_reader_raises_reaches_the_loop():
+    def blocks():
+        yield 0, [0]
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        list(ahead_of_use(blocks(), lambda tensors: lambda: tensors))
 
 
 def test_each_block_is_copied_once_whatever_its_columns_and_batches(columns, monkeypatch):
@@ -90,8 +116,10 @@ def test_chunks_are_let_go_when_batches_are_no_longer_wanted(columns, monkeypatc
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_copies_are_what_was_read(columns):
-    batches = list(tensor_batches(chunks_of(columns), "cuda"))
+@pytest.mark.parametrize("locked", [False, True])
+def test_on_a_gpu_copies_are_what_was_read(columns, locked):
+    memory = gpu_memory(torch.device("cuda")) if locked else None
+    batches = list(tensor_batches(chunks_of(columns, memory=memory), "cuda"))
 
     assert {tensor.device.type for batch in batches for tensor in batch.values()} == {"cuda"}
     for name, array in columns.items():
@@ -100,16 +128,26 @@ def test_on_a_gpu_copies_are_what_was_read(columns):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_gpu_a_copy_is_not_overwritten_while_a_slow_step_uses_it():
+def test_on_a_gpu_memory_is_not_used_again_while_a_slow_step_uses_it_or_waits_for_it():
     device = torch.device("cuda", torch.cuda.current_device())
-    blocks = ((i, [torch.full((2**20,), float(i))]) for i in range(40))
+    memory = gpu_memory(device)
     work = torch.rand(2048, 2048, device=device)
 
+    def blocks():
+        for i in range(40):
+            array = memory.empty((2**20,), np.dtype(np.float32))
+            array[:] = i
+            block = torch.from_numpy(array)
+            assert block.is_pinned()
+            yield i, [block]
+            del array, block
+
     sums = []
-    for _, (copy,) in ahead_of_use(blocks, cuda_copies(device)):
-        for _ in range(5):
-            work = torch.tanh(work @ work)
-        sums.append(copy.sum())
-        del copy
+    with contextlib.closing(ahead_of_use(blocks(), cuda_copies(device))) as copies:
+        for _, (copy,) in copies:
+            for _ in range(5):
+                work = torch.tanh(work @ work)
+            sums.append(copy.sum())
+            del copy
 
     assert [float(total) / 2**20 for total in sums] == list(range(40))

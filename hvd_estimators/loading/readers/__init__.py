@@ -11,6 +11,7 @@ from hvd_estimators.loading.readers.base import DataModule
 from hvd_estimators.loading.readers.delivery import HeldDataModule
 from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.readers.shards import PlayedShards
+from hvd_estimators.loading.rows import Memory
 from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.remedies import INSTALL
 
@@ -82,7 +83,14 @@ def check_shards(
 
 
 def open_data_module(
-    data: DataSpec, rank: int, size: int, *, epoch: int, rows: int = 0, epochs: int
+    data: DataSpec,
+    rank: int,
+    size: int,
+    *,
+    epoch: int,
+    rows: int = 0,
+    epochs: int,
+    memory: Memory | None = None,
 ) -> DataModule:
     """Make a rank's data module. Runs on the worker.
 
@@ -98,6 +106,8 @@ def open_data_module(
         Rows of that epoch, of all shards, that were trained on before; see `DataSpec.rows_after`.
     epochs : int
         Epochs that are left, this one included.
+    memory : Memory, optional
+        Where the batches' memory comes from; not with a data module of the user's.
 
     Returns
     -------
@@ -114,7 +124,7 @@ def open_data_module(
     """
     skip_steps = epoch * data.train_steps_per_epoch + data.batches_before(epoch, rows)
     if size == data.num_shards:
-        return _open_shard(data, rank, skip_steps, epochs)
+        return _open_shard(data, rank, skip_steps, epochs, memory)
     check_shards(data.data_module, data.num_shards, size, None)
     shards = played_shards(data.num_shards, rank, size)
     workers = {
@@ -122,14 +132,16 @@ def open_data_module(
         for name in ("train_reader_worker_count", "val_reader_worker_count")
     }
     data = replace(data, options=replace(data.options, **workers))
-    opened = [_open_shard(data, shard, skip_steps, epochs) for shard in shards]
+    opened = [_open_shard(data, shard, skip_steps, epochs, memory) for shard in shards]
     modules = [module for module in opened if isinstance(module, PlannedDataModule)]
     for module in modules:
         module.footers = modules[0].footers
     return PlayedShards(modules, size)
 
 
-def _open_shard(data: DataSpec, shard: int, skip_steps: int, epochs: int) -> DataModule:
+def _open_shard(
+    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: Memory | None
+) -> DataModule:
     """Make the data module of one shard, without the first steps of the run."""
     module = _module_class(data.data_module)(
         train_dir=data.train_path,
@@ -152,6 +164,7 @@ def _open_shard(data: DataSpec, shard: int, skip_steps: int, epochs: int) -> Dat
         **data.options.as_arguments(),
     )
     if isinstance(module, PlannedDataModule):
+        module.memory = memory or module.memory
         return module
     return HeldDataModule(
         module,

@@ -60,6 +60,11 @@ class PlannedDataModule(ChunkedDataModule):
         Opens the files. Default: made of ``train_dir`` and ``storage_options``.
     **kwargs
         See `DataModule`.
+
+    Attributes
+    ----------
+    memory : Memory
+        Where the batches' memory comes from; may be set until reading begins.
     """
 
     def __init__(
@@ -96,7 +101,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.transformation = transformation
         self.shuffle_buffer_bytes = shuffle_buffer_size or batching.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
-        self._memory = Memory()
+        self.memory = Memory()
         self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
 
     def __exit__(
@@ -161,7 +166,7 @@ class PlannedDataModule(ChunkedDataModule):
         )
         passes = self._train_passes(first_pass)
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
-            yield from cut_chunks(parts, sizes, rngs, self._memory, self.shuffle_buffer_bytes)
+            yield from cut_chunks(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
     def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches, read once, and shuffled as a whole in each pass."""
@@ -170,18 +175,18 @@ class PlannedDataModule(ChunkedDataModule):
         with contextlib.closing(
             self.read(iter([bundles]), self.train_reader_worker_count)
         ) as parts:
-            rows = hold(parts, total, self._memory)
+            rows = hold(parts, total, self.memory)
         rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
         if self.transformation is None:
-            yield from drawn_chunks(rows, sizes, rngs, self._memory)
+            yield from drawn_chunks(rows, sizes, rngs, self.memory)
             return
         # Each pass is transformed anew, since transformations may be random.
         some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
         parts_drawn = (
-            chunk.rows.columns() for chunk in drawn_chunks(rows, some, rngs, self._memory)
+            chunk.rows.columns() for chunk in drawn_chunks(rows, some, rngs, self.memory)
         )
         transformed = self._transformed(parts_drawn)
-        yield from cut_chunks(transformed, sizes, itertools.repeat(None), self._memory)
+        yield from cut_chunks(transformed, sizes, itertools.repeat(None), self.memory)
 
     def _val_chunks(self) -> Generator[Chunk, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
@@ -192,7 +197,7 @@ class PlannedDataModule(ChunkedDataModule):
         sizes = [size for size in sizes if size]
         passes = iter([one_by_one(ranges)])
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
-            yield from cut_chunks(parts, sizes, memory=self._memory)
+            yield from cut_chunks(parts, sizes, memory=self.memory)
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
         """Make chunks in a thread of their own, while earlier ones are used."""
