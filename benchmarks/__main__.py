@@ -16,6 +16,7 @@ BENCHMARKS = (
     "keras",
     "lightning",
     "stores",
+    "launch",
 )
 
 

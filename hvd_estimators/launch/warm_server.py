@@ -28,13 +28,17 @@ from typing import Any
 
 from hvd_estimators.launch.warm import GO, HELLO, STALE
 
-__all__ = ["WantedRank", "serve"]
+__all__ = ["NAME", "WantedRank", "serve"]
+
+NAME = "hvd-warm"
+"""What ``ps`` and ``top`` call the process."""
 
 _REQUEST_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
 # The thread of jemalloc, which is started again in a fork.
 _SURVIVORS = {"jemalloc_bg_thd"}
 _PRINTED_BYTES = 2**16
+_NAME_FILE = Path("/proc/self/comm")
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -71,13 +75,15 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     """
     if os.fork():
         os._exit(0)
+    own_name = _NAME_FILE.read_text()
+    _NAME_FILE.write_text(NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Guardians that have ended need nobody to take note: they tell how they ended themselves.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     listening = socket.socket(fileno=asked["listening"])
     server = _Server(listening, asked)
     try:
         server.prepare(asked["modules"])
+        # Guardians that have ended need nobody to take note: they tell how they ended themselves.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
     except BaseException:
         server.end()
@@ -85,6 +91,7 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     if rank is None:
         server.end()
         os._exit(0)
+    _NAME_FILE.write_text(own_name)
     return rank
 
 

@@ -20,6 +20,7 @@ from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
 from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.warm_server import NAME
 
 
 def hold_the_lock(folder: str) -> None:
@@ -62,13 +63,17 @@ def main(folder: Path, then: str) -> None:
         files = [folder / f"{rank}.pids" for rank in range(2)]
         wait_until(lambda: all(file.exists() for file in files))
         pids = [int(pid) for file in files for pid in file.read_text().split()]
-        parents = psutil.Process(pids[0]).parents()
+        rank = psutil.Process(pids[0])
+        warm = rank.parents()[1]
+        assert warm.name() == NAME
+        # Ranks are no children of the executor, but work in its folder.
+        executors = [p for p in psutil.Process().children(recursive=True) if p.name() == "java"]
         for file in files:
             file.unlink()
-        act(next(parent for parent in parents if parent.name() == "java"))
+        act(next(executor for executor in executors if executor.cwd() == rank.cwd()))
         # The other executor's end when Spark cancels their task, which takes it 2 to 4 seconds.
         seconds.append(wait_until(lambda: all(map(ended, pids[:2]))))
-        wait_until(lambda: all(map(ended, pids)))
+        wait_until(lambda: all(map(ended, [*pids, warm.pid])))
 
     def run(act: Callable[[psutil.Process], None]) -> None:
         thread = threading.Thread(target=end_by, args=(act,))

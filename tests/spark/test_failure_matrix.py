@@ -19,6 +19,7 @@ import pytest
 
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.warm_server import NAME
 
 pytestmark = pytest.mark.spark
 
@@ -64,11 +65,15 @@ def all_below(pid: int) -> set[psutil.Process]:
 
 
 def of_this_test(mark: str) -> set[psutil.Process]:
-    """Return the processes that have inherited a variable, wherever they are in the tree."""
+    """Return the processes that have inherited a variable, wherever they are in the tree.
+
+    But for the one that waits to fork further ranks.
+    """
     found = set()
     for process in psutil.process_iter():
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+            is_marked = process.environ().get(MARK) == mark and process.name() != NAME
+            if is_marked and process.status() != psutil.STATUS_ZOMBIE:
                 found.add(process)
         except psutil.Error:
             continue
