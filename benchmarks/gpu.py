@@ -27,7 +27,7 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.figures import parser, show_result, show_table
-from hvd_estimators.launch.gpu import visible_gpu
+from hvd_estimators.launch.gpu import rank_gpus
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.parquet.discovery import read_manifest
@@ -116,9 +116,9 @@ def pins() -> dict[str, Any]:
     uuid = f"GPU-{known['uuid']}"
     figures: dict[str, Any] = {}
     for name, addresses in {"by index": ["0"], "by UUID": [uuid]}.items():
-        seen = _seen_with(visible_gpu(addresses, 0, {})["CUDA_VISIBLE_DEVICES"])
+        seen = _seen_with(rank_gpus(addresses, addresses, 0, 1, {})["CUDA_VISIBLE_DEVICES"])
         figures[name] = {"gpus": len(seen), "is_the_one": seen[:1] == [known]}
-    figures["hidden"] = {"gpus": len(_seen_with(""))}
+    figures["hidden"] = {"gpus": len(_seen_with("-1"))}
     show_table("pins", ("variable", "what it sees"), [(k, str(v)) for k, v in figures.items()])
     return figures
 

@@ -13,6 +13,7 @@ from hvd_estimators.lazy import lazy_names
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
     from hvd_estimators.launch.elastic import run_elastic
+    from hvd_estimators.launch.gpu import get_available_devices
     from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.messages import log_to_driver
     from hvd_estimators.launch.runner import run
@@ -32,6 +33,7 @@ __all__ = [
     "__version__",
     "clear_prepared_data",
     "clear_training_cache",
+    "get_available_devices",
     "get_dataset_properties",
     "list_prepared_data",
     "load_checkpoint",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = lazy_names(
         "Store": "hvd_estimators.store",
         "clear_prepared_data": "hvd_estimators.prepare.reuse",
         "clear_training_cache": "hvd_estimators.prepare.reuse",
+        "get_available_devices": "hvd_estimators.launch.gpu",
         "get_dataset_properties": "hvd_estimators.prepare.properties",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
         "load_checkpoint": "hvd_estimators.checkpoints",

@@ -19,6 +19,7 @@ from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, 
 from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.foreign import as_backend
+from hvd_estimators.launch.gpu import HIDDEN
 from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.parquet.discovery import read_manifest
@@ -182,7 +183,7 @@ class HorovodEstimator(EstimatorHooks):
                         train_stored,
                         args=(call,),
                         kwargs={},
-                        env=self._rank_environment(),
+                        env={**({} if spec.use_gpu else HIDDEN), **self._rank_environment()},
                         on_event=record.handler(shown),
                     )
                 with handover.naming_what_is_kept(trained=True):

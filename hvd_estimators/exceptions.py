@@ -13,6 +13,7 @@ __all__ = [
     "ColumnError",
     "DataError",
     "DependencyError",
+    "GpuError",
     "HvdEstimatorsError",
     "JobCancelledError",
     "ParamError",
@@ -66,6 +67,10 @@ class ReaderError(HvdEstimatorsError, RuntimeError):
 
 class SlotsError(HvdEstimatorsError, RuntimeError):
     """The cluster cannot run as many ranks at the same time as were asked for."""
+
+
+class GpuError(HvdEstimatorsError, RuntimeError):
+    """The ranks do not have the GPUs that they need."""
 
 
 class JobCancelledError(HvdEstimatorsError, RuntimeError):

@@ -7,19 +7,27 @@ import os
 import horovod.tensorflow as hvd
 import tensorflow as tf
 
-from hvd_estimators.keras.objects import gather_numbers
-from hvd_estimators.launch.gpu import check_gpus, gpu_index
+from hvd_estimators.keras.objects import exchange, gather_numbers
+from hvd_estimators.launch.gpu import check_gpus, describe_gpus, gpu_index, own_gpu
+from hvd_estimators.training.progress import tell_driver
 
 __all__ = ["choose_devices", "limit_threads"]
 
 
-def choose_devices(use_gpu: bool) -> None:
+def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
     """Let TensorFlow see one GPU, or none, and as many cores as are the rank's.
+
+    Parameters
+    ----------
+    use_gpu : bool
+        Whether to use GPUs.
+    verbose : int
+        With 1 and above rank 0 tells the driver which GPUs there are.
 
     Raises
     ------
-    RuntimeError
-        If some ranks see a GPU and others do not.
+    GpuError
+        If some ranks see a GPU and others do not, or if two share one and NCCL is to reduce.
     """
     limit_threads()
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
@@ -31,6 +39,13 @@ def choose_devices(use_gpu: bool) -> None:
         tf.config.experimental.set_memory_growth(gpu, True)
     available = gather_numbers(bool(chosen), "hvd_estimators.gpus")
     check_gpus([bool(has_gpu) for has_gpu in available])
+    if index is None:
+        return
+    used = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
+    kind = tf.config.experimental.get_device_details(gpus[index]).get("device_name", "GPU")
+    line = describe_gpus(used, str(kind), bool(hvd.nccl_built()))
+    if hvd.rank() == 0:
+        tell_driver(line, verbose)
 
 
 def limit_threads() -> None:

@@ -99,7 +99,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
     """
     require_tensorflow()
     with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
-        choose_devices(spec.use_gpu)
+        choose_devices(spec.use_gpu, spec.verbose)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
         if spec.random_seed is not None:

@@ -19,16 +19,15 @@ import pyarrow as pa
 from horovod.runner.common.util.hosts import SlotInfo
 from pyspark import BarrierTaskContext
 
-from hvd_estimators.exceptions import DependencyError, ResultsError, UnreachableError
+from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch.addresses import INTERFACE_VARIABLE, LOOPBACK, listening_environment
 from hvd_estimators.launch.channel import ranks_key
 from hvd_estimators.launch.exchange import Exchange
 from hvd_estimators.launch.gloo_proxy import GlooProxy
-from hvd_estimators.launch.gpu import visible_gpu
 from hvd_estimators.launch.job import Job
-from hvd_estimators.launch.mends import require_mends
+from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
-from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, RankProcess
+from hvd_estimators.launch.process import ABORTED, NOT_STARTED, RankOutcome, RankProcess
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,
@@ -139,14 +138,21 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
                 addresses = [LOOPBACK, *offer.addresses()]
                 server = stack.enter_context(RendezvousServer(job.secret, addresses))
             # One exchange tells everything on one host.
-            mine = {"offer": asdict(offer), "endpoints": server.endpoints if server else []}
+            mine = {
+                "offer": asdict(offer),
+                "endpoints": server.endpoints if server else [],
+                **machine_facts(context, job, offer.executor),
+            }
             exchange = Exchange(context, job)
             peers = exchange(mine)
             offers = [Offer(**peer["offer"]) for peer in peers]
             try:
+                problem = check_machines(task, offers, peers)
+                if problem is not None:
+                    return _not_run(task, offer.name, NOT_STARTED if problem else ABORTED, problem)
                 places = agree(offers, task, exchange)
-            except UnreachableError as error:
-                return _not_run(task, offer.name, UnreachableError.__name__, str(error))
+            except (DependencyError, GpuError, UnreachableError) as error:
+                return _not_run(task, offer.name, type(error).__name__, str(error))
         slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
         slot = slots[task]
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
@@ -172,15 +178,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
 def _linked_outcome(
     context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: Link
 ) -> RankOutcome:
-    """Run the rank where its machine has what it needs."""
-    resources = context.resources()
-    gpus = list(resources["gpu"].addresses) if "gpu" in resources else []
-    try:
-        if job.executable is None:
-            require_mends()
-    except DependencyError as error:
-        why = f"cannot be started: {error}"
-        return _not_run(slot.rank, slot.hostname, NOT_STARTED, why)
+    """Run the rank."""
     with GlooProxy(link) as proxy:
         env = _environment(
             job,
@@ -188,7 +186,7 @@ def _linked_outcome(
             listening_environment(address),
             proxy.environment(),
             ranks_key(job.secret),
-            visible_gpu(gpus, slot.local_rank, {**os.environ, **job.driver_env, **job.env}),
+            gpu_variables(context, job, slot),
         )
         return _supervise(slot.rank, slot.hostname, job, env, link)
 

@@ -11,12 +11,17 @@ import sys
 import time
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyspark import SparkContext
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import DependencyError
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+
+    from hvd_estimators.launch.profiles import TaskResources
 
 __all__ = ["Cluster", "FailedTask"]
 
@@ -50,15 +55,30 @@ class Cluster:
     ----------
     context : SparkContext
         The application.
+    profile : ResourceProfile, optional
+        What tasks ask for, as the application knows it. Default: what its settings say.
     """
 
-    def __init__(self, context: SparkContext) -> None:
+    def __init__(self, context: SparkContext, profile: ResourceProfile | None = None) -> None:
         self.context = context
+        self.profile = profile
 
     @classmethod
-    def current(cls) -> Cluster:
-        """Return that of this thread's session, which is made if there is none."""
-        return cls(cls.session().sparkContext)
+    def current(cls, resources: TaskResources | None = None) -> Cluster:
+        """Return that of this thread's session, which is made if there is none.
+
+        Parameters
+        ----------
+        resources : TaskResources, optional
+            What tasks ask for.
+
+        Raises
+        ------
+        SlotsError
+            If the cluster manager has no such resources.
+        """
+        context = cls.session().sparkContext
+        return cls(context, None if resources is None else resources.on(context))
 
     @staticmethod
     def session() -> SparkSession:
@@ -86,6 +106,14 @@ class Cluster:
         return self.master.split("[")[0] == "local"
 
     @property
+    def allocates_dynamically(self) -> bool:
+        """Whether executors come and go with the work; never where Spark is local."""
+        return (
+            self.conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
+            and not self.is_local
+        )
+
+    @property
     def age(self) -> float:
         """Seconds since the application has started."""
         return max(time.time() - self.context.startTime / 1000, 0)
@@ -96,7 +124,11 @@ class Cluster:
 
     def task_slots(self) -> int:
         """Return how many tasks the executors that are registered can run at the same time."""
-        profile = self._scala.resourceProfileManager().defaultResourceProfile()
+        manager = self._scala.resourceProfileManager()
+        if self.profile is None:
+            profile = manager.defaultResourceProfile()
+        else:
+            profile = manager.resourceProfileFromId(self.profile.id)
         return int(self._scala.maxNumConcurrentTasks(profile))
 
     def executors(self) -> int:

@@ -1,45 +1,222 @@
-"""Which GPU a rank uses: the one rule for tasks, trainers and strategies.
+"""Which GPUs a rank uses: the one rule for tasks, trainers and strategies.
 
-A task that Spark has assigned a GPU to shows its rank that one alone (`visible_gpu`). Of the GPUs
-that a rank sees it takes the one of its number on the machine (`gpu_index`), which is the only one
-where it was assigned. Either all ranks have a GPU or none has (`check_gpus`).
+A task shows its rank, by ``CUDA_VISIBLE_DEVICES``, the GPUs that Spark has assigned to it
+(`assigned_gpus`), or else the one of its number on the machine, where that has enough of them
+(`rank_gpus`). Two ranks of a host must not have the same one (`check_assignment`). Of the GPUs that
+a rank sees it takes the first; only where it sees those of others it takes the one of its number
+(`gpu_index`). Either all ranks have a GPU or none has (`check_gpus`). Imports no framework.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import socket
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-__all__ = ["check_gpus", "gpu_index", "visible_gpu"]
+from hvd_estimators.exceptions import GpuError
+
+__all__ = [
+    "HIDDEN",
+    "VISIBLE_VARIABLE",
+    "assigned_gpus",
+    "check_assignment",
+    "check_gpus",
+    "describe_gpus",
+    "get_available_devices",
+    "gpu_hint",
+    "gpu_index",
+    "gpu_place",
+    "own_gpu",
+    "rank_gpus",
+    "visible_gpus",
+]
+
+Environment = Mapping[str, str | None]
+
+VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+"""Environment variable that says which GPUs CUDA sees, and in which order."""
+
+HIDDEN = {VISIBLE_VARIABLE: "-1"}
+"""Variables of ranks that see no GPU."""
+
+ADDRESSES_VARIABLE = "HVD_ESTIMATORS_GPU_ADDRESSES"
+"""Environment variable with the addresses of the GPUs that Spark assigned to a rank, as JSON."""
 
 LOCAL_RANK_VARIABLE = "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"
 
+_DEVICES = "/dev"
 
-def visible_gpu(
-    addresses: Sequence[str], local_rank: int, env: Mapping[str, str | None]
+
+def get_available_devices() -> list[str]:
+    """Return the addresses of the GPUs that Spark has assigned to this rank. Runs on the rank.
+
+    As Spark spells them: numbers of the executor's GPUs, or what its discovery script says. The
+    rank sees these GPUs alone (``CUDA_VISIBLE_DEVICES``): to frameworks they are 0, 1, ….
+
+    Returns
+    -------
+    list of str
+        Empty where Spark assigns no GPUs, and outside of ranks.
+    """
+    addresses: list[str] = json.loads(os.environ.get(ADDRESSES_VARIABLE) or "[]")
+    return addresses
+
+
+def visible_gpus(env: Environment) -> list[str] | None:
+    """Return what names each GPU that CUDA would see, for ``CUDA_VISIBLE_DEVICES``.
+
+    Parameters
+    ----------
+    env : mapping
+        The process's environment.
+
+    Returns
+    -------
+    list of str or None
+        None where only a framework could tell.
+    """
+    outer = env.get(VISIBLE_VARIABLE)
+    if outer is not None:
+        return _listed(outer)
+    try:
+        files = os.listdir(_DEVICES)
+    except OSError:
+        return None
+    devices = [file for file in files if re.fullmatch(r"nvidia\d+", file)]
+    usable = [file for file in devices if os.access(f"{_DEVICES}/{file}", os.R_OK | os.W_OK)]
+    return [str(index) for index in range(len(usable))] or None
+
+
+def assigned_gpus(addresses: Sequence[str], env: Environment) -> list[str]:
+    """Return what names the GPUs that Spark assigned to a task. Runs in the task.
+
+    Parameters
+    ----------
+    addresses : sequence of str
+        Spark's addresses of them. A number counts the GPUs that the executor sees: with
+        ``CUDA_VISIBLE_DEVICES=3,5`` the GPU of address 1 is 5. UUIDs and names of MIG instances
+        are names already.
+    env : mapping
+        The executor's environment, with what ranks are given in addition. With
+        ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX`` set to anything but ``0`` the local rank counts,
+        and not what Spark assigned.
+
+    Raises
+    ------
+    GpuError
+        If an executor does not see a GPU of its addresses.
+    """
+    if (env.get(LOCAL_RANK_VARIABLE) or "0") != "0":
+        return []
+    outer = env.get(VISIBLE_VARIABLE)
+    if outer is None:
+        return list(addresses)
+    listed = _listed(outer)
+    gpus = []
+    for address in addresses:
+        if not address.isdigit():
+            gpus.append(address)
+        elif int(address) < len(listed):
+            gpus.append(listed[int(address)])
+        else:
+            raise GpuError(
+                f"Spark assigned the GPU {address} to a task on {socket.gethostname()}, whose "
+                f"executor sees {len(listed)} ({VISIBLE_VARIABLE}={outer!r}, in which addresses "
+                "count from 0). Let the discovery script (spark.executor.resource.gpu."
+                f"discoveryScript) print positions in it or UUIDs, or start executors without "
+                f"{VISIBLE_VARIABLE}."
+            )
+    return gpus
+
+
+def gpu_place(executor: str) -> str:
+    """Return a text that is the same in tasks of a host that mean the same GPUs by a number.
+
+    Numbers count what a container sees. Where there are no GPUs (a test's discovery script has made
+    them up), those of another executor are others. Runs in the task.
+
+    Parameters
+    ----------
+    executor : str
+        What tells the task's executor from others of the host.
+    """
+    if visible_gpus({}) is None:
+        return executor
+    try:
+        return str(os.stat("/proc/self/ns/mnt").st_ino)
+    except OSError:
+        return ""
+
+
+def check_assignment(places: Sequence[tuple[str, str]], gpus: Sequence[Sequence[str]]) -> None:
+    """Make sure that no two ranks of a host were assigned the same GPU.
+
+    Parameters
+    ----------
+    places : sequence of (str, str)
+        The host of each task, and its `gpu_place`.
+    gpus : sequence of sequence of str
+        What `assigned_gpus` returned in each task.
+
+    Raises
+    ------
+    GpuError
+        If two were.
+    """
+    tasks = defaultdict(list)
+    for task, ((host, place), of_task) in enumerate(zip(places, gpus, strict=True)):
+        for gpu in dict.fromkeys(of_task):
+            tasks[host, place if gpu.isdigit() else "", gpu].append(task)
+    for (host, _, gpu), of_gpu in tasks.items():
+        if len(of_gpu) > 1:
+            raise GpuError(
+                f"Spark assigned the GPU {gpu} of {host} to {len(of_gpu)} ranks, which need one "
+                "each. It shares out GPUs where spark.task.resource.gpu.amount is below 1, even to "
+                "tasks of a resource profile that asks for whole ones: set it to 1, or leave it "
+                "out and set gpus_per_task=1. Where several executors of a host each find all of "
+                "its GPUs, let them find their own (spark.executor.resource.gpu.discoveryScript)."
+            )
+
+
+def rank_gpus(
+    addresses: Sequence[str],
+    gpus: Sequence[str],
+    local_rank: int,
+    local_size: int,
+    env: Environment,
 ) -> dict[str, str]:
-    """Return the variables that pin a rank to one GPU. Runs in the task.
+    """Return the variables that show a rank its GPUs alone. Runs where the rank is started.
 
     Parameters
     ----------
     addresses : sequence of str
         The GPUs that Spark assigned to the task; empty where Spark does not schedule GPUs.
-    local_rank : int
-        The rank's number on its machine.
+    gpus : sequence of str
+        What `assigned_gpus` made of them.
+    local_rank, local_size : int
+        The rank's number on its machine, and how many ranks that has.
     env : mapping
-        The rank's environment. ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX`` set to anything but
-        ``0`` takes the local rank where Spark assigned a GPU.
+        As for `assigned_gpus`.
 
     Returns
     -------
     dict
-        ``CUDA_VISIBLE_DEVICES``, or nothing where Spark assigned no GPU: the rank then chooses by
-        `gpu_index`.
+        ``CUDA_VISIBLE_DEVICES`` is not among them where there are more ranks than GPUs: they then
+        choose by `gpu_index`.
     """
-    if not addresses:
-        return {}
-    if (env.get(LOCAL_RANK_VARIABLE) or "0") != "0":
-        return {"CUDA_VISIBLE_DEVICES": str(local_rank)}
-    return {"CUDA_VISIBLE_DEVICES": addresses[0]}
+    variables = {ADDRESSES_VARIABLE: json.dumps(list(addresses))} if addresses else {}
+    if gpus:
+        return {**variables, VISIBLE_VARIABLE: ",".join(gpus)}
+    visible = visible_gpus(env)
+    if visible is None and addresses:
+        # Spark knows of GPUs, and the user wants the local rank to choose.
+        visible = [str(index) for index in range(local_size)]
+    if visible and local_size <= len(visible):
+        return {**variables, VISIBLE_VARIABLE: visible[local_rank]}
+    return variables
 
 
 def gpu_index(visible: int, local_rank: int) -> int | None:
@@ -52,7 +229,18 @@ def gpu_index(visible: int, local_rank: int) -> int | None:
     local_rank : int
         The rank's number on its machine.
     """
-    return local_rank % visible if visible else None
+    if not visible:
+        return None
+    # Those that were assigned are the rank's alone.
+    is_own = bool(get_available_devices()) and (os.environ.get(LOCAL_RANK_VARIABLE) or "0") == "0"
+    return 0 if is_own else local_rank % visible
+
+
+def own_gpu(index: int) -> tuple[str, str]:
+    """Return the host, and what names the GPU of a number among those that this rank sees."""
+    listed = visible_gpus(os.environ) or []
+    host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
+    return host, listed[index] if index < len(listed) else str(index)
 
 
 def check_gpus(available: Sequence[bool]) -> bool:
@@ -60,13 +248,68 @@ def check_gpus(available: Sequence[bool]) -> bool:
 
     Raises
     ------
-    RuntimeError
+    GpuError
         If some ranks have a GPU and others have none.
     """
     if any(available) and not all(available):
         lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
-        raise RuntimeError(
+        raise GpuError(
             f"Ranks {', '.join(lacking)} see no GPU and the others do. Give every task one "
-            "(spark.task.resource.gpu.amount), or set use_gpu=False."
+            "(spark.task.resource.gpu.amount, or gpus_per_task), or set use_gpu=False."
         )
     return any(available)
+
+
+def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str:
+    """Return a line that says which GPUs the ranks use, and what reduces between them.
+
+    Parameters
+    ----------
+    gpus : sequence of (str, str)
+        What `own_gpu` returned on each rank.
+    kind : str
+        The name of rank 0's GPU.
+    nccl : bool
+        Whether Horovod was built with NCCL.
+
+    Raises
+    ------
+    GpuError
+        If two ranks share a GPU, and NCCL, which cannot do that, is to reduce.
+    """
+    shared = [gpu for gpu in dict.fromkeys(gpus) if gpus.count(gpu) > 1]
+    if shared and nccl:
+        host, gpu = shared[0]
+        ranks = [str(rank) for rank, own in enumerate(gpus) if own == (host, gpu)]
+        raise GpuError(
+            f"Ranks {', '.join(ranks)} on {host} share the GPU {gpu}, which NCCL cannot reduce on. "
+            "Set num_proc to the number of GPUs, let Spark assign them "
+            "(spark.task.resource.gpu.amount=1, or gpus_per_task=1), or set use_gpu=False."
+        )
+    by_rank = ", ".join(f"rank {rank}: {gpu} of {host}" for rank, (host, gpu) in enumerate(gpus))
+    note = " Several ranks share a GPU." if shared else ""
+    return f"GPUs ({kind}): {by_rank}. {'NCCL' if nccl else 'Gloo'} reduces between them.{note}"
+
+
+def gpu_hint(error: str) -> str:
+    """Return what to say of a function that asks for a GPU by a number that its rank does not see.
+
+    Empty where an error's text says nothing of the kind.
+    """
+    if not re.search("invalid device ordinal|listed an invalid GPU id", error):
+        return ""
+    return (
+        f"\nEach rank sees its own GPUs alone ({VISIBLE_VARIABLE}), and the first is number 0, "
+        "whatever its local rank. Use that one, or let ranks see all GPUs of their host with "
+        f"env={{'{VISIBLE_VARIABLE}': None}}."
+    )
+
+
+def _listed(variable: str) -> list[str]:
+    """Return the GPUs that the variable names, as CUDA reads it: up to the first that is none."""
+    listed: list[str] = []
+    for name in (part.strip() for part in variable.split(",")):
+        if not re.fullmatch(r"\d+|(?:GPU|MIG)-.+", name):
+            break
+        listed.append(name)
+    return listed

@@ -38,3 +38,4 @@ class Job:
     modules: tuple[str, ...] | None = None
     exchange: str = ""
     nics: tuple[str, ...] = ()
+    versions: dict[str, str] = field(default_factory=dict)

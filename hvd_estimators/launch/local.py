@@ -17,6 +17,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.events import Handler, RankOutput, one_by_one, receive_events
 from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.gpu import rank_gpus
 from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outlets import Outlets
@@ -123,6 +124,7 @@ class LocalBackend(Backend):
         }
         # Ranks that end are seen by this process itself.
         key = ranks_key(new_secret())
+        given = {**os.environ, **self._env, **(env or {})}
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
         handler = one_by_one(self._outlets.handler(on_event))
@@ -147,6 +149,7 @@ class LocalBackend(Backend):
                             rank_environment(slot),
                             listening_environment(LOOPBACK),
                             proxy.environment(),
+                            rank_gpus([], [], slot.local_rank, slot.local_size, given),
                             key,
                             events,
                             self._env,

@@ -23,10 +23,12 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import (
     DependencyError,
+    GpuError,
     ParamError,
     UnreachableError,
     WorkerFailedError,
 )
+from hvd_estimators.launch.gpu import gpu_hint
 from hvd_estimators.launch.guardian import PID_FILE
 from hvd_estimators.launch.output import OutputReader
 from hvd_estimators.launch.stalls import (
@@ -39,7 +41,17 @@ from hvd_estimators.launch.stalls import (
 from hvd_estimators.launch.warm import ForkedRank, WarmStart
 from hvd_estimators.launch.worker import OUTCOME_FILE
 
-__all__ = ["NOT_STARTED", "RankOutcome", "RankProcess", "pickle_call", "results_in_order"]
+__all__ = [
+    "ABORTED",
+    "NOT_STARTED",
+    "RankOutcome",
+    "RankProcess",
+    "pickle_call",
+    "results_in_order",
+]
+
+ABORTED = "aborted"
+"""Error type of a rank that was ended, or not started, because of another one."""
 
 NOT_STARTED = "not started"
 """Error type of a rank whose machine cannot run it."""
@@ -123,6 +135,8 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         If its machine lacks what a rank needs, or has no such Python.
     UnreachableError
         If the ranks' hosts do not reach each other.
+    GpuError
+        If two tasks were given the same GPU.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -133,6 +147,10 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.error_type == UnreachableError.__name__:
         raise UnreachableError(first.error)
+    if first.error_type == GpuError.__name__ and not first.output_tail:
+        raise GpuError(first.error)
+    if first.error_type == DependencyError.__name__ and not first.output_tail:
+        raise DependencyError(first.error)
     if first.lost is not None:
         rank, host = first.lost
         raise WorkerFailedError(
@@ -145,12 +163,13 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         )
     if first.error_type not in _CAUSES or first.error_type == "aborted":
         _raise_if_stalled(outcomes, first)
-    others = [str(o.rank) for o in failed if o is not first and o.error_type != "aborted"]
+    others = [str(o.rank) for o in failed if o is not first and o.error_type != ABORTED]
     also = f" (ranks {', '.join(others)} failed after it)" if others else ""
     # A rank prints its traceback too, as the last thing it does.
     output = first.output_tail.removesuffix(first.error).rstrip()
     raise WorkerFailedError(
-        f"Rank {first.rank} on {first.host} failed{also}:\n{first.error.rstrip()}\n"
+        f"Rank {first.rank} on {first.host} failed{also}:\n{first.error.rstrip()}"
+        f"{gpu_hint(first.error)}\n"
         f"The end of its output:\n{output or '(none)'}",
         rank=first.rank,
         host=first.host,
@@ -186,7 +205,7 @@ def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> No
 
 def _blame(outcome: RankOutcome) -> tuple[int, float]:
     """Order failures by how likely they are the cause: a peer's end only breaks collectives."""
-    consequence = {"aborted": 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
+    consequence = {ABORTED: 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
     return consequence, outcome.ended_at
 
 

@@ -36,7 +36,7 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
     started = time.monotonic()
     patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
     # Executors of an application that has been there for a while have registered.
-    last_change = started - cluster.age if wanted is None else started
+    last_change = started - cluster.age
     expected = expected_executors(cluster.master, cluster.conf)
     told = False
     slots = cluster.task_slots()
@@ -47,7 +47,9 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
             break
         if now - started >= timeout:
             break
-        if expected is None and slots and now - last_change > patience:
+        # With executors and no slots these lack what tasks ask for.
+        is_there = slots or cluster.executors()
+        if expected is None and is_there and now - last_change > patience:
             break
         if wanted is not None and not told and now - started > _SETTLED_SECONDS:
             told = True

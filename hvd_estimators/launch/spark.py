@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark import Broadcast
 
-from hvd_estimators.exceptions import ParamError, SlotsError, StoreError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch.arguments import (
     check_further_arguments,
     check_run_arguments,
@@ -30,9 +30,12 @@ from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.jobs import barrier_job
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outlets import Outlets
+from hvd_estimators.launch.preflight import check_slots
 from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import pickle_call, results_in_order
+from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
 from hvd_estimators.launch.slots import await_slots
+from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.launch.warm import wanted
 
 if TYPE_CHECKING:
@@ -87,6 +90,14 @@ class SparkBackend(Backend):
         or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its
         loopback interface. Default: that in the ranks' ``HOROVOD_GLOO_IFACE``, or, without it, one
         that all hosts reach each other by, which is found by trying.
+    resource_profile : pyspark.resource.ResourceProfile, optional
+        What the tasks of ranks ask for, so that they get GPUs that other stages of the application
+        do not hold. On Standalone, YARN, Kubernetes and ``local-cluster``, on the executors that
+        there are; what it asks of executors needs dynamic allocation.
+    gpus_per_task, cpus_per_task : int, optional
+        The same in short: GPUs and cores of each task. Executors need them
+        (``spark.executor.resource.gpu.amount``). Default: ``spark.task.resource.gpu.amount`` and
+        ``spark.task.cpus``.
     **further
         Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
         their place.
@@ -116,11 +127,15 @@ class SparkBackend(Backend):
         prefix_output_with_timestamp: bool = False,
         warm_start: bool = True,
         nics: str | Iterable[str] | None = None,
+        resource_profile: Any = None,
+        gpus_per_task: int | None = None,
+        cpus_per_task: int | None = None,
         **further: Any,
     ) -> None:
         if num_proc is not None and num_proc < 0:
             raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
         check_further_arguments(SparkBackend, further)
+        self._resources = TaskResources(resource_profile, gpus_per_task, cpus_per_task)
         self._num_proc = num_proc
         self._slots: tuple[str, int] | None = None
         self._env = None if env is None else dict(env)
@@ -137,11 +152,11 @@ class SparkBackend(Backend):
 
     def task_slots(self) -> int:
         """Return how many ranks the executors that are registered now can run at the same time."""
-        return Cluster.current().task_slots()
+        return Cluster.current(self._resources).task_slots()
 
     def _all_slots(self) -> int:
         """Return the cluster's task slots, the same number for as long as the application lives."""
-        cluster = Cluster.current()
+        cluster = Cluster.current(self._resources)
         application = cluster.application
         if self._slots is None or self._slots[0] != application:
             timeout = 0 if cluster.is_local else self._start_timeout
@@ -164,28 +179,10 @@ class SparkBackend(Backend):
             If a local session's Python tasks run another Python, or if Horovod was not built by
             ``hvd-estimators build-horovod``.
         """
-        cluster = Cluster.current()
-        if cluster.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
-            raise SlotsError(
-                "Spark starts barrier tasks only with a fixed set of executors, and "
-                "spark.dynamicAllocation.enabled is true. Set it to false."
-            )
+        cluster = Cluster.current(self._resources)
         cluster.check_python()
         require_mends()
-        wanted = self.num_processes()
-        slots = await_slots(cluster, wanted, 0 if cluster.is_local else self._start_timeout)
-        if slots == 0:
-            raise SlotsError(
-                f"No executor has registered with the cluster (master {cluster.master}) within "
-                f"{self._start_timeout:g} seconds. See its logs, or set a longer start_timeout."
-            )
-        if slots < wanted:
-            raise SlotsError(
-                f"num_proc: {wanted} ranks need as many task slots at the same time, and the "
-                f"cluster (master {cluster.master}) has {slots}. Set num_proc to {slots} or less, "
-                "or start Spark with more cores (spark.executor.instances, spark.executor.cores; "
-                "for a local master the number in local[N]) or with a smaller spark.task.cpus."
-            )
+        check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
 
     def check_store(self, store: Store) -> None:
         """Make sure that the ranks' machines see what the driver writes to the store.
@@ -195,20 +192,17 @@ class SparkBackend(Backend):
         StoreError
             If a machine does not.
         """
-        cluster = Cluster.current()
+        cluster = Cluster.current(self._resources)
         if cluster.is_local and store.local_path(store.folder) is not None:
             return
         session, num_proc = cluster.session(), self.num_processes()
         probe = f"{store.folder}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:
-            frame = session.range(0, num_proc, 1, num_proc).mapInArrow(
-                functools.partial(hosts_without, store=store, path=probe),
-                "host string, problem string",
-                barrier=True,
-            )
+            find = functools.partial(hosts_without, store=store, path=probe)
+            schema = "host string, problem string"
             with barrier_job(cluster, num_proc, self._start_timeout):
-                rows = frame.collect()
+                rows = collect_from_tasks(session, num_proc, find, schema, cluster.profile)
         finally:
             store.delete(probe)
         if rows:
@@ -231,7 +225,7 @@ class SparkBackend(Backend):
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
         self.check()
-        cluster = Cluster.current()
+        cluster = Cluster.current(self._resources)
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         with contextlib.ExitStack() as stack:
             document = pickle_call(fn, args, kwargs or {})
@@ -252,6 +246,7 @@ class SparkBackend(Backend):
                 events=events,
                 driver_path=tuple(sys.path),
                 executable=self._executable,
+                versions={} if cluster.is_local else installed_versions(),
                 verbose=self._verbose,
                 streams=self._outlets.streams,
                 apart=self._outlets.are_apart,
@@ -263,17 +258,11 @@ class SparkBackend(Backend):
 
     def _run(self, cluster: Cluster, job: Job) -> list[Any]:
         num_proc = self.num_processes()
-        frame = (
-            cluster.session()
-            .range(0, num_proc, 1, num_proc)
-            .mapInArrow(
-                functools.partial(run_task, job=job),
-                OUTCOME_SCHEMA,
-                barrier=True,
-            )
-        )
+        task = functools.partial(run_task, job=job)
         with barrier_job(cluster, num_proc, self._start_timeout):
-            rows = frame.collect()
+            rows = collect_from_tasks(
+                cluster.session(), num_proc, task, OUTCOME_SCHEMA, cluster.profile
+            )
         return results_in_order(outcomes(rows, num_proc))
 
 

@@ -134,7 +134,7 @@ class _Trainer:
     def __init__(self, spec: LightningTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
-        self.device = choose_device(spec.use_gpu)
+        self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
         if isinstance(self.module, ModuleAdapter):
             self.module.train_spec = spec

@@ -22,6 +22,17 @@ class RankParams(DeclaredParams):
         "kwargs, env) and num_processes(). It is not saved with the estimator.",
         saved=False,
     )
+    resource_profile = declare(
+        "What the tasks of ranks ask for, a pyspark.resource.ResourceProfile, so that training "
+        "gets GPUs that preparing the data did not hold. It is not saved with the estimator.",
+        saved=False,
+    )
+    gpus_per_task = declare(
+        "GPUs of each rank's task. Default: spark.task.resource.gpu.amount.", convert=integer(1)
+    )
+    cpus_per_task = declare(
+        "Cores of each rank's task. Default: spark.task.cpus.", convert=integer(1)
+    )
     use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
     mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
     verbose = declare(
@@ -35,8 +46,13 @@ class RankParams(DeclaredParams):
         ``num_processes()``.
         """
         backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
+        names = ("resource_profile", "gpus_per_task", "cpus_per_task")
+        resources = {name: self.getOrDefault(name) for name in names}
         if backend is None:
-            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"))
-        if num_proc is not None:
-            raise ParamError("backend and num_proc are both set. Set num_proc on the backend only.")
+            return SparkBackend(num_proc, verbose=self.getOrDefault("verbose"), **resources)
+        for name, value in {"num_proc": num_proc, **resources}.items():
+            if value is not None:
+                raise ParamError(
+                    f"backend and {name} are both set. Set {name} on the backend only."
+                )
         return backend

@@ -7,19 +7,27 @@ import hashlib
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.launch.gpu import check_gpus, gpu_index
-from hvd_estimators.torch.objects import gather_numbers
+from hvd_estimators.launch.gpu import check_gpus, describe_gpus, gpu_index, own_gpu
+from hvd_estimators.torch.objects import exchange, gather_numbers
+from hvd_estimators.training.progress import tell_driver
 
 __all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
 
 
-def choose_device(use_gpu: bool) -> torch.device:
+def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     """Return this rank's GPU, or the CPU if no rank has a GPU. Called by all ranks.
+
+    Parameters
+    ----------
+    use_gpu : bool
+        Whether to use GPUs.
+    verbose : int
+        With 1 and above rank 0 tells the driver which GPUs there are.
 
     Raises
     ------
-    RuntimeError
-        If some ranks have a GPU and others have none.
+    GpuError
+        If some ranks have a GPU and others have none, or if two share one and NCCL is to reduce.
     """
     visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
     index = gpu_index(visible, hvd.local_rank())
@@ -28,6 +36,10 @@ def choose_device(use_gpu: bool) -> torch.device:
     if index is None:
         return torch.device("cpu")
     torch.cuda.set_device(index)
+    gpus = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
+    line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
+    if hvd.rank() == 0:
+        tell_driver(line, verbose)
     return torch.device("cuda", index)
 
 

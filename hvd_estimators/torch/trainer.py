@@ -92,7 +92,7 @@ class _Trainer:
         self.rank, self.size = hvd.rank(), hvd.size()
         # Batches of a step on this rank: one of each shard that it plays, in each pass.
         self.passes = spec.backward_passes_per_step * spec.data.passes_per_batch
-        self.device = choose_device(spec.use_gpu)
+        self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module = load_module(spec.module).to(self.device)
         # Of a compiled module: what is trained, under the names that the user knows.
         self.plain = plain_module(self.module)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import time
 from collections.abc import Mapping
 from types import TracebackType
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.events import EventSender, RankEpoch, RankProgress
+from hvd_estimators.launch.events import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "tell_driver"]
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN = 0.25
+
+
+def tell_driver(line: str, verbose: int) -> None:
+    """Log a line, and show it on the driver unless that is to be silent. Called by rank 0."""
+    logger.info(line)
+    if verbose > 0:
+        with contextlib.closing(EventSender()) as sender:
+            sender.send(RankOutput(0, f"{line}\n"))
 
 
 class Progress:

@@ -19,7 +19,12 @@ def pinned_gpus(num_proc: int, **env: str) -> list[str]:
     from hvd_estimators.launch.spark import SparkBackend
 
     def pinned_gpu() -> str:
-        return os.environ["CUDA_VISIBLE_DEVICES"]
+        from hvd_estimators import get_available_devices
+
+        variable = os.environ["CUDA_VISIBLE_DEVICES"]
+        if "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX" not in os.environ:
+            assert get_available_devices() == variable.split(",")
+        return variable
 
     return SparkBackend(num_proc, env=env or None).run(pinned_gpu)
 
@@ -37,6 +42,54 @@ def test_a_variable_lets_the_local_rank_choose_the_gpu(gpu_cluster: Application)
         "0",
         "1",
     ]
+
+
+def profiled() -> dict[str, Any]:
+    """Ask for more of each task than the application's settings do."""
+    from pyspark.resource import (
+        ExecutorResourceRequests,
+        ResourceProfileBuilder,
+        TaskResourceRequests,
+    )
+
+    from hvd_estimators import get_available_devices, run
+
+    def devices() -> tuple[list[str], list[str], int]:
+        import horovod.torch as hvd
+
+        hvd.init()
+        return os.environ["CUDA_VISIBLE_DEVICES"].split(","), get_available_devices(), hvd.size()
+
+    tasks = TaskResourceRequests().cpus(2).resource("gpu", 1)
+    executors = ExecutorResourceRequests().cores(2).resource("gpu", 2)
+    of_tasks = ResourceProfileBuilder().require(tasks).build
+    found: dict[str, Any] = {
+        "gpus": run(devices, num_proc=2, gpus_per_task=2),
+        "profile": run(devices, resource_profile=of_tasks),
+    }
+    with pytest.raises(SlotsError, match=r"has 2 with gpus_per_task=2\. Set num_proc to 2"):
+        run(devices, num_proc=3, gpus_per_task=2)
+    with pytest.raises(SlotsError, match=r"has 0 with gpus_per_task=3\. Start Spark with"):
+        run(devices, num_proc=1, gpus_per_task=3)
+    of_executors = ResourceProfileBuilder().require(executors).require(tasks).build
+    with pytest.raises(SlotsError, match=r"spark\.dynamicAllocation\.enabled=true"):
+        run(devices, num_proc=2, resource_profile=of_executors)
+    return found
+
+
+def test_ranks_ask_for_other_resources_than_the_applications_settings(
+    gpu_cluster: Application,
+) -> None:
+    found = gpu_cluster.run(profiled)
+
+    # Two GPUs for each rank, all of its executor's.
+    assert sorted((sorted(seen) for seen, _, _ in found["gpus"]), key=max) == sorted(
+        map(sorted, GPUS), key=max
+    )
+    # Both cores of an executor for each: two ranks, where the settings allow four.
+    assert [size for _, _, size in found["profile"]] == [2, 2]
+    for seen, addresses, _ in [*found["gpus"], *found["profile"]]:
+        assert seen == addresses
 
 
 def fit(folder: str, **params: Any) -> list[float]:
@@ -72,7 +125,7 @@ def test_executors_share_the_store_and_report_progress(
 ) -> None:
     before = gpu_cluster.log.stat().st_size
 
-    losses = gpu_cluster.run(fit, str(tmp_path))
+    losses = gpu_cluster.run(lambda: fit(str(tmp_path), gpus_per_task=2))
 
     assert losses[1] < losses[0]
     shown = gpu_cluster.log.read_bytes()[before:].decode()

@@ -1,42 +1,152 @@
 """Which GPU a rank uses; arithmetic, without GPUs."""
 
-import itertools
+import json
 
 import pytest
 
-from hvd_estimators.launch.gpu import check_gpus, gpu_index, visible_gpu
+from hvd_estimators import get_available_devices
+from hvd_estimators.exceptions import GpuError
+from hvd_estimators.launch import gpu
+from hvd_estimators.launch.gpu import (
+    assigned_gpus,
+    check_assignment,
+    check_gpus,
+    describe_gpus,
+    gpu_hint,
+    gpu_index,
+    gpu_place,
+    own_gpu,
+    rank_gpus,
+    visible_gpus,
+)
+from hvd_estimators.launch.process import RankOutcome, results_in_order
 from hvd_estimators.launch.rendezvous import assign_ranks
+
+UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
+MIG = "MIG-5b1d4d3a-0b0b-5d4a-9a3f-1f3f1c1a2b3c"
+BY_LOCAL_RANK = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
+
+
+@pytest.fixture(autouse=True)
+def devices(tmp_path, monkeypatch):
+    """A machine without GPUs; those of a test are files in this folder."""
+    monkeypatch.setattr(gpu, "_DEVICES", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("addresses", "local_rank", "env", "expected"),
+    ("addresses", "outer", "expected"),
     [
-        ([], 1, {}, None),
-        ([], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, None),
-        (["3"], 1, {}, "3"),
-        (["3", "5"], 1, {}, "3"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "0"}, "3"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}, "1"),
-        (["3"], 1, {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": None}, "3"),
+        (["3"], None, ["3"]),
+        (["3", "5"], None, ["3", "5"]),
+        (["1"], "3,5", ["5"]),
+        (["1", "0"], "3, 5", ["5", "3"]),
+        (["0"], f"{UUID},5", [UUID]),
+        ([UUID], "3,5", [UUID]),
+        ([MIG], None, [MIG]),
+        (["1"], f"{MIG},MIG-GPU-1/0/1", ["MIG-GPU-1/0/1"]),
     ],
 )
-def test_a_rank_sees_the_gpu_that_spark_assigned(addresses, local_rank, env, expected):
-    pinned = visible_gpu(addresses, local_rank, env)
-
-    assert pinned == ({} if expected is None else {"CUDA_VISIBLE_DEVICES": expected})
+def test_an_outer_variable_of_the_executor_is_an_index_map(addresses, outer, expected):
+    assert assigned_gpus(addresses, {"CUDA_VISIBLE_DEVICES": outer}) == expected
 
 
-def test_ranks_of_one_host_see_different_gpus_by_local_rank():
-    env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
+@pytest.mark.parametrize("outer", ["3,5", "3,5,-1,7", "3,5,none,7"])
+def test_a_gpu_that_the_executor_does_not_see_is_an_error_that_names_the_setting(outer):
+    message = r"GPU 2 to a task on .* sees 2 \(CUDA_VISIBLE_DEVICES=.*discoveryScript"
 
+    with pytest.raises(GpuError, match=message):
+        assigned_gpus(["2"], {"CUDA_VISIBLE_DEVICES": outer})
+
+
+def variables(addresses, gpus, local_rank, local_size, env=None):
+    return rank_gpus(addresses, gpus, local_rank, local_size, env or {})
+
+
+def test_a_rank_sees_all_gpus_that_it_was_assigned_and_no_other(monkeypatch):
+    pinned = variables(["1", "0"], ["5", "3"], local_rank=1, local_size=2)
+
+    assert pinned["CUDA_VISIBLE_DEVICES"] == "5,3"
+    for name, value in pinned.items():
+        monkeypatch.setenv(name, value)
+    assert get_available_devices() == ["1", "0"]
+    assert gpu_index(2, local_rank=1) == 0
+    assert own_gpu(0)[1] == "5"
+
+
+def test_where_spark_assigned_none_the_local_rank_chooses_among_those_that_are_visible(devices):
+    outer = {"CUDA_VISIBLE_DEVICES": f"7,{UUID}"}
+    assert [variables([], [], i, 2, outer) for i in range(2)] == [
+        {"CUDA_VISIBLE_DEVICES": "7"},
+        {"CUDA_VISIBLE_DEVICES": UUID},
+    ]
+    # More ranks than GPUs: they choose for themselves.
+    assert variables([], [], 2, 3, outer) == {}
+    # Nobody knows of any without a framework.
+    assert variables([], [], 0, 1) == {}
+
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (devices / name).touch()
+    assert visible_gpus({}) == ["0", "1"]
+    assert variables([], [], 1, 2) == {"CUDA_VISIBLE_DEVICES": "1"}
+    # Hidden from the executor.
+    assert variables([], [], 0, 1, {"CUDA_VISIBLE_DEVICES": ""}) == {}
+
+
+@pytest.mark.parametrize(("value", "gpus"), [("0", ["4"]), ("1", []), ("2", []), (None, ["4"])])
+def test_a_variable_lets_the_local_rank_choose_where_spark_assigned_one(value, gpus):
+    env = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": value}
+
+    assert assigned_gpus(["4"], env) == gpus
+
+
+def test_ranks_of_one_host_then_see_different_gpus():
     slots = assign_ranks(["a", "b", "a", "b"])
 
-    for host, group in itertools.groupby(sorted(slots, key=lambda s: s.rank), lambda s: s.hostname):
-        gpus = [visible_gpu(["0"], s.local_rank, env)["CUDA_VISIBLE_DEVICES"] for s in group]
-        assert gpus == ["0", "1"], host
+    pinned = [
+        variables(["4"], [], slot.local_rank, slot.local_size, BY_LOCAL_RANK) for slot in slots
+    ]
+
+    assert [entry["CUDA_VISIBLE_DEVICES"] for entry in pinned] == ["0", "0", "1", "1"]
+    assert {entry["HVD_ESTIMATORS_GPU_ADDRESSES"] for entry in pinned} == {json.dumps(["4"])}
 
 
-def test_ranks_that_are_not_pinned_share_out_what_they_see():
+def test_outside_of_ranks_no_devices_are_assigned(monkeypatch):
+    monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
+
+    assert get_available_devices() == []
+
+
+def test_the_same_gpu_for_two_ranks_of_a_host_is_an_error_that_names_the_setting():
+    places = [("a", "1"), ("b", "1"), ("a", "1")]
+    check_assignment(places, [["0", "1"], ["0"], ["2"]])
+    check_assignment(places, [[], [], []])
+
+    with pytest.raises(GpuError, match=r"GPU 1 of a to 2 ranks.*task\.resource\.gpu\.amount"):
+        check_assignment(places, [["0", "1"], ["0"], ["1"]])
+
+
+def test_numbers_mean_gpus_of_a_container_and_uuids_those_of_a_host(devices):
+    places = [("a", "one container"), ("a", "another one")]
+    check_assignment(places, [["0"], ["0"]])
+    with pytest.raises(GpuError):
+        check_assignment(places, [[UUID], [UUID]])
+
+    # Without GPUs two executors of a machine cannot mean the same one; with them they may.
+    assert gpu_place("one") != gpu_place("another")
+    (devices / "nvidia0").touch()
+    assert gpu_place("one") == gpu_place("another")
+
+
+def test_an_error_of_the_assignment_is_raised_as_it_is_on_the_driver():
+    outcomes = [RankOutcome(rank, "a", None, "GpuError", "twice", ended_at=1.0) for rank in (0, 1)]
+
+    with pytest.raises(GpuError, match=r"^twice$"):
+        results_in_order(outcomes)
+
+
+def test_ranks_that_are_not_pinned_share_out_what_they_see(monkeypatch):
+    monkeypatch.delenv("HVD_ESTIMATORS_GPU_ADDRESSES", raising=False)
     slots = assign_ranks(["a", "a", "a", "b"])
 
     assert [gpu_index(2, slot.local_rank) for slot in slots] == [0, 1, 0, 0]
@@ -47,5 +157,25 @@ def test_ranks_that_are_not_pinned_share_out_what_they_see():
 def test_all_ranks_have_a_gpu_or_none_has():
     assert check_gpus([True, True])
     assert not check_gpus([False, False])
-    with pytest.raises(RuntimeError, match=r"Ranks 1, 3 see no GPU .* use_gpu=False"):
+    with pytest.raises(GpuError, match=r"Ranks 1, 3 see no GPU .* use_gpu=False"):
         check_gpus([True, False, True, False])
+
+
+def test_one_line_says_which_gpus_there_are_and_what_reduces():
+    gpus = [("a", "0"), ("b", "0")]
+
+    assert describe_gpus(gpus, "H100", nccl=True) == (
+        "GPUs (H100): rank 0: 0 of a, rank 1: 0 of b. NCCL reduces between them."
+    )
+    assert "Gloo reduces between them. Several ranks share" in describe_gpus(
+        [("a", "0")] * 2, "H100", nccl=False
+    )
+    with pytest.raises(GpuError, match=r"Ranks 0, 2 on a share the GPU 0.*num_proc"):
+        describe_gpus([*gpus, ("a", "0")], "H100", nccl=True)
+
+
+def test_a_function_that_counts_all_gpus_of_its_host_is_told_that_it_sees_its_own():
+    error = "RuntimeError: CUDA error: invalid device ordinal"
+
+    assert "'CUDA_VISIBLE_DEVICES': None" in gpu_hint(error)
+    assert gpu_hint("RuntimeError: CUDA out of memory") == ""

@@ -44,7 +44,7 @@ SPARK_FILES = {
     f"launch.{name}"
     for name in (
         *("barrier", "cluster", "elastic", "exchange", "failures", "horovod_runner", "job"),
-        *("jobs", "runner", "slots", "spark"),
+        *("jobs", "machines", "preflight", "profiles", "runner", "slots", "spark"),
     )
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""

@@ -1,0 +1,202 @@
+"""Stage-level scheduling: what the tasks of ranks ask for, apart from what other stages get.
+
+Runs on the driver, but for `rows_of_task`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from packaging.version import Version
+
+from hvd_estimators.exceptions import ParamError, SlotsError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import RDD, SparkContext
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+__all__ = ["TaskResources", "collect_from_tasks", "rows_of_task"]
+
+_MASTERS = ("spark://", "local-cluster", "yarn", "k8s")
+
+
+@dataclass(frozen=True)
+class TaskResources:
+    """What each task of a job asks for; by default what the application's settings say.
+
+    Attributes
+    ----------
+    resource_profile : pyspark.resource.ResourceProfile, optional
+        Resources of each task and of its executor.
+    gpus_per_task, cpus_per_task : int, optional
+        The same in short: GPUs and cores of each task, on the executors that there are.
+
+    Raises
+    ------
+    ParamError
+        If they are not usable, or both a profile and numbers are given.
+    """
+
+    resource_profile: Any = None
+    gpus_per_task: int | None = None
+    cpus_per_task: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("gpus_per_task", "cpus_per_task"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ParamError(f"{name}: expected 1 or more, a whole number, found {value!r}.")
+            if self.resource_profile is not None:
+                raise ParamError(
+                    f"resource_profile and {name} are both set, and say the same thing in two "
+                    "ways. Set one of them."
+                )
+        if self.resource_profile is not None:
+            _check_profile(self.resource_profile)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether the application's settings say it all."""
+        return self == TaskResources()
+
+    def describe(self) -> str:
+        """Return what was asked for, as a message calls it; empty for the default."""
+        if self.resource_profile is not None:
+            asked = self.resource_profile.taskResources.values()
+            each = ", ".join(f"{entry.resourceName}: {entry.amount:g}" for entry in asked)
+            return f"resource_profile ({each or 'the settings of the application'} a task)"
+        given = {"gpus_per_task": self.gpus_per_task, "cpus_per_task": self.cpus_per_task}
+        return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+
+    def on(self, context: SparkContext) -> ResourceProfile | None:
+        """Return the profile as an application knows it; None for the default one.
+
+        Raises
+        ------
+        SlotsError
+            If its cluster manager has no such thing, or not this.
+        """
+        if self.is_default:
+            return None
+        master = str(context.master)
+        if not master.startswith(_MASTERS):
+            raise SlotsError(
+                f"{self.describe()}: Spark schedules resources for a stage on Standalone, YARN, "
+                f"Kubernetes and local-cluster, and the master is {master}. Leave it out, or "
+                "start Spark on one of them."
+            )
+        return _registered(self, str(context.applicationId), context)
+
+
+def _check_profile(profile: Any) -> None:
+    from pyspark.resource import ResourceProfile
+
+    if not isinstance(profile, ResourceProfile):
+        raise ParamError(
+            "resource_profile: expected a pyspark.resource.ResourceProfile, as "
+            "ResourceProfileBuilder().require(TaskResourceRequests().resource('gpu', 1)).build "
+            f"makes one (without parentheses), found {profile!r}."
+        )
+    for name, request in profile.taskResources.items():
+        if name != "cpus" and request.amount != int(request.amount):
+            raise ParamError(
+                f"resource_profile: each rank needs {name}s of its own, and a task asks for "
+                f"{request.amount:g}. Ask for a whole number."
+            )
+
+
+# An application keeps every profile that it has been told of.
+@functools.lru_cache(maxsize=16)
+def _known(resources: TaskResources, application: str) -> list[Any]:
+    return []
+
+
+def _registered(
+    resources: TaskResources, application: str, context: SparkContext
+) -> ResourceProfile:
+    known = _known(resources, application)
+    if not known:
+        # An RDD tells the application of its profile, and has it with its number from then on.
+        try:
+            rdd: RDD[Any] = context.parallelize([], 1).withResources(_built(resources))
+        except Exception as error:
+            java = getattr(error, "java_exception", None)
+            if java is None:
+                raise
+            says = str(java.getMessage())
+            profile = resources.resource_profile
+            asks_for_executors = profile is not None and bool(profile.executorResources)
+            raise SlotsError(
+                f"{resources.describe()}: Spark does not take it ({says}). "
+                + (
+                    "What it asks of executors needs dynamic allocation: ask for resources of "
+                    "tasks only, which then run on the executors that there are, or set "
+                    "spark.dynamicAllocation.enabled=true."
+                    if asks_for_executors
+                    else "Leave it out, or use a Spark that can do this (3.5.1 or later)."
+                )
+            ) from error
+        known.append(rdd.getResourceProfile())
+    registered: ResourceProfile = known[0]
+    return registered
+
+
+def _built(resources: TaskResources) -> ResourceProfile:
+    if resources.resource_profile is not None:
+        profile: ResourceProfile = resources.resource_profile
+        return profile
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    requests = TaskResourceRequests()
+    if resources.cpus_per_task is not None:
+        requests = requests.cpus(resources.cpus_per_task)
+    if resources.gpus_per_task is not None:
+        requests = requests.resource("gpu", resources.gpus_per_task)
+    return ResourceProfileBuilder().require(requests).build
+
+
+Task = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
+
+
+def collect_from_tasks(
+    session: SparkSession, num_tasks: int, task: Task, schema: str, profile: ResourceProfile | None
+) -> list[Any]:
+    """Run a barrier job; return the rows of its tasks, which know their columns by name.
+
+    Parameters
+    ----------
+    session : SparkSession
+        What runs it.
+    num_tasks : int
+        How many tasks run at the same time.
+    task : callable
+        Takes Arrow batches, which mean nothing, and yields some of its own.
+    schema : str
+        Their columns.
+    profile : ResourceProfile or None
+        What tasks ask for.
+    """
+    import pyspark
+
+    if profile is not None and Version(pyspark.__version__) < Version("4"):
+        # Its DataFrames know nothing of profiles.
+        numbers = session.sparkContext.parallelize(range(num_tasks), num_tasks)
+        barrier = numbers.withResources(profile).barrier()
+        return barrier.mapPartitions(functools.partial(rows_of_task, task=task)).collect()
+    given: dict[str, Any] = {} if profile is None else {"profile": profile}
+    frame: Any = session.range(0, num_tasks, 1, num_tasks)
+    rows: list[Any] = frame.mapInArrow(task, schema, barrier=True, **given).collect()
+    return rows
+
+
+def rows_of_task(_: Iterator[Any], *, task: Task) -> Iterator[dict[str, Any]]:
+    """Yield what a task yields row by row. Runs in the task."""
+    for batch in task(iter(())):
+        yield from batch.to_pylist()

@@ -1,0 +1,104 @@
+"""Which packages a Python has, and whether those of a rank are the driver's.
+
+What the driver pickles is read on the ranks, and what they save on the driver: other versions fail
+late, and with messages that say nothing of versions. Runs on both sides; imports no framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import hvd_estimators
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.remedies import BUILD_HOROVOD
+
+__all__ = ["check_builds", "differences", "horovod_build", "installed_versions"]
+
+_PACKAGES = (
+    *("cloudpickle", "horovod", "keras", "lightning", "pyarrow", "pytorch-lightning"),
+    *("tensorflow", "torch"),
+)
+
+
+@functools.cache
+def installed_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that both sides need to have the same of.
+
+    Without the part that names a build (``+cpu``), since a driver need not have GPUs.
+    """
+    found = {
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "hvd_estimators": hvd_estimators.__version__,
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
+    """Return what to say of a machine whose versions are not the driver's; empty if they are.
+
+    A package that is on one side only is not missed by all jobs, and says so itself.
+    """
+    other = [
+        f"{name} {version} where the driver has {driver[name]}"
+        for name, version in here.items()
+        if driver.get(name, version) != version
+    ]
+    if not other:
+        return ""
+    return (
+        f"has {', '.join(other)}. Install the same versions on all machines, or give executors the "
+        "driver's environment (spark.archives, or PYSPARK_PYTHON with a Python that all share)."
+    )
+
+
+@functools.cache
+def horovod_build() -> str:
+    """Return what tells a build of Horovod from others, by the files of the installed one."""
+    spec = importlib.util.find_spec("horovod")
+    digest = hashlib.sha256(installed_versions().get("horovod", "").encode())
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        folder = Path(place)
+        libraries = [*folder.glob("torch/mpi_lib*.so"), *folder.glob("tensorflow/mpi_lib*.so")]
+        for path in sorted(libraries):
+            digest.update(f"{path.relative_to(folder)} {path.stat().st_size} ".encode())
+    return digest.hexdigest()[:12]
+
+
+def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
+    """Make sure that all ranks have the same build of Horovod.
+
+    With NCCL on some and without on others they would wait for each other for ever.
+
+    Parameters
+    ----------
+    hosts, builds : sequence of str
+        The host of each task, and what `horovod_build` returned there; empty where it was not
+        asked.
+
+    Raises
+    ------
+    DependencyError
+        If they have not.
+    """
+    of_builds: dict[str, list[str]] = defaultdict(list)
+    for host, build in zip(hosts, builds, strict=True):
+        if build and host not in of_builds[build]:
+            of_builds[build].append(host)
+    if len(of_builds) > 1:
+        groups = "; ".join(f"{build} on {', '.join(of)}" for build, of in of_builds.items())
+        raise DependencyError(
+            f"The ranks have different builds of Horovod: {groups}. Install one wheel on all "
+            f"machines: {BUILD_HOROVOD}"
+        )

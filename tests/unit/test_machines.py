@@ -1,0 +1,115 @@
+"""What tasks tell each other of their machines, and what is wrong with these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import DependencyError, GpuError
+from hvd_estimators.launch import machines
+from hvd_estimators.launch.barrier import ABORTED
+from hvd_estimators.launch.job import Job
+from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, results_in_order
+from hvd_estimators.launch.rendezvous import assign_ranks
+from hvd_estimators.launch.versions import differences, installed_versions
+
+JOB = Job(
+    call=b"",
+    max_bytes=1,
+    secret=b"",
+    one_machine=False,
+    driver_env={},
+    env={},
+    events={},
+    driver_path=(),
+    executable=None,
+    verbose=0,
+    versions=installed_versions(),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_outer_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+def task(*addresses: str) -> Any:
+    resources = {"gpu": SimpleNamespace(addresses=list(addresses))} if addresses else {}
+    return SimpleNamespace(resources=lambda: resources)
+
+
+def offers(*names: str) -> Any:
+    return [SimpleNamespace(name=name, identity=f"boot of {name}") for name in names]
+
+
+def check(names: str, *facts: dict[str, Any]) -> list[str | None]:
+    return [check_machines(i, offers(*names), facts) for i in range(len(facts))]
+
+
+def test_the_same_packages_and_one_build_are_fine_and_gpus_are_told() -> None:
+    mine = machine_facts(task("4", "7"), JOB, "an executor")
+
+    assert mine["gpus"] == ["4", "7"]
+    assert check("ab", mine, mine) == [None, None]
+    slots = assign_ranks(["a", "b"])
+    assert gpu_variables(task("4", "7"), JOB, slots[1])["CUDA_VISIBLE_DEVICES"] == "4,7"
+
+
+def test_other_versions_than_the_drivers_name_the_machine_both_versions_and_a_remedy() -> None:
+    here = machine_facts(task(), JOB, "")
+    there = machine_facts(task(), replace(JOB, versions={**JOB.versions, "torch": "1.0"}), "")
+
+    own, others = check("ab", there, here)
+
+    torch = JOB.versions["torch"]
+    assert own is not None
+    assert f"has torch {torch} where the driver has 1.0. Install" in own
+    assert others == ""
+    outcomes = [
+        RankOutcome(1, "b", None, ABORTED, others, ended_at=1.0),
+        RankOutcome(0, "a", None, NOT_STARTED, own, ended_at=2.0),
+    ]
+    with pytest.raises(DependencyError, match=rf"Rank 0 on a has torch {torch} where .*archives"):
+        results_in_order(outcomes)
+
+
+def test_builds_of_frameworks_and_packages_of_one_side_do_not_count() -> None:
+    assert "+" not in "".join(installed_versions().values())
+    assert differences({"torch": "2", "keras": "3"}, {"torch": "2", "tensorflow": "2"}) == ""
+
+
+def test_two_builds_of_horovod_are_an_error_that_names_the_hosts() -> None:
+    with pytest.raises(DependencyError, match=r"1a on a, c; 2b on b\. Install one wheel"):
+        check("abc", {"build": "1a"}, {"build": "2b"}, {"build": "1a"})
+
+
+def test_a_python_of_the_users_own_is_not_that_of_the_task() -> None:
+    job = replace(JOB, executable="/their/python", versions={"torch": "1.0"})
+
+    assert machine_facts(task(), job, "") == {}
+
+
+def test_the_same_gpu_twice_or_one_that_is_not_seen_is_an_error_in_all_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(machines, "gpu_place", lambda executor: "")
+    twice = [machine_facts(task("0"), JOB, executor) for executor in ("1", "1", "2")]
+    assert check("ab", *twice[:2]) == [None, None]
+    for i in range(3):
+        with pytest.raises(GpuError, match="GPU 0 of a to 2 ranks"):
+            check_machines(i, offers("a", "a", "b"), twice)
+
+    hidden = replace(JOB, driver_env={"CUDA_VISIBLE_DEVICES": "0"})
+    with pytest.raises(GpuError, match="sees 1"):
+        check("ab", machine_facts(task("3"), hidden, ""), {})
+
+
+def test_where_gpus_are_hidden_nothing_is_said_of_them() -> None:
+    job = replace(JOB, env={"CUDA_VISIBLE_DEVICES": "-1"})
+
+    assert "gpus" not in machine_facts(task("0"), job, "")
+    assert "CUDA_VISIBLE_DEVICES" not in gpu_variables(task("0"), job, assign_ranks(["a"])[0])

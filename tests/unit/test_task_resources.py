@@ -1,0 +1,98 @@
+"""What the tasks of ranks ask for, and what is said where a cluster has too little of it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+from hvd_estimators.exceptions import ParamError, SlotsError
+from hvd_estimators.launch import SparkBackend
+from hvd_estimators.launch.preflight import check_slots
+from hvd_estimators.launch.profiles import TaskResources
+
+
+def profile(**amounts: float) -> Any:
+    requests = TaskResourceRequests().cpus(1)
+    for name, amount in amounts.items():
+        requests = requests.resource(name, amount)
+    return ResourceProfileBuilder().require(requests).build
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"gpus_per_task": 0}, "gpus_per_task: expected 1 or more"),
+        ({"gpus_per_task": 0.5}, "whole number, found 0.5"),
+        ({"cpus_per_task": True}, "cpus_per_task: expected 1 or more"),
+        ({"resource_profile": "gpu"}, "expected a pyspark.resource.ResourceProfile"),
+        ({"resource_profile": ResourceProfileBuilder()}, "without parentheses"),
+        ({"resource_profile": profile(gpu=0.5)}, "task asks for 0.5"),
+        ({"resource_profile": profile(gpu=1), "gpus_per_task": 1}, "both set"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_said_at_once(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParamError, match=message):
+        SparkBackend(2, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, ""),
+        ({"gpus_per_task": 2, "cpus_per_task": 3}, "gpus_per_task=2, cpus_per_task=3"),
+        ({"resource_profile": profile(gpu=2)}, "resource_profile (cpus: 1, gpu: 2 a task)"),
+    ],
+)
+def test_messages_say_what_was_asked_for(given: dict[str, Any], text: str) -> None:
+    assert TaskResources(**given).describe() == text
+    assert TaskResources(**given).is_default == (not given)
+
+
+def test_where_stages_have_no_resources_of_their_own_is_an_error_that_names_the_master() -> None:
+    context: Any = SimpleNamespace(master="local[2]", applicationId="a")
+
+    with pytest.raises(SlotsError, match=r"gpus_per_task=1: .*cluster, and the master is local"):
+        TaskResources(gpus_per_task=1).on(context)
+    assert TaskResources().on(context) is None
+
+
+def cluster(slots: int, *, is_local: bool = False, dynamic: bool = False, **conf: str) -> Any:
+    """An application whose executors have all registered."""
+    return SimpleNamespace(
+        master="local[2]" if is_local else "local-cluster[1,2,1024]",
+        is_local=is_local,
+        allocates_dynamically=dynamic,
+        conf={f"spark.{name.replace('__', '.')}": value for name, value in conf.items()},
+        age=100.0,
+        task_slots=lambda: slots,
+        executors=lambda: 0 if is_local else 1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("application", "resources", "message"),
+    [
+        (cluster(2, is_local=True), {}, r"num_proc: 5 ranks .* has 2\. Set num_proc to 2 or less"),
+        (cluster(1, task__cpus="2"), {}, r"smaller spark\.task\.cpus, which is 2\."),
+        (
+            cluster(2, task__resource__gpu__amount="1"),
+            {},
+            "more GPUs, of which each task takes 1",
+        ),
+        (
+            cluster(1),
+            {"gpus_per_task": 2},
+            r"has 1 with gpus_per_task=2\. Set num_proc to 1 .*spark\.executor\.resource\.gpu",
+        ),
+        (cluster(0), {"gpus_per_task": 9}, r"has 0 with gpus_per_task=9\. Start Spark with"),
+    ],
+)
+def test_too_few_slots_are_an_error_that_says_how_many_and_what_to_set(
+    application: Any, resources: dict[str, Any], message: str
+) -> None:
+    check_slots(cluster(5), 5, 600.0, TaskResources(**resources))
+    with pytest.raises(SlotsError, match=message):
+        check_slots(application, 5, 600.0, TaskResources(**resources))
