@@ -130,22 +130,27 @@ def _registered(
             java = getattr(error, "java_exception", None)
             if java is None:
                 raise
-            says = str(java.getMessage())
-            profile = resources.resource_profile
-            asks_for_executors = profile is not None and bool(profile.executorResources)
+            says = str(java.getMessage()).rstrip(".")
             raise SlotsError(
-                f"{resources.describe()}: Spark does not take it ({says}). "
-                + (
-                    "What it asks of executors needs dynamic allocation: ask for resources of "
-                    "tasks only, which then run on the executors that there are, or set "
-                    "spark.dynamicAllocation.enabled=true."
-                    if asks_for_executors
-                    else "Leave it out, or use a Spark that can do this (3.5.1 or later)."
-                )
+                f"{resources.describe()}: Spark does not take it ({says}). {_remedy(says)}"
             ) from error
         known.append(rdd.getResourceProfile())
     registered: ResourceProfile = known[0]
     return registered
+
+
+def _remedy(says: str) -> str:
+    if "TaskResourceProfile" in says:
+        return "Leave it out, or use a Spark that can do this (3.5.1 or later)."
+    if "dynamic allocation" in says:
+        return (
+            "Ask for resources of tasks only, which then run on the executors that there are: "
+            "resources of executors need dynamic allocation."
+        )
+    return (
+        "Ask for less, or start Spark with more for each executor (spark.executor.cores, "
+        "spark.executor.resource.gpu.amount)."
+    )
 
 
 def _built(resources: TaskResources) -> ResourceProfile:

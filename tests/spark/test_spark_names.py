@@ -83,6 +83,12 @@ TABLE = [
         "task slots, and the executors that are registered",
     ),
     (
+        "org.apache.spark.resource.ResourceProfileManager",
+        "defaultResourceProfile resourceProfileFromId",
+        "launch/cluster.py",
+        "the task slots of what tasks ask for",
+    ),
+    (
         "org.apache.spark.SparkStatusTracker",
         "getJobIdsForTag",
         "launch/jobs.py, launch/failures.py",
