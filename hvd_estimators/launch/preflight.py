@@ -38,8 +38,10 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
     """
     if cluster.allocates_dynamically:
         raise SlotsError(
-            "Spark starts barrier tasks only with a fixed set of executors, and "
-            "spark.dynamicAllocation.enabled is true. Set it to false."
+            "spark.dynamicAllocation.enabled: Spark starts tasks that have to run together only "
+            "with a fixed set of executors, and it is true. Start the application with "
+            f"spark.dynamicAllocation.enabled=false, and with executors for {wanted} tasks "
+            "(spark.executor.instances; on Standalone spark.cores.max)."
         )
     slots = await_slots(cluster, wanted, 0 if cluster.is_local else timeout)
     if slots >= wanted:

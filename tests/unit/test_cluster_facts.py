@@ -45,6 +45,23 @@ def test_executors_reach_the_driver_at_its_host_unless_they_are_in_its_process(
     assert cluster.driver_host() == ("127.0.0.1" if is_local else "10.0.0.7")
 
 
+@pytest.mark.parametrize(
+    ("master", "enabled", "expected"),
+    [
+        ("yarn", "true", True),
+        ("spark://host:7077", "false", False),
+        ("local-cluster[2,1,1024]", "true", True),
+        ("local[2]", "true", False),  # Spark ignores the setting
+    ],
+)
+def test_executors_come_and_go_where_the_setting_says_so(
+    master: str, enabled: str, expected: bool
+) -> None:
+    cluster = application(master, dynamicAllocation_enabled=enabled)
+
+    assert cluster.allocates_dynamically == expected
+
+
 def test_a_local_session_has_to_run_this_python() -> None:
     application("local[2]").check_python()
     # That of other machines is not known here.

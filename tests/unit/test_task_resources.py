@@ -87,6 +87,11 @@ def cluster(slots: int, *, is_local: bool = False, dynamic: bool = False, **conf
             {"gpus_per_task": 2},
             r"has 1 with gpus_per_task=2\. Set num_proc to 1 .*spark\.executor\.resource\.gpu",
         ),
+        (
+            cluster(9, dynamic=True),
+            {},
+            r"dynamicAllocation\.enabled=false, and with executors for 5 tasks",
+        ),
         (cluster(0), {"gpus_per_task": 9}, r"has 0 with gpus_per_task=9\. Start Spark with"),
     ],
 )
