@@ -21,8 +21,16 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.launch import warm
+from hvd_estimators.launch.addresses import listening_environment
+from hvd_estimators.launch.channel import new_secret, ranks_key
+from hvd_estimators.launch.events import EVENTS_VARIABLE
+from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call
-from hvd_estimators.launch.warm import WarmStart
+from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
+from hvd_estimators.launch.rendezvous_client import LocalLink
+from hvd_estimators.launch.stalls import stall_environment
+from hvd_estimators.launch.warm import WarmStart, warm_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -166,8 +174,16 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from hvd_estimators.launch import warm
+from hvd_estimators.launch.addresses import listening_environment
+from hvd_estimators.launch.channel import new_secret, ranks_key
+from hvd_estimators.launch.events import EVENTS_VARIABLE
+from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.process import RankProcess
-from hvd_estimators.launch.warm import WarmStart
+from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
+from hvd_estimators.launch.rendezvous_client import LocalLink
+from hvd_estimators.launch.stalls import stall_environment
+from hvd_estimators.launch.warm import WarmStart, warm_environment
 
 warm.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])
@@ -206,6 +222,22 @@ def test_it_ends_when_nobody_needs_it(folder: Path) -> None:
     assert value(lambda: 1, start=WarmStart([], [os.getpid()], idle_seconds=0.3)) == 1
     wait_until(lambda: not warm_processes())
     assert os.listdir(folder) == ["lock"]
+
+
+def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> None:
+    """Else every rank, and the preparation for it, would have a warm process of its own."""
+    (slot,) = assign_ranks(["here"])
+    with GlooProxy(LocalLink(JobStore(60.0), 0)) as proxy:
+        own = {
+            **rank_environment(slot),
+            **listening_environment("127.0.0.1"),
+            **proxy.environment(),
+            **ranks_key(new_secret()),
+            **stall_environment({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "10"}),
+            "CUDA_VISIBLE_DEVICES": "1",
+            EVENTS_VARIABLE: "where",
+        }
+    assert warm_environment({**own, "OMP_NUM_THREADS": "1"}) == {"OMP_NUM_THREADS": "1"}
 
 
 def test_what_is_read_when_modules_are_imported_means_another_process(

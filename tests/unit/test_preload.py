@@ -1,0 +1,63 @@
+"""Which modules a call will import, as its bytes tell."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cloudpickle
+
+from hvd_estimators.launch.preload import modules_of
+from hvd_estimators.launch.process import pickle_call
+from hvd_estimators.training.handover import StoredCall, train_stored
+
+# As the functions of a notebook.
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def of(fn: Any, *args: Any) -> tuple[str, ...]:
+    return modules_of(pickle_call(fn, args, {}))
+
+
+def test_what_a_function_imports_is_found_wherever_it_does() -> None:
+    def train() -> Any:
+        import horovod.torch as hvd
+        import my_torch
+        import torch.nn.functional as functional
+
+        def later() -> Any:
+            import pandas as pd
+
+            return pd
+
+        return hvd, functional, my_torch, later
+
+    assert of(train) == ("horovod.torch", "pandas", "torch")
+    assert of(lambda: 1) == ()
+
+
+def test_values_name_the_modules_of_their_classes() -> None:
+    import numpy as np
+
+    assert of(len, np.arange(3)) == ("numpy",)
+
+
+def test_a_texts_beginning_is_not_taken_for_a_module() -> None:
+    assert of(len, "torch is a text", "torchvision", "keras-like", "numpy/x") == ()
+
+
+def test_an_estimator_says_which_trainer_it_has() -> None:
+    call: Any = StoredCall(None, "", "", "", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
+    found = of(train_stored, call)
+    assert "hvd_estimators.torch.trainer" in found
+    assert "hvd_estimators" not in found
+
+
+def test_a_large_call_is_looked_at_where_its_code_is() -> None:
+    def train(data: bytes) -> Any:
+        import torch
+
+        return torch, data
+
+    assert of(train, bytes(5 * 2**20)) == ("torch",)
+    assert of(len, bytes(5 * 2**20), train) == ("torch",)
