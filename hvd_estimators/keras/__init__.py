@@ -1,4 +1,4 @@
-"""Keras 3 on Spark: `KerasEstimator` and `KerasModel`; an optimizer and callbacks for Horovod.
+"""Keras 3 on Spark: `KerasEstimator`, `KerasModel`; an optimizer, callbacks, a state for Horovod.
 
 Imported when first used, so that a rank can import the trainer without PySpark.
 """
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         LogCallback,
         MetricAverageCallback,
     )
+    from hvd_estimators.keras.elastic import KerasState
     from hvd_estimators.keras.estimator import KerasEstimator
     from hvd_estimators.keras.learning_rate import (
         LearningRateScheduleCallback,
@@ -30,6 +31,7 @@ __all__ = [
     "DistributedOptimizer",
     "KerasEstimator",
     "KerasModel",
+    "KerasState",
     "LearningRateScheduleCallback",
     "LearningRateWarmupCallback",
     "LogCallback",
@@ -44,6 +46,7 @@ __getattr__, __dir__ = lazy_names(
         "DistributedOptimizer": "hvd_estimators.keras.optimizer",
         "KerasEstimator": "hvd_estimators.keras.estimator",
         "KerasModel": "hvd_estimators.keras.model",
+        "KerasState": "hvd_estimators.keras.elastic",
         "LearningRateScheduleCallback": "hvd_estimators.keras.learning_rate",
         "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
         "LogCallback": "hvd_estimators.keras.callbacks",

@@ -19,13 +19,13 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import IO, Any
 
-import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch.channel import AuthenticationError, Channel, new_secret
 from hvd_estimators.launch.events import listening_address
 from hvd_estimators.launch.listener import Listener
+from hvd_estimators.launch.state_pickle import StatePickler
 
 __all__ = ["COMMITS_VARIABLE", "CommitStore", "commit", "fetch"]
 
@@ -174,7 +174,7 @@ def commit(target: str, state: int, value: Any) -> None:
     def send(channel: Channel) -> None:
         channel.send({"kind": "commit", "state": state}, seconds=_SECONDS)
         parts = _Parts(channel)
-        cloudpickle.Pickler(parts, protocol=5).dump(value)
+        StatePickler(parts, protocol=5).dump(value)
         parts.end()
         answer, _ = channel.receive(_SECONDS, _SECONDS)
         if answer["kind"] != "kept":
@@ -229,7 +229,8 @@ class _Parts:
         self._waiting = bytearray()
 
     def write(self, data: Any) -> int:
-        with memoryview(data).cast("B") as view:
+        # pickle writes large arrays as they are.
+        with pickle.PickleBuffer(data).raw() as view:
             for start in range(0, len(view), _PART_BYTES):
                 self._waiting += view[start : start + _PART_BYTES]
                 if len(self._waiting) >= _PART_BYTES:

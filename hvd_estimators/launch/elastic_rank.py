@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.launch.commits import COMMITS_VARIABLE, commit, fetch
+from hvd_estimators.launch.notifications import NoNotifications, call_with
 
-__all__ = ["NoNotifications", "StateKeeper", "run_in_rank"]
+__all__ = ["StateKeeper", "run_in_rank"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ def run_in_rank(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    relaunches: int = 0,
+    relaunches: int,
 ) -> Any:
-    """Call a function of the user's, which may use ``horovod.elastic``.
+    """Call a function of the user's, a program for ``horovod.elastic``.
 
     Parameters
     ----------
@@ -40,32 +41,9 @@ def run_in_rank(
     relaunches : int
         How often the job's ranks have been launched again.
     """
-    from horovod.common import elastic
-
-    target = os.environ.get(COMMITS_VARIABLE)
-    elastic.notification_manager = (
-        StateKeeper(target, os.environ.get("HOROVOD_RANK") == "0", relaunches > 0)
-        if target
-        else NoNotifications()
-    )
-    return fn(*args, **kwargs)
-
-
-class NoNotifications:
-    """Stands in for Horovod's notification manager.
-
-    That one would listen on all network interfaces, and tell the rendezvous about it, for news of
-    hosts that nobody sends here.
-    """
-
-    def init(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def register_listener(self, state: Any) -> None:
-        """Do nothing."""
-
-    def remove_listener(self, state: Any) -> None:
-        """Do nothing."""
+    is_first = os.environ["HOROVOD_RANK"] == "0"
+    keeper = StateKeeper(os.environ[COMMITS_VARIABLE], is_first, relaunches > 0)
+    return call_with(keeper, fn, args, kwargs)
 
 
 class StateKeeper(NoNotifications):

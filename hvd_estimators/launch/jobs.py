@@ -9,8 +9,10 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from pyspark import InheritableThread
 
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster import Cluster
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["barrier_job", "jobs_on", "spark_job"]
+__all__ = ["barrier_job", "interruptible", "jobs_on", "spark_job"]
 
 _TAG = "hvd_estimators"
 _POLL_SECONDS = 0.2
@@ -141,6 +143,32 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             f"not free within {start_timeout:g} seconds. Other jobs hold them; "
             "wait for these, or set a longer start_timeout."
         ) from error
+
+
+def interruptible(collect: Callable[[], list[Any]]) -> list[Any]:
+    """Return what a Spark job collects; raises KeyboardInterrupt where the user interrupts that.
+
+    Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails
+    where that thread is in the middle of a call to the JVM, and spoils this call.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return collect()
+    rows: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            rows.extend(collect())
+        except BaseException as error:
+            errors.append(error)
+
+    # With this thread's job group and tags.
+    thread = InheritableThread(target=run, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return rows
 
 
 def _held_by_others(cluster: Cluster, tag: str, num_proc: int) -> bool:

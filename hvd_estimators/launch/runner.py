@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.launch.elastic_rank import run_in_rank
+from hvd_estimators.launch.notifications import call_without_notifications
 from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = ["call_of", "only_given", "run"]
@@ -124,7 +124,7 @@ def run(
             warm_start=None if warm_start else False,
         ),
     )
-    return backend.run(run_in_rank, call)
+    return backend.run(call_without_notifications, call)
 
 
 def call_of(

@@ -27,7 +27,7 @@ from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, receive_events
 from hvd_estimators.launch.exchange import ExchangeServer
 from hvd_estimators.launch.job import Job
-from hvd_estimators.launch.jobs import barrier_job
+from hvd_estimators.launch.jobs import barrier_job, interruptible
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.preflight import check_slots
@@ -202,7 +202,9 @@ class SparkBackend(Backend):
             find = functools.partial(hosts_without, store=store, path=probe)
             schema = "host string, problem string"
             with barrier_job(cluster, num_proc, self._start_timeout):
-                rows = collect_from_tasks(session, num_proc, find, schema, cluster.profile)
+                rows = interruptible(
+                    lambda: collect_from_tasks(session, num_proc, find, schema, cluster.profile)
+                )
         finally:
             store.delete(probe)
         if rows:
@@ -260,8 +262,10 @@ class SparkBackend(Backend):
         num_proc = self.num_processes()
         task = functools.partial(run_task, job=job)
         with barrier_job(cluster, num_proc, self._start_timeout):
-            rows = collect_from_tasks(
-                cluster.session(), num_proc, task, OUTCOME_SCHEMA, cluster.profile
+            rows = interruptible(
+                lambda: collect_from_tasks(
+                    cluster.session(), num_proc, task, OUTCOME_SCHEMA, cluster.profile
+                )
             )
         return results_in_order(outcomes(rows, num_proc))
 

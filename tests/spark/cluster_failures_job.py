@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from pyspark.sql import SparkSession
 
+from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.launch.warm_server import NAME
@@ -29,6 +31,25 @@ def hold_the_lock(folder: str) -> None:
     partial.write_text(f"{os.getpid()} {child.pid}")
     partial.rename(partial.with_suffix(".pids"))
     ctypes.PyDLL(None).sleep(300)
+
+
+def commit_and_lose_the_executor(marker: str) -> tuple[str, int]:
+    """Rank 0 kills its executor, once."""
+    from horovod.common.elastic import ObjectState, run_fn
+
+    rank = os.environ["HOROVOD_RANK"]
+
+    def go_on(state: Any) -> None:
+        state.launches += 1
+        state.commit()
+        if rank == "0" and not Path(marker).exists():
+            Path(marker).touch()
+            next(p for p in psutil.Process().parents() if p.name() == "java").kill()
+            time.sleep(300)
+
+    state = ObjectState(lambda value: value, lambda: int(rank), launches=0)
+    run_fn(go_on, lambda: None)(state)
+    return rank, state.launches
 
 
 def wait_until(condition: Callable[[], bool]) -> float:
@@ -89,8 +110,9 @@ def main(folder: Path, then: str) -> None:
         run(lambda executor: executor.kill())
     assert caught.value.host
     assert "ExecutorLostFailure" in str(caught.value)
-    # Another executor comes in its place, and is waited for.
-    assert SparkBackend(2).run(lambda: os.environ["HOROVOD_RANK"]) == ["0", "1"]
+    # Another executor comes in its place, and is waited for; in an elastic job, too.
+    marker = str(folder / "lost")
+    assert run_elastic(commit_and_lose_the_executor, (marker,), num_proc=2) == [("0", 2), ("1", 2)]
     with pytest.raises(JobCancelledError, match="shut down"):
         run(lambda executor: spark.stop())
     assert seconds[0] < 5, seconds

@@ -157,6 +157,13 @@ TABLE = (
     Private(
         f"{_LOGGERS}.MLFlowLogger", "_tracking_uri _mlflow_client", "logs go to the run's directory"
     ),
+    # Horovod
+    Private(
+        "horovod.torch.elastic.TorchState",
+        "_handlers",
+        "what an elastic state has saved outlives the rank",
+    ),
+    Private("horovod.tensorflow.elastic.TensorFlowState", "_values", "the same"),
     # Petastorm
     Private(
         "petastorm.reader.Reader",

@@ -1,0 +1,107 @@
+"""The state of a Keras 3 model for ``horovod.elastic``. Runs on the worker.
+
+Horovod's own ``KerasState`` and ``TensorFlowKerasState`` ask Keras for what Keras 3 does not have.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+from horovod.common.elastic import ObjectState
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.averaging import broadcast_variables
+from hvd_estimators.keras.backend import require_tensorflow
+
+__all__ = ["KerasState"]
+
+
+class KerasState(ObjectState):
+    """A model, its optimizer and other values, for functions under ``hvd.elastic.run``.
+
+    Takes the place of ``hvd.elastic.KerasState`` and ``hvd.elastic.TensorFlowKerasState``, which do
+    not work with Keras 3. Call ``hvd.init()`` before. Horovod's callbacks for elastic training
+    (``CommitStateCallback``, ``UpdateEpochStateCallback``, ``UpdateBatchStateCallback`` of
+    ``horovod.tensorflow.keras.elastic``) work with it. A commit holds weights and the optimizer's
+    variables; random layers, such as dropout, begin anew in ranks that are launched again.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built: its weights exist.
+    optimizer : keras.optimizers.Optimizer, optional
+        Default: the one that the model was compiled with.
+    **values
+        What else is committed; each becomes an attribute.
+
+    Raises
+    ------
+    ParamError
+        If the model is not built, or there is no optimizer.
+    DependencyError
+        If Keras does not run on TensorFlow.
+
+    Examples
+    --------
+    >>> import horovod.tensorflow.keras as hvd
+    >>> hvd.init()
+    >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+    >>> model.compile(optimizer, "mse", jit_compile=False)
+    >>> @hvd.elastic.run
+    ... def train(state):
+    ...     state.model.fit(
+    ...         x, y, epochs=3 - state.epoch, callbacks=[
+    ...             hvd.elastic.UpdateEpochStateCallback(state),
+    ...             hvd.elastic.CommitStateCallback(state, batches_per_commit=100),
+    ...         ])
+    >>> train(KerasState(model, epoch=0))
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        optimizer: keras.optimizers.Optimizer | None = None,
+        **values: Any,
+    ) -> None:
+        require_tensorflow()
+        optimizer = getattr(model, "optimizer", None) if optimizer is None else optimizer
+        if not model.built:
+            raise ParamError(
+                "model: expected one that is built, found one without weights. Call "
+                "model.build(input_shape), or the model with a batch, first."
+            )
+        if optimizer is None:
+            raise ParamError("optimizer: expected one, as the model was not compiled with any.")
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        self.model = model
+        self.optimizer = optimizer
+        self._save_variables()
+        super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **values)
+
+    def save(self) -> None:
+        """Keep the values that there are now."""
+        self._save_variables()
+        super().save()
+
+    def restore(self) -> None:
+        """Go back to the values that were saved last."""
+        for variable, value in zip(self._variables(), self._saved_variables, strict=True):
+            variable.assign(value)
+        super().restore()
+
+    def sync(self) -> None:
+        """Take rank 0's values on all ranks, and save them."""
+        broadcast_variables(self._variables())
+        self._save_variables()
+        super().sync()
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def _save_variables(self) -> None:
+        self._saved_variables = [np.array(variable) for variable in self._variables()]

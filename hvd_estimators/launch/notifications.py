@@ -1,0 +1,46 @@
+"""Functions of users in a rank, whatever of Horovod they use. Runs on the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["NoNotifications", "call_with", "call_without_notifications"]
+
+
+class NoNotifications:
+    """Stands in for the notification manager of ``horovod.elastic``.
+
+    That one would listen on all network interfaces, and tell the rendezvous about it, for news of
+    hosts that nobody sends here.
+    """
+
+    def init(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing."""
+
+    def register_listener(self, state: Any) -> None:
+        """Do nothing."""
+
+    def remove_listener(self, state: Any) -> None:
+        """Do nothing."""
+
+
+def call_with(
+    manager: NoNotifications,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function with something else in the place of Horovod's notification manager."""
+    # Each of Horovod's frameworks imports it.
+    from horovod.common import elastic
+
+    elastic.notification_manager = manager
+    return fn(*args, **kwargs)
+
+
+def call_without_notifications(
+    fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Any:
+    """Call a function, which may be a program for ``horovod.elastic``."""
+    return call_with(NoNotifications(), fn, args, kwargs or {})

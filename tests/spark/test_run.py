@@ -1,0 +1,166 @@
+"""`run`: what ``horovod.spark.run`` does, from any thread, and without processes left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_estimators import run
+from hvd_estimators.exceptions import WorkerFailedError
+
+pytestmark = pytest.mark.spark
+
+SLEEPING_RANKS = """
+import os, subprocess, sys, time
+from pyspark.sql import SparkSession
+from hvd_estimators import run
+
+def sleep(folder):
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    partial = os.path.join(folder, os.environ["HOROVOD_RANK"])
+    with open(partial, "w") as file:
+        file.write(f"{os.getpid()} {os.getppid()} {child.pid}")
+    os.rename(partial, partial + ".pids")
+    time.sleep(300)
+
+SparkSession.builder.master("local[2]").config("spark.ui.enabled", "false").getOrCreate()
+try:
+    run(sleep, (sys.argv[1],))
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def wait_until(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def pids_in(folder: Path) -> list[int]:
+    return [int(pid) for file in folder.glob("*.pids") for pid in file.read_text().split()]
+
+
+@pytest.mark.soak
+def test_results_are_those_of_horovod_spark(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same function in the same session, which sees neither's driver's environment."""
+    monkeypatch.setenv("OF_DRIVER", "seen")
+    # Spark's Python workers import it, too.
+    for environment in (os.environ, spark.sparkContext.environment):
+        monkeypatch.setitem(environment, "HVD_ESTIMATORS_HOROVOD_SPARK", "1")
+    import horovod.spark
+
+    def work(base: float, step: float = 1.0) -> Any:
+        import horovod.torch as hvd
+        import torch
+
+        hvd.init()
+        total = hvd.allreduce(torch.arange(3.0) * (hvd.rank() + 1), op=hvd.Sum)
+        names = ("OF_DRIVER", "GIVEN")
+        return (
+            (base + step * hvd.rank(), hvd.size(), hvd.local_rank(), hvd.cross_size()),
+            total.tolist(),
+            [os.environ.get(name) for name in names],
+        )
+
+    call = (work, (10.0,), {"step": 2.0}, 2)
+    env = {"GIVEN": "too", "PATH": os.environ["PATH"]}
+    theirs = horovod.spark.run(*call, env=dict(env), verbose=0)
+
+    assert run(*call, env=env, verbose=0) == theirs
+    expected = ((12.0, 2, 1, 1), [0.0, 3.0, 6.0], [None, "too"])
+    assert theirs[1] == expected
+
+
+def test_results_are_in_the_order_of_the_ranks_which_see_what_env_gives(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_DRIVER", "not seen")
+
+    def work(base: int, step: int = 1) -> Any:
+        names = ("HOROVOD_SIZE", "OF_DRIVER", "GIVEN")
+        return base + step * int(os.environ["HOROVOD_RANK"]), [os.environ.get(n) for n in names]
+
+    found = run(work, [10], {"step": 2}, num_proc=3, env={"GIVEN": "too"})
+    assert found == [(10 + 2 * rank, ["3", None, "too"]) for rank in range(3)]
+
+
+def test_several_threads_run_ranks_at_once(spark: Any, tmp_path: Path) -> None:
+    """Each waits for the other's ranks."""
+
+    def meet(mine: str, other: str) -> tuple[str, str]:
+        (tmp_path / f"{mine}.{os.environ['HOROVOD_RANK']}").touch()
+        wait_until((tmp_path / f"{other}.0").exists)
+        return mine, os.environ["HOROVOD_SIZE"]
+
+    def call(mine: str, other: str, num_proc: int) -> None:
+        results.append(run(meet, (mine, other), num_proc=num_proc))
+
+    results: list[Any] = []
+    threads = [
+        threading.Thread(target=call, args=("a", "b", 2)),
+        threading.Thread(target=call, args=("b", "a", 1)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(results) == [[("a", "2")] * 2, [("b", "1")]]
+
+
+def test_a_rank_that_raises_leaves_no_process_of_any_rank(spark: Any, tmp_path: Path) -> None:
+    def fail() -> None:
+        child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+        rank = os.environ["HOROVOD_RANK"]
+        path = tmp_path / f"{rank}.partial"
+        path.write_text(f"{os.getpid()} {os.getppid()} {child.pid}")
+        path.rename(path.with_suffix(".pids"))
+        wait_until(lambda: len(pids_in(tmp_path)) == 6)
+        if rank == "1":
+            raise ValueError("on purpose")
+        time.sleep(300)
+
+    with pytest.raises(WorkerFailedError, match="on purpose") as caught:
+        run(fail, num_proc=2)
+    assert (caught.value.rank, caught.value.cause) == (1, "raised")
+    assert caught.value.error_type == "ValueError"
+    wait_until(lambda: all(map(ended, pids_in(tmp_path))))
+
+
+def test_an_interrupt_leaves_no_process(tmp_path: Path) -> None:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", SLEEPING_RANKS, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        # Else the signal would go to the ranks, too, as from a terminal.
+        start_new_session=True,
+        text=True,
+    )
+    try:
+        wait_until(lambda: len(pids_in(tmp_path)) == 6 or driver.poll() is not None)
+        pids = pids_in(tmp_path)
+        driver.send_signal(signal.SIGINT)
+        out, _ = driver.communicate(timeout=60)
+    finally:
+        driver.kill()
+        driver.wait()
+    assert len(pids) == 6
+    assert "interrupted" in out
+    wait_until(lambda: all(map(ended, pids)))
