@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import sys
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -143,6 +144,10 @@ class Yarn:
         env = {"HADOOP_CONF_DIR": str(self.conf_dir), "SPARK_LOCAL_IP": self.host}
         with application(folder, settings, env, logs=lambda: self._logs(folder)) as made:
             yield made
+        deadline = time.monotonic() + 30
+        while left := self.containers():
+            assert time.monotonic() < deadline, left
+            time.sleep(0.1)
 
     def _logs(self, folder: Path) -> str:
         """Return the end of what the driver and each container wrote."""

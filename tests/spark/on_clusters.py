@@ -13,15 +13,13 @@ def place(hvd: Any) -> dict[str, Any]:
     """Return who and where this rank is."""
     import socket
 
-    import psutil
-
-    guardian = psutil.Process().parent()
     return {
         "rank": (hvd.rank(), hvd.size()),
         "local": (hvd.local_rank(), hvd.local_size()),
         "cross": (hvd.cross_rank(), hvd.cross_size()),
         "host": socket.gethostname(),
-        "daemon": psutil.Process(guardian.ppid()).ppid(),
+        # Each executor has its own.
+        "folder": os.getcwd(),
         "container": os.environ.get("CONTAINER_ID"),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }

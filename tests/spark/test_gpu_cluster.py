@@ -100,7 +100,6 @@ def fit(folder: str, **params: Any) -> list[float]:
     from hvd_estimators import Store
     from hvd_estimators.torch import TorchEstimator
 
-    os.chdir(folder)
     spark = SparkSession.active()
     frame = spark.range(64).select(F.rand(1).alias("x")).withColumn("y", F.col("x") * 2)
     net = torch.nn.Linear(1, 1)
@@ -117,7 +116,12 @@ def fit(folder: str, **params: Any) -> list[float]:
         epochs=2,
         **given,
     )
-    return [record["train"]["loss"] for record in estimator.fit(frame).getHistory()]
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return [record["train"]["loss"] for record in estimator.fit(frame).getHistory()]
+    finally:
+        os.chdir(before)
 
 
 def test_executors_share_the_store_and_report_progress(

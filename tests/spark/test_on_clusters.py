@@ -65,7 +65,7 @@ def check_places(on: On, places: list[dict[str, Any]]) -> None:
         assert [found["local"] for found in places] == [(rank, ranks) for rank in range(ranks)]
         assert [found["cross"] for found in places] == [(0, 1)] * ranks
         assert len({found["host"] for found in places}) == 1
-    executors = [found["daemon"] for found in places]
+    executors = [found["folder"] for found in places]
     pins = [found["gpus"] for found in places]
     if on.name != "gpus":
         assert pins == [None] * ranks
