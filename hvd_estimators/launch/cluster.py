@@ -6,9 +6,12 @@ these methods and nothing else. Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -27,6 +30,11 @@ __all__ = ["Cluster", "FailedTask"]
 
 # A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
 _COPIES_OF_RESULTS = 6
+
+_DYNAMIC = "spark.dynamicAllocation.enabled"
+# Blocks in which Spark takes barrier jobs although executors come and go.
+_accepting = 0
+_lock = threading.Lock()
 
 
 @dataclass(frozen=True, order=True)
@@ -108,10 +116,31 @@ class Cluster:
     @property
     def allocates_dynamically(self) -> bool:
         """Whether executors come and go with the work; never where Spark is local."""
-        return (
-            self.conf.get("spark.dynamicAllocation.enabled", "false").lower() == "true"
-            and not self.is_local
-        )
+        is_set = self.conf.get(_DYNAMIC, "false").lower() == "true" or _accepting > 0
+        return is_set and not self.is_local
+
+    @contextlib.contextmanager
+    def accepting_barrier_jobs(self) -> Iterator[None]:
+        """Let Spark take barrier jobs until the block ends, with dynamic allocation, too.
+
+        It refuses them because it would not ask for their executors; they have to be there already.
+        Only that refusal looks at the setting once the application has started.
+        """
+        global _accepting
+        if not self.allocates_dynamically:
+            yield
+            return
+        conf = self._scala.conf()
+        with _lock:
+            _accepting += 1
+            conf.set(_DYNAMIC, "false")
+        try:
+            yield
+        finally:
+            with _lock:
+                _accepting -= 1
+                if not _accepting:
+                    conf.set(_DYNAMIC, "true")
 
     @property
     def age(self) -> float:

@@ -127,7 +127,8 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
             waited, last = waited + (0 if held else now - last), now
 
     try:
-        with spark_job(context, f"Horovod on {num_proc} ranks", ranks=True) as tag:
+        named = spark_job(context, f"Horovod on {num_proc} ranks", ranks=True)
+        with cluster.accepting_barrier_jobs(), named as tag:
             watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
             watcher.start()
             try:

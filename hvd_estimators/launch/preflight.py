@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch.dynamic import ask_for_executors, most_slots
 from hvd_estimators.launch.slots import await_slots
 
 if TYPE_CHECKING:
@@ -37,13 +38,17 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
         If they cannot.
     """
     if cluster.allocates_dynamically:
-        raise SlotsError(
-            "spark.dynamicAllocation.enabled: Spark starts tasks that have to run together only "
-            "with a fixed set of executors, and it is true. Start the application with "
-            f"spark.dynamicAllocation.enabled=false, and with executors for {wanted} tasks "
-            "(spark.executor.instances; on Standalone spark.cores.max)."
-        )
-    slots = await_slots(cluster, wanted, 0 if cluster.is_local else timeout)
+        most = most_slots(cluster, resources)
+        if most is not None and most < wanted:
+            raise SlotsError(
+                f"num_proc: {wanted} ranks need as many task slots at the same time, and there are "
+                f"never more than {most}: spark.dynamicAllocation.maxExecutors is "
+                f"{cluster.conf['spark.dynamicAllocation.maxExecutors']}. Set it higher, or "
+                f"num_proc to {most} or less."
+            )
+        slots = ask_for_executors(cluster, wanted, timeout)
+    else:
+        slots = await_slots(cluster, wanted, 0 if cluster.is_local else timeout)
     if slots >= wanted:
         return
     asked = resources.describe()

@@ -55,7 +55,8 @@ class SparkBackend(Backend):
     Parameters
     ----------
     num_proc : int, optional
-        Number of ranks. Default, and 0: as many as there are task slots.
+        Number of ranks. Default, and 0: as many as there are task slots; with dynamic allocation
+        there is no such number.
     env : mapping, optional
         Environment variables of the ranks, over the executor's; None deletes one. Default: the
         driver's, when `run` is called, except secrets (names with ``TOKEN``, ``SECRET``,
@@ -159,6 +160,11 @@ class SparkBackend(Backend):
         cluster = Cluster.current(self._resources)
         application = cluster.application
         if self._slots is None or self._slots[0] != application:
+            if cluster.allocates_dynamically:
+                raise ParamError(
+                    "num_proc: the number of task slots changes while spark.dynamicAllocation."
+                    "enabled is true. Set num_proc to the number of ranks."
+                )
             timeout = 0 if cluster.is_local else self._start_timeout
             # Without any, `check` says so.
             self._slots = application, max(await_slots(cluster, None, timeout), 1)
@@ -174,7 +180,7 @@ class SparkBackend(Backend):
         Raises
         ------
         SlotsError
-            If it has fewer, or if dynamic allocation is on.
+            If it has fewer. With dynamic allocation executors are asked for first.
         DependencyError
             If a local session's Python tasks run another Python, or if Horovod was not built by
             ``hvd-estimators build-horovod``.
@@ -196,6 +202,7 @@ class SparkBackend(Backend):
         if cluster.is_local and store.local_path(store.folder) is not None:
             return
         session, num_proc = cluster.session(), self.num_processes()
+        check_slots(cluster, num_proc, self._start_timeout, self._resources)
         probe = f"{store.folder}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:

@@ -43,7 +43,16 @@ SPARK = ("pyspark", "py4j")
 SPARK_FILES = {
     f"launch.{name}"
     for name in (
-        *("barrier", "cluster", "elastic", "exchange", "failures", "horovod_runner", "job"),
+        *(
+            "barrier",
+            "cluster",
+            "dynamic",
+            "elastic",
+            "exchange",
+            "failures",
+            "horovod_runner",
+            "job",
+        ),
         *("jobs", "machines", "preflight", "profiles", "runner", "slots", "spark"),
     )
 }

@@ -59,12 +59,12 @@ def test_where_stages_have_no_resources_of_their_own_is_an_error_that_names_the_
     assert TaskResources().on(context) is None
 
 
-def cluster(slots: int, *, is_local: bool = False, dynamic: bool = False, **conf: str) -> Any:
+def cluster(slots: int, *, is_local: bool = False, **conf: str) -> Any:
     """An application whose executors have all registered."""
     return SimpleNamespace(
         master="local[2]" if is_local else "local-cluster[1,2,1024]",
         is_local=is_local,
-        allocates_dynamically=dynamic,
+        allocates_dynamically=False,
         conf={f"spark.{name.replace('__', '.')}": value for name, value in conf.items()},
         age=100.0,
         task_slots=lambda: slots,
@@ -86,11 +86,6 @@ def cluster(slots: int, *, is_local: bool = False, dynamic: bool = False, **conf
             cluster(1),
             {"gpus_per_task": 2},
             r"has 1 with gpus_per_task=2\. Set num_proc to 1 .*spark\.executor\.resource\.gpu",
-        ),
-        (
-            cluster(9, dynamic=True),
-            {},
-            r"dynamicAllocation\.enabled=false, and with executors for 5 tasks",
         ),
         (cluster(0), {"gpus_per_task": 9}, r"has 0 with gpus_per_task=9\. Start Spark with"),
     ],

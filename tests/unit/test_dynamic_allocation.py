@@ -1,0 +1,91 @@
+"""Executors that come when they are asked for; without Spark."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch import cluster as clusters
+from hvd_estimators.launch.cluster import Cluster
+from hvd_estimators.launch.dynamic import most_slots
+from hvd_estimators.launch.preflight import check_slots
+from hvd_estimators.launch.profiles import TaskResources
+
+
+def application(master: str = "yarn", **conf: str) -> Any:
+    settings = {f"spark.{name.replace('__', '.')}": value for name, value in conf.items()}
+    settings["spark.dynamicAllocation.enabled"] = "true"
+    return SimpleNamespace(
+        master=master,
+        conf=settings,
+        is_local=False,
+        allocates_dynamically=True,
+        task_slots=lambda: 0,
+        executors=lambda: 0,
+    )
+
+
+@pytest.mark.parametrize(
+    ("application", "resources", "most"),
+    [
+        (application(dynamicAllocation__maxExecutors="3"), {}, 3),
+        (application(dynamicAllocation__maxExecutors="3", executor__cores="4"), {}, 12),
+        (
+            application(dynamicAllocation__maxExecutors="3", executor__cores="4"),
+            {"cpus_per_task": 2},
+            6,
+        ),
+        (
+            application(dynamicAllocation__maxExecutors="3", executor__cores="4", task__cpus="3"),
+            {},
+            3,
+        ),
+        # Executors of a standalone cluster have as many cores as their machine.
+        (application("spark://host", dynamicAllocation__maxExecutors="3"), {}, None),
+        (application(executor__cores="4"), {}, None),
+    ],
+)
+def test_the_most_slots_follow_from_the_settings(
+    application: Any, resources: dict[str, int], most: int | None
+) -> None:
+    assert most_slots(application, TaskResources(**resources)) == most
+
+
+def test_more_ranks_than_there_can_ever_be_slots_are_refused_at_once() -> None:
+    cluster = application(dynamicAllocation__maxExecutors="2", executor__cores="2")
+
+    with pytest.raises(SlotsError, match=r"never more than 4: .*maxExecutors is 2\. "):
+        check_slots(cluster, 5, 600.0, TaskResources())
+
+
+def test_spark_takes_barrier_jobs_while_one_of_several_needs_it() -> None:
+    settings = {"spark.dynamicAllocation.enabled": "true"}
+    conf = SimpleNamespace(set=settings.__setitem__)
+    context: Any = SimpleNamespace(
+        master="yarn",
+        getConf=lambda: SimpleNamespace(getAll=lambda: list(settings.items())),
+        _jsc=SimpleNamespace(sc=lambda: SimpleNamespace(conf=lambda: conf)),
+    )
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with Cluster(context).accepting_barrier_jobs():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(10)
+    # What is the case is still known, though the setting says otherwise for the moment.
+    assert settings["spark.dynamicAllocation.enabled"] == "false"
+    assert Cluster(context).allocates_dynamically
+    with Cluster(context).accepting_barrier_jobs():
+        leave.set()
+        thread.join()
+        assert settings["spark.dynamicAllocation.enabled"] == "false"
+    assert settings["spark.dynamicAllocation.enabled"] == "true"
+    assert clusters._accepting == 0
