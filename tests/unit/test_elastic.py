@@ -18,7 +18,7 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
-from hvd_estimators.launch import elastic
+from hvd_estimators.launch import elastic, relaunching
 from hvd_estimators.launch.commits import COMMITS_VARIABLE, commit
 
 pytestmark = pytest.mark.timeout(60)
@@ -89,8 +89,8 @@ class FakeBackend:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
     """Return what lets `run_elastic` launch on a cluster, in no time."""
-    monkeypatch.setattr(elastic, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(elastic, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(relaunching, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(relaunching, "_RETURN_SECONDS", 0.05)
 
     def use(cluster: FakeCluster) -> FakeCluster:
         monkeypatch.setattr(elastic, "SparkBackend", cluster.backend)
