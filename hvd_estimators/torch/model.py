@@ -11,9 +11,8 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
-from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.checks import output_shapes
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.predictor import TorchPredictor
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -68,7 +67,7 @@ class TorchModel(HorovodModel):
             raise ParamError("model is not set. Set model.")
 
         def load(document: bytes) -> Predictor:
-            return _TorchPredictor(document, spec)
+            return TorchPredictor(document, spec)
 
         return dump_module(plain_module(module)), load
 
@@ -127,18 +126,3 @@ def load_torch_params(
     if optimizer is not None and module is not None:
         values["optimizer"] = load_optimizer(optimizer, module)
     return values
-
-
-class _TorchPredictor:
-    """Runs a module's forward pass; lives in an executor's Python worker."""
-
-    def __init__(self, document: bytes, spec: TensorSpec) -> None:
-        self._module = load_module(document).eval()
-        self._spec = spec
-
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        columns = dict(zip(self._spec.feature_cols, arrays, strict=True))
-        with torch.inference_mode():
-            raw = self._spec.call(self._module, self._spec.inputs(columns))
-            outputs = as_list(raw, self._spec.label_cols)
-        return [output.double().numpy() for output in outputs]

@@ -220,6 +220,12 @@ def test_a_rank_can_run_without_pyspark(module: str) -> None:
     assert list(map(str, found)) == []
 
 
+@pytest.mark.parametrize("module", ["inference.udf", "torch.predictor"])
+def test_python_workers_predict_without_spark_ml(module: str) -> None:
+    """It brings SciPy: a fifth of what the first prediction of a session waits for."""
+    assert [str(i) for i in brought(IMPORTS, module) if i.is_of("pyspark.ml")] == []
+
+
 def test_a_framework_is_imported_in_its_own_room() -> None:
     found = [
         str(entry)

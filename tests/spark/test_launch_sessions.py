@@ -1,0 +1,92 @@
+"""A session that launches ranks again and again, as notebooks do: nothing grows."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from hvd_estimators.launch.spark import SparkBackend
+
+pytestmark = pytest.mark.spark
+
+
+def reduce_and_tell() -> tuple[float, int]:
+    """Return the sum over ranks of 1, and the guardian's parent."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    found = float(hvd.allreduce(torch.ones(1), op=hvd.Sum))
+    hvd.shutdown()
+    return found, psutil.Process(os.getppid()).ppid()
+
+
+def held() -> dict[str, int]:
+    """Return what this process and the folder of temporary files hold, by kind."""
+    descriptors = [
+        os.readlink(path)
+        for path in map("/proc/self/fd/{}".format, os.listdir("/proc/self/fd"))
+        if os.path.lexists(path)
+    ]
+    names = os.listdir(tempfile.gettempdir())
+    return {
+        "threads": threading.active_count(),
+        "sockets": sum(name.startswith("socket:") for name in descriptors),
+        "descriptors": len(descriptors),
+        "folders of ranks": sum(name.startswith("hvd-estimators-rank") for name in names),
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked, and counted, on Linux only")
+@pytest.mark.parametrize(
+    "times", [5, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_a_session_of_launches_leaves_nothing(spark: Any, times: int) -> None:
+    backend = SparkBackend(2)
+    memory, forked_by, before = [], set(), {}
+    for number in range(times):
+        # Of the first launches modules, Py4J's connections and the JVM's classes stay.
+        if number == 2:
+            before = held()
+        for total, parent in backend.run(reduce_and_tell):
+            assert total == 2.0
+            forked_by.add(parent)
+        memory.append(psutil.Process().memory_info().rss / 2**20)
+    assert len(forked_by) == 1
+    (parent,) = forked_by
+    process = psutil.Process(parent)
+    assert process.num_fds() < 20
+    # The last rank's guardian may be about to end.
+    wait_until(lambda: not process.children(recursive=True))
+    wait_until(lambda: all(count <= before[kind] for kind, count in held().items()))
+    assert memory[-1] < memory[1] + 30, memory
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, held()
+        time.sleep(0.05)
+
+
+def test_without_warm_starts_each_rank_has_a_process_of_its_own(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guardians_command() -> list[str]:
+        return psutil.Process(os.getppid()).cmdline()
+
+    (forked,) = SparkBackend(1).run(guardians_command)
+    assert ("--warm" in forked) == (sys.platform == "linux")
+    (fresh,) = SparkBackend(1, warm_start=False).run(guardians_command)
+    assert "--warm" not in fresh
+    monkeypatch.setenv("HVD_ESTIMATORS_WARM_START", "0")
+    (fresh,) = SparkBackend(1).run(guardians_command)
+    assert "--warm" not in fresh
