@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.common import machine, seconds, show_result, show_table, spark_session
+from benchmarks.common import spark_session
+from benchmarks.figures import seconds, show_result, show_table
 
 # After Spark's settings, which are those of all benchmarks.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -138,7 +139,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, help="ignored: there is no data")
     parser.add_argument("--repeats", type=int, default=3, help="times, in turn; the median counts")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"machine": machine()}
+    figures: dict[str, Any] = {}
     with spark_session(RANKS) as spark:
         for name, train in (("torch", train_torch), ("tensorflow", train_tensorflow)):
             found = figures[name] = measure(spark, train, options.repeats)
