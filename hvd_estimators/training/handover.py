@@ -32,6 +32,7 @@ from hvd_estimators.store.local_file import (
     fetch,
 )
 from hvd_estimators.training.spec import TrainResult, TrainSpec
+from hvd_estimators.training.timeline import gather_timeline
 
 __all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 
@@ -80,6 +81,7 @@ def train_stored(call: StoredCall) -> TrainResult:
         copy_from(call.store, call.path, file, call.digest)
         file.seek(0)
         train, spec = _Unpickler(file, call.store).load()
+    gather_timeline(spec.store, spec.run.logs_path)
     result: TrainResult = train(spec)
     state = result.state
     if state is None:
