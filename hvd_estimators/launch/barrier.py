@@ -245,7 +245,7 @@ def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Lin
     with (
         TaskOutput(rank, job) as output,
         RankProcess(
-            rank, host, call, env, output.on_line, job.executable, output.on_error_line, start
+            rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start
         ) as process,
     ):
         (outcome,) = supervise([process], link.failure)

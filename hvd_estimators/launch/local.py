@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import socket
 import sys
@@ -134,7 +133,7 @@ class LocalBackend(Backend):
                 stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
             ]
             relays = [
-                stack.enter_context(Relay(functools.partial(_show, handler, slot.rank)))
+                stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
                 for slot in slots
             ]
             takers = [self._outlets.takers(relay.put) for relay in relays]
@@ -155,21 +154,24 @@ class LocalBackend(Backend):
                             self._env,
                             env,
                         ),
-                        on_line,
-                        on_error_line=on_error_line,
+                        on_lines,
+                        on_error_lines=on_error_lines,
                         warm=warm,
                     )
                 )
-                for slot, proxy, (on_line, on_error_line) in zip(
+                for slot, proxy, (on_lines, on_error_lines) in zip(
                     slots, proxies, takers, strict=True
                 )
             ]
             return results_in_order(supervise(ranks))
 
 
-def _show(handler: Handler, rank: int, lines: Sequence[tuple[str, str]]) -> None:
-    for stream, line in lines:
-        handler(RankOutput(rank, line, stream))
+def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]]], None]:
+    def show(lines: Sequence[tuple[str, str]]) -> None:
+        for stream, line in lines:
+            handler(RankOutput(rank, line, stream))
+
+    return show
 
 
 def _cores() -> int:

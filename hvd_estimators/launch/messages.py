@@ -46,7 +46,7 @@ class _Messages:
 
     def send(self, message: str) -> None:
         if self._relay is not None and self._events.is_connected:
-            self._relay.put("", message)
+            self._relay.put("", [message])
         else:
             print(message, flush=True)
 

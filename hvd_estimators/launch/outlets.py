@@ -14,10 +14,10 @@ from typing import Any, TextIO
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.events import Event, Handler, RankMessage, RankOutput
 
-__all__ = ["LineTaker", "Outlets", "print_event", "write_text"]
+__all__ = ["LinesTaker", "Outlets", "print_event", "write_text"]
 
-LineTaker = Callable[[str], None]
-"""Called with a line of a rank."""
+LinesTaker = Callable[[list[str]], None]
+"""Called with some lines of a rank."""
 
 logger = logging.getLogger(__name__)
 
@@ -75,13 +75,15 @@ class Outlets:
         self.streams = tuple(s for s in streams if verbose >= 2 or s in self._files)
         """Names of the streams that have to come to the driver; empty is both as one."""
 
-    def takers(self, put: Callable[[str, str], None]) -> tuple[LineTaker | None, LineTaker | None]:
+    def takers(
+        self, put: Callable[[str, list[str]], None]
+    ) -> tuple[LinesTaker | None, LinesTaker | None]:
         """Return what takes a rank's lines: of standard output, or of both, and of standard error.
 
         Parameters
         ----------
         put : callable
-            Called with the stream's name and the line, if the driver is to get it.
+            Called with the stream's name and lines, if the driver is to get these.
         """
         names = ("stdout", "stderr") if self.are_apart else ("",)
         found = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
@@ -117,7 +119,7 @@ class Outlets:
         return handle
 
 
-def _ignore(line: str) -> None:
+def _ignore(lines: list[str]) -> None:
     pass
 
 

@@ -10,7 +10,7 @@ import logging
 import os
 import select
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 __all__ = ["OutputReader", "shortened"]
 
@@ -28,6 +28,8 @@ _JOIN_SECONDS = 10.0
 
 def shortened(text: str, limit: int = _TAIL_CHARS) -> str:
     """Shorten a text to about a length: keep its two ends, and say how much is left out."""
+    if len(text) <= limit // 2 * 2:
+        return text
     line = _Line(limit)
     line.add(text)
     return line.text()
@@ -60,9 +62,11 @@ class _Tail:
         self._lines: collections.deque[str] = collections.deque()
         self._chars = self._left_out = 0
 
-    def add(self, line: str) -> None:
-        self._lines.append(line)
-        self._chars += len(line)
+    def add(self, lines: Sequence[str]) -> None:
+        kept = lines[-_TAIL_LINES:]
+        self._left_out += len(lines) - len(kept)
+        self._lines.extend(kept)
+        self._chars += sum(map(len, kept))
         while len(self._lines) > _TAIL_LINES or self._chars > _TAIL_CHARS:
             self._chars -= len(self._lines.popleft())
             self._left_out += 1
@@ -75,7 +79,7 @@ class _Tail:
 class _Stream:
     """One of a process's streams: bytes go in, lines come out."""
 
-    def __init__(self, take: Callable[[str], None]) -> None:
+    def __init__(self, take: Callable[[list[str]], None]) -> None:
         encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
         # Progress bars end their lines by a carriage return.
         self._decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
@@ -84,13 +88,16 @@ class _Stream:
 
     def add(self, chunk: bytes, final: bool = False) -> None:
         *finished, rest = self._decoder.decode(chunk, final).split("\n")
-        for piece in finished:
-            self._line.add(piece)
-            self._take(f"{self._line.text()}\n")
+        lines = [f"{shortened(piece, _LINE_CHARS)}\n" for piece in finished]
+        if finished:
+            self._line.add(finished[0])
+            lines[0] = f"{self._line.text()}\n"
             self._line = _Line(_LINE_CHARS)
         self._line.add(rest)
         if final and self._line.text():
-            self._take(self._line.text())
+            lines.append(self._line.text())
+        if lines:
+            self._take(lines)
 
 
 class OutputReader:
@@ -99,15 +106,15 @@ class OutputReader:
     Parameters
     ----------
     streams : mapping of int to callable or None
-        The reading ends of pipes, and what is called with each line from there: with its two ends
-        only, if it is long. One that raises is not called again.
+        The reading ends of pipes, and what is called with the lines from there, some at a time: of
+        a long one with its two ends only. One that raises is not called again.
     """
 
-    def __init__(self, streams: Mapping[int, Callable[[str], None] | None]) -> None:
+    def __init__(self, streams: Mapping[int, Callable[[list[str]], None] | None]) -> None:
         self._tail = _Tail()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._streams = {pipe: _Stream(self._taker(on_line)) for pipe, on_line in streams.items()}
+        self._streams = {pipe: _Stream(self._taker(take)) for pipe, take in streams.items()}
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -152,17 +159,17 @@ class OutputReader:
         for stream in left.values():
             stream.add(b"", final=True)
 
-    def _taker(self, on_line: Callable[[str], None] | None) -> Callable[[str], None]:
-        def take(line: str) -> None:
-            nonlocal on_line
+    def _taker(self, on_lines: Callable[[list[str]], None] | None) -> Callable[[list[str]], None]:
+        def take(lines: list[str]) -> None:
+            nonlocal on_lines
             with self._lock:
-                self._tail.add(line)
-            if on_line is not None:
+                self._tail.add(lines)
+            if on_lines is not None:
                 try:
-                    on_line(line)
+                    on_lines(lines)
                 except Exception:
                     # A rank would block on printing if nobody read its output.
-                    on_line = None
+                    on_lines = None
                     logger.warning("The output of a rank cannot be passed on", exc_info=True)
 
         return take

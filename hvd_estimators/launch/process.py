@@ -226,9 +226,10 @@ class RankProcess:
         What `pickle_call` returned.
     env : mapping
         Its whole environment.
-    on_line : callable, optional
-        Called with each line that it prints, from another thread; a long line is cut in the middle.
-    on_error_line : callable, optional
+    on_lines : callable, optional
+        Called with the lines that it prints, some at a time, from another thread; a long line is
+        cut in the middle.
+    on_error_lines : callable, optional
         Called with the lines of its standard error, which then has a pipe of its own, so that their
         order among the others is not known. Default: they are among the others.
     executable : str, optional
@@ -243,9 +244,9 @@ class RankProcess:
         host: str,
         call: bytes,
         env: Mapping[str, str],
-        on_line: Callable[[str], None] | None = None,
+        on_lines: Callable[[list[str]], None] | None = None,
         executable: str | None = None,
-        on_error_line: Callable[[str], None] | None = None,
+        on_error_lines: Callable[[list[str]], None] | None = None,
         warm: WarmStart | None = None,
     ) -> None:
         self.rank = rank
@@ -254,8 +255,8 @@ class RankProcess:
         self._env = {**env, **stall_environment(env)}
         self._stalls = StallWatch(stall_limit(env), 4 * _LOOK_SECONDS)
         self._next_look = 0.0
-        self._on_line = on_line
-        self._on_error_line = on_error_line
+        self._on_lines = on_lines
+        self._on_error_lines = on_error_lines
         self._executable = executable or sys.executable
         self._warm = warm
 
@@ -327,9 +328,9 @@ class RankProcess:
         return RankOutcome(self.rank, self.host, values[0], ended_at=ended_at)
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
-        takers = {"output": self._on_line}
-        if self._on_error_line is not None:
-            takers["errors"] = self._on_error_line
+        takers = {"output": self._on_lines}
+        if self._on_error_lines is not None:
+            takers["errors"] = self._on_error_lines
         pipes = {name: os.pipe() for name in takers}
         self._pipes = [os.fdopen(reading, "rb", buffering=0) for reading, _ in pipes.values()]
         files = {name: writing for name, (_, writing) in pipes.items()}
@@ -346,7 +347,7 @@ class RankProcess:
                 self._close_pipes()
         if self._process is not None:
             self._output = OutputReader(
-                {pipes[name][0]: on_line for name, on_line in takers.items()}
+                {pipes[name][0]: on_lines for name, on_lines in takers.items()}
             )
 
     def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:

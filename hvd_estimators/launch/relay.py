@@ -74,9 +74,14 @@ class Relay:
     deliver : callable
         Called with some lines at a time, each a pair of its stream's name and its text. When it
         has raised, it is not called again.
+    one_by_one : bool
+        Whether it is called with a single line at a time, for one that may take long for each.
     """
 
-    def __init__(self, deliver: Callable[[Sequence[tuple[str, str]]], None]) -> None:
+    def __init__(
+        self, deliver: Callable[[Sequence[tuple[str, str]]], None], *, one_by_one: bool = False
+    ) -> None:
+        self._batch_bytes = 1 if one_by_one else _BATCH_BYTES
         self._deliver: Callable[[Sequence[tuple[str, str]]], None] | None = deliver
         self._changed = threading.Condition()
         self._waiting: collections.deque[tuple[str, str]] = collections.deque()
@@ -88,16 +93,17 @@ class Relay:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def put(self, stream: str, line: str) -> None:
-        """Pass on a line."""
+    def put(self, stream: str, lines: Sequence[str]) -> None:
+        """Pass on lines of a stream: all of them, or, where there is no room for them, none."""
         with self._changed:
             if self._ending:
                 return
-            if not self._has_room(_size(line)):
-                self._left_out[stream] = self._left_out.get(stream, 0) + 1
+            if not self._has_room(sum(map(_size, lines))):
+                self._left_out[stream] = self._left_out.get(stream, 0) + len(lines)
                 return
             self._note_what_is_left_out()
-            self._append(stream, line)
+            for line in lines:
+                self._append(stream, line)
             self._changed.notify_all()
 
     def __enter__(self) -> Self:
@@ -128,15 +134,18 @@ class Relay:
     def _has_room(self, size: int) -> bool:
         """Return whether so many bytes may wait, too; waits for that for a moment."""
         most = _MOST_BYTES // 2 if self._drops else _MOST_BYTES
-        if self._bytes + size <= most:
+
+        def fits() -> bool:
+            # Many empty lines are more at once than may wait.
+            return self._bytes + size <= most or not self._waiting
+
+        if fits():
             self._drops = False
         elif not self._drops:
             started = time.monotonic()
-            self._changed.wait_for(
-                lambda: self._bytes + size <= most or self._ending, self._patience.left()
-            )
+            self._changed.wait_for(lambda: fits() or self._ending, self._patience.left())
             self._patience.use(time.monotonic() - started)
-            self._drops = self._bytes + size > most
+            self._drops = not fits()
         return not self._drops
 
     def _append(self, stream: str, line: str) -> None:
@@ -170,7 +179,7 @@ class Relay:
     def _next_batch(self) -> list[tuple[str, str]]:
         batch: list[tuple[str, str]] = []
         size = 0
-        while self._waiting and size < _BATCH_BYTES:
+        while self._waiting and size < self._batch_bytes:
             batch.append(self._waiting.popleft())
             size += _size(batch[-1][1])
         self._bytes -= size

@@ -49,9 +49,9 @@ class TaskOutput:
         streams, target = self._job.streams, self._job.events.get(EVENTS_VARIABLE)
         self._sender = EventSender(target, _SEND_SECONDS) if streams and target else None
         self._relay = Relay(self._send) if self._sender is not None else None
-        self.on_line = self._taker("stdout" if self._job.apart else "")
+        self.on_lines = self._taker("stdout" if self._job.apart else "")
         """Takes lines of standard output, or of both streams."""
-        self.on_error_line = self._taker("stderr") if self._job.apart else None
+        self.on_error_lines = self._taker("stderr") if self._job.apart else None
         """Takes lines of standard error; None where they are among the others."""
         return self
 
@@ -67,19 +67,19 @@ class TaskOutput:
             self._sender.close()
         self._note_what_is_not_logged()
 
-    def _taker(self, stream: str) -> Callable[[str], None]:
+    def _taker(self, stream: str) -> Callable[[list[str]], None]:
         is_sent = stream in self._job.streams
 
-        def take(line: str) -> None:
+        def take(lines: list[str]) -> None:
             if is_sent and self._relay is not None:
-                self._relay.put(stream, line)
+                self._relay.put(stream, lines)
             if self._is_logged(is_sent):
-                self._log(line)
+                self._log(lines)
 
         return take
 
     def _is_logged(self, is_sent: bool) -> bool:
-        """Return whether a line goes into the executor's log.
+        """Return whether lines go into the executor's log.
 
         On one machine that is the driver's standard error, where lines would be shown twice, or
         where nothing is to be shown.
@@ -91,13 +91,14 @@ class TaskOutput:
     def _is_connected(self) -> bool:
         return self._sender is not None and self._sender.is_connected
 
-    def _log(self, line: str) -> None:
+    def _log(self, lines: list[str]) -> None:
+        text = "".join(f"[{self._rank}] {line}" for line in lines)
         if self._log_allowance.left() < (_LOG_AGAIN_CHARS if self._not_logged else 1):
-            self._not_logged += 1
+            self._not_logged += len(lines)
             return
         self._note_what_is_not_logged()
-        self._log_allowance.use(len(line))
-        sys.stderr.write(f"[{self._rank}] {line}")
+        self._log_allowance.use(len(text))
+        sys.stderr.write(text)
 
     def _note_what_is_not_logged(self) -> None:
         if self._not_logged:

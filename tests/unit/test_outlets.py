@@ -36,12 +36,12 @@ def test_streams_come_to_the_driver_if_they_are_asked_for(
 
     assert outlets.streams == streams
     assert outlets.are_apart == bool(given)
-    put: list[tuple[str, str]] = []
-    on_line, on_error_line = outlets.takers(lambda stream, line: put.append((stream, line)))
-    assert (on_error_line is not None) == bool(given)
-    for take in filter(None, (on_line, on_error_line)):
-        take("x\n")
-    assert put == [(stream, "x\n") for stream in streams]
+    put: list[tuple[str, list[str]]] = []
+    on_lines, on_error_lines = outlets.takers(lambda stream, lines: put.append((stream, lines)))
+    assert (on_error_lines is not None) == bool(given)
+    for take in filter(None, (on_lines, on_error_lines)):
+        take(["x\n"])
+    assert put == [(stream, ["x\n"]) for stream in streams]
 
 
 def test_lines_go_to_their_files_as_horovod_writes_them_and_all_else_to_the_handler() -> None:

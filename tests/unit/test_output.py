@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(60)
 MEGABYTES_20 = 20 * 10**6
 
 
-def run(fn, on_line=None):
-    with RankProcess(3, "here", pickle_call(fn, (), {}), os.environ, on_line) as process:
+def run(fn, on_lines=None):
+    with RankProcess(3, "here", pickle_call(fn, (), {}), os.environ, on_lines) as process:
         return process.outcome()
 
 
@@ -34,7 +34,7 @@ def test_the_end_of_a_long_output_is_kept_and_every_line_is_passed_on():
         sys.stderr.write("last words, without a newline")
         raise ValueError
 
-    outcome = run(chatter, on_line=lines.append)
+    outcome = run(chatter, on_lines=lines.extend)
 
     assert lines[:5000] == [f"line {number}\n" for number in range(5000)]
     assert "line 4999\nlast words, without a newline" in outcome.output_tail
@@ -47,7 +47,7 @@ def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
         print(*range(50), sep="\n")
         os._exit(1)
 
-    outcome = run(chatter, on_line=lambda line: time.sleep(0.01))
+    outcome = run(chatter, on_lines=lambda lines: time.sleep(0.5))
 
     assert outcome.output_tail.endswith("\n48\n49\n")
 
@@ -55,7 +55,7 @@ def test_an_outcome_waits_for_lines_that_are_still_on_their_way():
 def test_output_that_is_no_text_does_not_disturb():
     lines = []
 
-    outcome = run(lambda: sys.stdout.buffer.write(b"\xff\xc3\xb6\r\n1\r2"), lines.append)
+    outcome = run(lambda: sys.stdout.buffer.write(b"\xff\xc3\xb6\r\n1\r2"), lines.extend)
 
     assert pickle.loads(outcome.result) == 8
     assert lines == ["\ufffdö\n", "1\n", "2"]
@@ -69,7 +69,7 @@ def test_a_long_line_is_passed_on_and_kept_in_part():
         sys.stdout.flush()
         os._exit(1)
 
-    outcome = run(print_batch, lines.append)
+    outcome = run(print_batch, lines.extend)
 
     (line,) = lines
     assert line == outcome.output_tail
@@ -102,7 +102,7 @@ def test_many_lines_are_kept_up_to_a_size():
 
 
 def test_a_rank_whose_output_cannot_be_passed_on_goes_on(caplog):
-    def refuse(line):
+    def refuse(lines):
         raise BrokenPipeError("nobody listens")
 
     outcome = run(lambda: print("x\n" * 10**6) or "done", refuse)

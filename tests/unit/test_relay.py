@@ -24,7 +24,7 @@ def test_what_is_taken_in_time_arrives_whole_and_in_order() -> None:
 
     with Relay(taken.extend) as relay:
         for stream, line in sent:
-            relay.put(stream, line)
+            relay.put(stream, [line])
 
     assert taken == sent
     assert not [t for t in threading.enumerate() if t is relay._thread]
@@ -44,7 +44,7 @@ def test_lines_that_nobody_takes_are_counted_and_wait_in_bounded_memory(
     with Relay(take) as relay:
         started = time.monotonic()
         for number in range(200_000):
-            relay.put("x", f"{number:05} {'.' * 90}\n")
+            relay.put("x", [f"{number:05} {'.' * 90}\n"])
         held_up = time.monotonic() - started
         assert relay._bytes <= 2**23
         go_on.set()
@@ -72,14 +72,14 @@ def test_after_a_pause_lines_arrive_again_behind_the_number_of_those_left_out(
         taken.extend(line for _, line in lines)
 
     with Relay(take) as relay:
-        relay.put("", "a\n")
+        relay.put("", ["a\n"])
         entered.wait()
         for _ in range(15):
-            relay.put("", "b\n")
+            relay.put("", ["b\n"])
         go_on.set()
         while relay._bytes:
             time.sleep(0.001)
-        relay.put("", "c\n")
+        relay.put("", ["c\n"])
 
     assert taken == ["a\n", *["b\n"] * 10, "[... 5 lines left out ...]\n", "c\n"]
 
@@ -90,11 +90,11 @@ def test_who_never_takes_anything_does_not_hold_up_the_end(
     monkeypatch.setattr(relay_module, "_NOTE_SECONDS", 0.1)
     go_on = threading.Event()
     relay = Relay(lambda lines: go_on.wait() and None)
-    relay.put("", "a\n")
+    relay.put("", ["a\n"])
 
     started = time.monotonic()
     relay.close(0.2)
-    relay.put("", "b\n")
+    relay.put("", ["b\n"])
 
     assert time.monotonic() - started < 10
     go_on.set()
@@ -110,7 +110,7 @@ def test_who_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
 
     with caplog.at_level(logging.WARNING), Relay(refuse) as relay:
         for _ in range(100_000):
-            relay.put("", "x" * 1000)
+            relay.put("", ["x" * 1000])
 
     assert len(asked) == 1
     assert caplog.text.count("cannot be passed on") == 1
