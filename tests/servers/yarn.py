@@ -67,6 +67,10 @@ class Yarn:
             "nodemanager.pmem-check-enabled": "false",
             "nodemanager.disk-health-checker.max-disk-utilization-per-disk-percentage": "99",
             "nodemanager.env-whitelist": "JAVA_HOME,PATH",
+            # An application's master does not wait for a ResourceManager that has been killed.
+            "resourcemanager.connect.max-wait.ms": "4000",
+            "resourcemanager.connect.retry-interval.ms": "500",
+            "nodemanager.resourcemanager.connect.max-wait.ms": "60000",
             # What it has started is ended soon.
             "nodemanager.sleep-delay-before-sigkill.ms": "100",
             "scheduler.minimum-allocation-mb": "128",

@@ -13,6 +13,8 @@ def place(hvd: Any) -> dict[str, Any]:
     """Return who and where this rank is."""
     import socket
 
+    import hvd_estimators
+
     return {
         "rank": (hvd.rank(), hvd.size()),
         "local": (hvd.local_rank(), hvd.local_size()),
@@ -22,6 +24,7 @@ def place(hvd: Any) -> dict[str, Any]:
         "folder": os.getcwd(),
         "container": os.environ.get("CONTAINER_ID"),
         "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "devices": hvd_estimators.get_available_devices(),
     }
 
 

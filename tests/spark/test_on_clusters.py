@@ -1,6 +1,7 @@
 """Ranks, GPUs, training functions and a fit on each kind of cluster.
 
-They run on local[3], on executors with GPUs, on hosts without name resolution, and on YARN.
+They run on local[3], on executors with GPUs, on hosts with GPUs and without name resolution, and
+on YARN.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import on_clusters
 import pytest
 from servers.gpus import GPUS
+from two_hosts import GPU
 
 cloudpickle.register_pickle_by_value(on_clusters)
 
@@ -67,8 +69,14 @@ def check_places(on: On, places: list[dict[str, Any]]) -> None:
         assert len({found["host"] for found in places}) == 1
     executors = [found["folder"] for found in places]
     pins = [found["gpus"] for found in places]
+    devices = [found["devices"] for found in places]
+    if on.name in ("local", "yarn"):
+        assert (pins, devices) == ([None] * ranks, [[]] * ranks)
+    else:
+        assert devices == [[pin] for pin in pins]
+    if on.name == "hosts":
+        assert pins == [GPU] * ranks
     if on.name != "gpus":
-        assert pins == [None] * ranks
         assert len(set(executors)) == (1 if on.name == "local" else 2)
     elif ranks == 4:
         assert executors[0] == executors[1] != executors[2] == executors[3]

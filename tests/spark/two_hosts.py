@@ -26,6 +26,9 @@ NETWORK, NETWORK6, NETWORK_ONLY6 = "10.177.0", "fd77", "fd78"
 SAME_ADDRESS = "172.31.255.1"
 """An address that both hosts have, each on an interface that leads nowhere, as Docker's bridge."""
 
+GPU = "3"
+"""The address of each host's (pretended) GPU."""
+
 _START_SECONDS = 120.0
 _SPARK_HOME = str(Path(pyspark.__file__).parent)
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
@@ -194,7 +197,13 @@ class Cluster:
     @contextlib.contextmanager
     def driver(self, **conf: str) -> Iterator[None]:
         """Run a driver, with Spark's defaults and an own configuration, until the block ends."""
-        own = {"spark.master": self.master, "spark.executor.memory": "512m", **conf}
+        own = {
+            "spark.master": self.master,
+            "spark.executor.memory": "512m",
+            "spark.executor.resource.gpu.amount": "1",
+            "spark.task.resource.gpu.amount": "1",
+            **conf,
+        }
         with application(self.folder, own, start=self._start_driver, logs=self.logs) as made:
             self._application = made
             try:
@@ -211,7 +220,13 @@ class Cluster:
         """Start the master and the workers."""
         spark_class = f"{_SPARK_HOME}/bin/spark-class"
         deploy = "org.apache.spark.deploy"
+        discovery = self.folder / "gpu.sh"
+        discovery.write_text(f'#!/bin/sh\necho \'{{"name": "gpu", "addresses": ["{GPU}"]}}\'\n')
+        discovery.chmod(0o755)
+        gpus = "-Dspark.worker.resource.gpu"
+        options = f"{gpus}.amount=1 {gpus}.discoveryScript={discovery}"
         env = {"SPARK_DAEMON_MEMORY": "256m", "PYSPARK_PYTHON": sys.executable}
+        env["SPARK_WORKER_OPTS"] = options
         log = self.folder / "master.log"
         place = ["--host", self.first.address, "--port", "7077", "--webui-port", "0"]
         self.first.start(spark_class, f"{deploy}.master.Master", *place, log=log, **env)
