@@ -188,7 +188,7 @@ def test_a_python_worker_that_is_killed_is_told_of_with_its_host(spark: Any) -> 
 
     started = time.monotonic()
     with pytest.raises(WorkerFailedError, match="Python process of an executor ended") as caught:
-        SparkBackend(2).run(kill)
+        SparkBackend(2, warm_start=False).run(kill)
     assert time.monotonic() - started < 60
     assert caught.value.host
     assert f"on {caught.value.host} (executor driver)" in str(caught.value)
