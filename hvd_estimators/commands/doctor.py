@@ -165,7 +165,7 @@ def _horovod(facts: Facts) -> Iterator[Row]:
     for framework, build in facts.horovod.items():
         component = f"Horovod for {framework}"
         installed = facts.versions[framework]
-        if build.built_for not in (None, installed):
+        if build.built_for is not None and not _same_version(build.built_for, installed):
             found = f"{version}, built for {framework} {build.built_for}, not {installed}"
             yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
         elif build.error:
@@ -181,6 +181,13 @@ def _horovod(facts: Facts) -> Iterator[Row]:
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
+
+
+def _same_version(one: str, other: str) -> bool:
+    """Return whether two versions are the same, as far as both tell."""
+    a, b = Version(one), Version(other)
+    # A package that came from an index is 2.11.0 there, and 2.11.0+cu130 to itself.
+    return a.public == b.public and (a.local == b.local or None in (a.local, b.local))
 
 
 def _allreduce(facts: Facts) -> Iterator[Row]:

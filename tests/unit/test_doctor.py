@@ -206,6 +206,19 @@ def test_a_horovod_that_does_not_fit_its_framework_is_to_be_built(build):
     assert row(facts, "Horovod for torch").remedy.startswith("hvd-estimators build-horovod")
 
 
+@pytest.mark.parametrize(
+    ("built_for", "installed"), [("2.11.0+cu130", "2.11.0"), ("2.11.0", "2.11.0+cpu")]
+)
+def test_a_version_fits_where_only_one_side_names_its_build(built_for, installed):
+    facts = replace(
+        HEALTHY,
+        versions={**HEALTHY.versions, "torch": installed},
+        horovod={**HEALTHY.horovod, "torch": HorovodFacts(built_for, ("gloo",))},
+    )
+
+    assert not problems(facts)
+
+
 def test_a_failed_allreduce_is_a_problem():
     facts = replace(HEALTHY, allreduce=ProbeError("a rank failed: connection refused"))
 

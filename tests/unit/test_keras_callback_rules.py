@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,14 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import LearningRateScheduleCallback
+from hvd_estimators.keras import LearningRateScheduleCallback, LogCallback
 from hvd_estimators.keras.callback_rules import check_callbacks, for_rank
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.session import ProgressReports, RankCallbacks
 from hvd_estimators.keras.shards import Turns
+from hvd_estimators.launch import messages
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
 
@@ -210,3 +212,38 @@ def test_a_list_of_callbacks_is_asked_for() -> None:
         check_callbacks(callbacks)
     with pytest.raises(ParamError, match="Give them as a plain list"):
         check_callbacks([callbacks])
+
+
+@pytest.mark.parametrize("per_batch", [False, True])
+def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
+    per_batch: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The loss is weight * mean of the rows, so that each step takes a tenth of that mean away.
+    model = linear(keras.optimizers.SGD(0.1))
+    fit = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
+    messages._forget()
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    model.fit(ROWS, ROWS, **fit, callbacks=[LogCallback(per_batch)])
+    assert capsys.readouterr().out == ""
+
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    model.set_weights([np.array([[1.0]])])
+    model.fit(ROWS, ROWS, **fit, callbacks=[LogCallback(per_batch)])
+    messages._forget()
+
+    # Without a driver that listens, messages are printed. Each begins with the date and the time.
+    told = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]
+    losses = [re.sub(r", mae=.*", "", line) for line in told]
+    batches = [
+        ["epoch 0, batch 0: loss=2.5", "epoch 0, batch 1: loss=3.6875"],
+        ["epoch 1, batch 0: loss=0.25", "epoch 1, batch 1: loss=-0.3625"],
+    ]
+    assert losses == [
+        "epoch 0 begins",
+        *(batches[0] if per_batch else []),
+        "epoch 0 ends: loss=3.6875",
+        "epoch 1 begins",
+        *(batches[1] if per_batch else []),
+        "epoch 1 ends: loss=-0.3625",
+    ]
+    assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
