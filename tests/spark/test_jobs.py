@@ -174,22 +174,33 @@ def test_a_fit_that_waits_for_another_one_does_not_spend_its_start_timeout(
     assert (results, second) == ([["first"] * 2], ["second"] * 2)
 
 
-def test_a_python_worker_that_is_killed_is_told_of_with_its_host(spark: Any) -> None:
-    def kill() -> None:
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_a_python_worker_that_is_killed_is_told_of_with_its_host(
+    spark: Any, tmp_path: Path, warm_start: bool
+) -> None:
+    def kill(marker: str) -> None:
         import os
         import signal
 
         import psutil
 
+        Path(f"{marker}.{os.environ['HOROVOD_RANK']}.rank").write_text(str(os.getpid()))
         if os.environ["HOROVOD_RANK"] == "1":
-            guardian = psutil.Process().parent()
-            os.kill(guardian.ppid(), signal.SIGKILL)
+            # Its task answers there to Horovod.
+            port = int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+            (task,) = [
+                found.pid
+                for found in psutil.net_connections("tcp")
+                if found.status == psutil.CONN_LISTEN and found.laddr.port == port
+            ]
+            os.kill(task, signal.SIGKILL)
         time.sleep(300)
 
     started = time.monotonic()
     with pytest.raises(WorkerFailedError, match="Python process of an executor ended") as caught:
-        SparkBackend(2, warm_start=False).run(kill)
+        SparkBackend(2, warm_start=warm_start).run(kill, (str(tmp_path / "marker"),))
     assert time.monotonic() - started < 60
+    wait_until(lambda: not any(map(alive, ranks(tmp_path))))
     assert caught.value.host
     assert f"on {caught.value.host} (executor driver)" in str(caught.value)
     assert "Python worker exited unexpectedly" in str(caught.value)
