@@ -26,8 +26,9 @@ from hvd_estimators.launch.exchange import Exchange
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.outcome import ABORTED, NOT_STARTED, RankOutcome
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
-from hvd_estimators.launch.process import ABORTED, NOT_STARTED, RankOutcome, RankProcess
+from hvd_estimators.launch.process import RankProcess
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,

@@ -292,10 +292,16 @@ def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str
 
 
 def gpu_hint(error: str) -> str:
-    """Return what to say of a function that asks for a GPU by a number that its rank does not see.
+    """Return what to say of GPUs to a function that fails because of how it uses them.
 
-    Empty where an error's text says nothing of the kind.
+    It may ask for a GPU by a number that its rank does not see, or share one with another rank,
+    which NCCL refuses. Empty where an error's text says nothing of the kind.
     """
+    if re.search("ncclCommInitRank failed: invalid usage", error):
+        return (
+            "\nNCCL takes no two ranks on one GPU. Start as many ranks as there are GPUs, or hide "
+            f"these with env={{'{VISIBLE_VARIABLE}': '-1'}}."
+        )
     if not re.search("invalid device ordinal|listed an invalid GPU id", error):
         return ""
     return (

@@ -19,14 +19,11 @@ from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import rank_gpus
 from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
+from hvd_estimators.launch.outcome import results_in_order
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.preload import modules_of
-from hvd_estimators.launch.process import (
-    RankProcess,
-    pickle_call,
-    results_in_order,
-)
+from hvd_estimators.launch.process import RankProcess, pickle_call
 from hvd_estimators.launch.relay import Relay
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,

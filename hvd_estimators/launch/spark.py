@@ -29,10 +29,11 @@ from hvd_estimators.launch.exchange import ExchangeServer
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.jobs import barrier_job, interruptible
 from hvd_estimators.launch.mends import require_mends
+from hvd_estimators.launch.outcome import results_in_order
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.preflight import check_slots
 from hvd_estimators.launch.preload import modules_of
-from hvd_estimators.launch.process import pickle_call, results_in_order
+from hvd_estimators.launch.process import pickle_call
 from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
 from hvd_estimators.launch.slots import await_slots
 from hvd_estimators.launch.versions import installed_versions

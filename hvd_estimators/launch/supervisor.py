@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from hvd_estimators.launch.job_store import Failure
-from hvd_estimators.launch.process import RankOutcome, RankProcess
+from hvd_estimators.launch.outcome import RankOutcome
+from hvd_estimators.launch.process import RankProcess
 
 __all__ = ["failure_of", "supervise"]
 

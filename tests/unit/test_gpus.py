@@ -5,7 +5,7 @@ import json
 import pytest
 
 from hvd_estimators import get_available_devices
-from hvd_estimators.exceptions import GpuError
+from hvd_estimators.exceptions import GpuError, WorkerFailedError
 from hvd_estimators.launch import gpu
 from hvd_estimators.launch.gpu import (
     assigned_gpus,
@@ -19,7 +19,7 @@ from hvd_estimators.launch.gpu import (
     rank_gpus,
     visible_gpus,
 )
-from hvd_estimators.launch.process import RankOutcome, results_in_order
+from hvd_estimators.launch.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rendezvous import assign_ranks
 
 UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
@@ -179,3 +179,12 @@ def test_a_function_that_counts_all_gpus_of_its_host_is_told_that_it_sees_its_ow
 
     assert "'CUDA_VISIBLE_DEVICES': None" in gpu_hint(error)
     assert gpu_hint("RuntimeError: CUDA out of memory") == ""
+
+
+def test_ranks_that_share_a_gpu_are_told_why_nccl_refuses_them():
+    # What NCCL 2.28 said on an H100.
+    error = "RuntimeError: ncclCommInitRank failed: invalid usage (run with NCCL_DEBUG=WARN)"
+    outcome = RankOutcome(0, "here", None, "RuntimeError", error)
+
+    with pytest.raises(WorkerFailedError, match="no two ranks on one GPU"):
+        results_in_order([outcome])

@@ -13,7 +13,7 @@ from hvd_estimators.launch import machines
 from hvd_estimators.launch.barrier import ABORTED
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
-from hvd_estimators.launch.process import NOT_STARTED, RankOutcome, results_in_order
+from hvd_estimators.launch.outcome import NOT_STARTED, RankOutcome, results_in_order
 from hvd_estimators.launch.rendezvous import assign_ranks
 from hvd_estimators.launch.versions import differences, installed_versions
 

@@ -10,7 +10,7 @@ import pytest
 
 from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.launch.barrier import outcomes
-from hvd_estimators.launch.process import RankOutcome
+from hvd_estimators.launch.outcome import RankOutcome
 
 
 def rows(outcome: RankOutcome, chunks: int = 2) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call, results_in_order
+from hvd_estimators.launch.outcome import RankOutcome, results_in_order
+from hvd_estimators.launch.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

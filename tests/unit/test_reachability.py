@@ -22,7 +22,7 @@ from hvd_estimators.launch.addresses import (
     host_identity,
     listening_environment,
 )
-from hvd_estimators.launch.process import RankOutcome, results_in_order
+from hvd_estimators.launch.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree, choose
 
 

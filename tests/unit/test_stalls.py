@@ -10,7 +10,7 @@ import pytest
 from processes import wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.process import RankOutcome, results_in_order
+from hvd_estimators.launch.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.stalls import (
     StallWatch,
     is_stopped,

@@ -8,7 +8,7 @@ import pytest
 
 from hvd_estimators.launch import supervisor
 from hvd_estimators.launch.job_store import Failure
-from hvd_estimators.launch.process import RankOutcome
+from hvd_estimators.launch.outcome import RankOutcome
 from hvd_estimators.launch.supervisor import failure_of, supervise
 
 GRACE = 3.0

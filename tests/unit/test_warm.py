@@ -26,7 +26,8 @@ from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job_store import JobStore
-from hvd_estimators.launch.process import RankOutcome, RankProcess, pickle_call
+from hvd_estimators.launch.outcome import RankOutcome
+from hvd_estimators.launch.process import RankProcess, pickle_call
 from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
 from hvd_estimators.launch.rendezvous_client import LocalLink
 from hvd_estimators.launch.stalls import stall_environment
