@@ -66,7 +66,7 @@ class Search:
         """Look at all command lines; at environments and deleted files of a job's processes."""
         for process in psutil.process_iter():
             self._read(f"/proc/{process.pid}/cmdline", f"command line of {process.pid}")
-        for pid in _descendants(job):
+        for pid in {*_descendants(job), *self._others()}:
             self._read(f"/proc/{pid}/environ", f"environment of {pid}")
             for descriptor in _entries(f"/proc/{pid}/fd"):
                 try:
@@ -76,6 +76,14 @@ class Search:
                 is_file = target.startswith("/") and not target.startswith("/memfd:")
                 if is_file and target.endswith(" (deleted)"):
                     self._read(descriptor, f"deleted file {target} of {pid}")
+
+    def _others(self) -> Iterator[int]:
+        """Return processes with the job's environment: forks of warm ones are no descendants."""
+        own = str(self._folder).encode()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):
+                if own in Path(f"/proc/{process.pid}/environ").read_bytes():
+                    yield process.pid
 
     def _file(self, path: str) -> None:
         try:
