@@ -14,7 +14,7 @@ import pytest
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
 # Everything that these tests start inherits it, also where its parent has gone.
-os.environ["HVD_ESTIMATORS_TESTS"] = str(os.getpid())
+os.environ["TESTS_OF_HVD_ESTIMATORS"] = str(os.getpid())
 
 pytest_plugins = ("servers.fixtures",)
 

@@ -26,6 +26,7 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.warm_server import NAME
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -64,10 +65,11 @@ def assert_nothing_written(store: Any) -> None:
 def rank_processes() -> list[psutil.Process]:
     """Return the ranks that these tests started, not those of others on the machine."""
     found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
+    for process in psutil.process_iter(["cmdline", "environ", "name"]):
         is_rank = "hvd_estimators.launch.worker" in (process.info["cmdline"] or [])
-        started_by = (process.info["environ"] or {}).get("HVD_ESTIMATORS_TESTS")
-        if is_rank and started_by == str(os.getpid()):
+        started_by = (process.info["environ"] or {}).get("TESTS_OF_HVD_ESTIMATORS")
+        # What ranks are forked from stays.
+        if is_rank and started_by == str(os.getpid()) and process.info["name"] != NAME:
             found.append(process)
     return found
 
