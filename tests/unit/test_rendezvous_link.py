@@ -205,6 +205,8 @@ with RendezvousServer(secret, ["127.0.0.1"], Patience(0.3, 0.6, 1.5, 0.02, 0.05)
     server.store.handle({"kind": "done", "rank": 0})
     lost = server.store.wait_for_all()
     print(lost, server.store.failure(), flush=True)
+    # Not before the last answer has been sent.
+    sys.stdin.read()
 """
 
 
@@ -228,6 +230,7 @@ def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
             assert link.failure() is None
             assert link.told("done")
         assert process.stdout.readline() == "[] None\n"
+        process.stdin.close()
         assert process.wait(10) == 0
 
 

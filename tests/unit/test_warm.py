@@ -46,6 +46,10 @@ pytestmark = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of this test's sockets; all of its processes have ended afterwards."""
     monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(tmp_path))
+    # Other tests of this process may have some, too.
+    for process in warm_processes():
+        process.kill()
+    wait_until(lambda: not warm_processes())
     yield tmp_path / f"hvd-estimators-warm-{os.getuid()}"
     for process in warm_processes():
         process.kill()
