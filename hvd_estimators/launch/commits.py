@@ -23,7 +23,6 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch.channel import AuthenticationError, Channel, new_secret
-from hvd_estimators.launch.events import listening_address
 from hvd_estimators.launch.listener import Listener
 from hvd_estimators.launch.state_pickle import StatePickler
 
@@ -96,10 +95,10 @@ class CommitStore:
             else:
                 self._keep(channel, message["state"], ended)
 
-        host = host.strip("[]")  # as Spark writes an IPv6 address
-        with Listener(listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
+        with Listener.at_host(host, serve) as listener:
+            listener.listen()
             try:
-                yield {COMMITS_VARIABLE: f"{host}:{listener.port}:{secret.hex()}"}
+                yield {COMMITS_VARIABLE: f"{listener.place}:{secret.hex()}"}
             finally:
                 with self._lock:
                     ended.set()

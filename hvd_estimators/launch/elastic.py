@@ -9,7 +9,7 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.arguments import seconds_given
 from hvd_estimators.launch.relaunching import Launches
-from hvd_estimators.launch.runner import call_of, only_given
+from hvd_estimators.launch.runner import call_of
 from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = ["run_elastic"]
@@ -124,7 +124,7 @@ def run_elastic(
     [3, 3]
     """
     call = call_of(fn, args, kwargs)
-    options = only_given(
+    options = _only_given(
         start_timeout=start_timeout,
         executable=executable,
         stdout=stdout,
@@ -151,6 +151,11 @@ def run_elastic(
     )
     timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT")
     return Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
+
+
+def _only_given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from hvd_estimators.launch.channel import Channel, new_secret
-from hvd_estimators.launch.listener import Listener, bound_socket
+from hvd_estimators.launch.listener import Listener
 
 __all__ = [
     "EVENTS_VARIABLE",
@@ -27,7 +27,6 @@ __all__ = [
     "RankEpoch",
     "RankOutput",
     "RankProgress",
-    "listening_address",
     "one_by_one",
     "receive_events",
 ]
@@ -238,28 +237,15 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
                 return
             before = handled
 
-    host = host.strip("[]")  # as Spark writes an IPv6 address
-    with Listener(listening_address(host), serve, is_ipv6=":" in host).listen() as listener:
+    with Listener.at_host(host, serve) as listener:
+        listener.listen()
         try:
-            yield {EVENTS_VARIABLE: f"{host}:{listener.port}:{secret.hex()}"}
+            yield {EVENTS_VARIABLE: f"{listener.place}:{secret.hex()}"}
         finally:
             # Ranks that have ended have closed their connections: what is on its way is taken.
             drain(listener)
             with lock:
                 ended.set()
-
-
-def listening_address(host: str) -> str:
-    """Return the address to listen on: that of a host, or all where it is no address of ours."""
-    if host == "localhost":
-        return "127.0.0.1"
-    try:
-        # A name may be another address for the ranks.
-        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-        bound_socket(host).close()
-    except OSError:
-        return ""
-    return host
 
 
 class EventSender:

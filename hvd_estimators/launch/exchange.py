@@ -23,7 +23,6 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import UnreachableError
 from hvd_estimators.launch.channel import Channel, exchange_key
-from hvd_estimators.launch.events import listening_address
 from hvd_estimators.launch.listener import Listener
 
 if TYPE_CHECKING:
@@ -151,17 +150,16 @@ class ExchangeServer:
         self._came: set[int] = set()
         self._deadline: float | None = None
         self._is_given_up = self._has_ended = False
-        host = host.strip("[]")
         self._listener: Listener | None = None
         self.place = ""
         if application in _APART:
             return
         try:
-            self._listener = Listener(listening_address(host), self._serve, is_ipv6=":" in host)
+            self._listener = Listener.at_host(host, self._serve)
         except OSError as error:
             logger.info("Tasks cannot tell each other of themselves over the driver (%s)", error)
         else:
-            self.place = f"{host}:{self._listener.port}"
+            self.place = self._listener.place
 
     def __enter__(self) -> Self:
         if self._listener is not None:

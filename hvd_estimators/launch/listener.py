@@ -64,6 +64,11 @@ class Listener:
         makes room for a new one. An error of a connection ends it.
     is_ipv6 : bool, optional
         Which kind of addresses an empty address means. Default: the address's own kind.
+
+    Attributes
+    ----------
+    place : str
+        ``host:port``: where others reach it.
     """
 
     def __init__(
@@ -76,12 +81,24 @@ class Listener:
         self._socket = bound_socket(address, is_ipv6)
         self.address = address
         self.port = int(self._socket.getsockname()[1])
+        self.place = f"{address}:{self.port}"
         self._lock = threading.Lock()
         self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
         self._friends: set[socket.socket] = set()
         self._taken: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STRANGERS)
         self._thread: threading.Thread | None = None
         self._closed = False
+
+    @classmethod
+    def at_host(cls, host: str, serve: Callable[[socket.socket, Callable[[], None]], None]) -> Self:
+        """Return one that others reach at a host's name or address.
+
+        It listens on that address, and on all where it is none of this machine's.
+        """
+        host = host.strip("[]")  # as Spark writes an IPv6 address
+        listener = cls(_own_address(host), serve, is_ipv6=":" in host)
+        listener.place = f"{host}:{listener.port}"
+        return listener
 
     def listen(self) -> Self:
         """Let others connect, unless they already can."""
@@ -179,6 +196,19 @@ class Listener:
                 self._strangers.pop(connection, None)
                 self._friends.discard(connection)
             connection.close()
+
+
+def _own_address(host: str) -> str:
+    """Return the address of a host, or nothing where it is no address of ours."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        # A name may be another address for the ranks.
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+        bound_socket(host).close()
+    except OSError:
+        return ""
+    return host
 
 
 def _end(connection: socket.socket) -> None:

@@ -9,7 +9,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.notifications import call_without_notifications
 from hvd_estimators.launch.spark import SparkBackend
 
-__all__ = ["call_of", "only_given", "run"]
+__all__ = ["call_of", "run"]
 
 
 def run(
@@ -117,12 +117,10 @@ def run(
         stderr=stderr,
         nics=nics,
         prefix_output_with_timestamp=prefix_output_with_timestamp,
-        **only_given(
-            resource_profile=resource_profile,
-            gpus_per_task=gpus_per_task,
-            cpus_per_task=cpus_per_task,
-            warm_start=None if warm_start else False,
-        ),
+        resource_profile=resource_profile,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        warm_start=warm_start,
     )
     return backend.run(call_without_notifications, call)
 
@@ -144,8 +142,3 @@ def call_of(
     if not isinstance(kwargs or {}, Mapping):
         raise ParamError(f"kwargs: expected a dict of arguments by their names, found {kwargs!r}.")
     return fn, tuple(args), dict(kwargs or {})
-
-
-def only_given(**options: Any) -> dict[str, Any]:
-    """Return the options that are not None."""
-    return {name: value for name, value in options.items() if value is not None}

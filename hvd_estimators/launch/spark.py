@@ -202,17 +202,14 @@ class SparkBackend(Backend):
         cluster = Cluster.current(self._resources)
         if cluster.is_local and store.local_path(store.folder) is not None:
             return
-        session, num_proc = cluster.session(), self.num_processes()
+        num_proc = self.num_processes()
         check_slots(cluster, num_proc, self._start_timeout, self._resources)
         probe = f"{store.folder}/.probe-{uuid.uuid4().hex}"
         store.write_text(probe, "probe")
         try:
             find = functools.partial(hosts_without, store=store, path=probe)
             schema = "host string, problem string"
-            with barrier_job(cluster, num_proc, self._start_timeout):
-                rows = interruptible(
-                    lambda: collect_from_tasks(session, num_proc, find, schema, cluster.profile)
-                )
+            rows = self._collect(cluster, num_proc, find, schema)
         finally:
             store.delete(probe)
         if rows:
@@ -237,6 +234,7 @@ class SparkBackend(Backend):
         self.check()
         cluster = Cluster.current(self._resources)
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
+        num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
             document = pickle_call(fn, args, kwargs or {})
             modules = modules_of(document) if self._warm_start and wanted(os.environ) else None
@@ -244,11 +242,11 @@ class SparkBackend(Backend):
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()
             server = stack.enter_context(
-                ExchangeServer(secret, host, self.num_processes(), cluster.application)
+                ExchangeServer(secret, host, num_proc, cluster.application)
             )
             job = Job(
                 call=call,
-                max_bytes=cluster.collectable_bytes() // self.num_processes(),
+                max_bytes=cluster.collectable_bytes() // num_proc,
                 secret=secret,
                 one_machine=cluster.is_local,
                 driver_env=shared_environment(os.environ) if self._env is None else {},
@@ -264,18 +262,19 @@ class SparkBackend(Backend):
                 exchange=server.place,
                 nics=self._nics,
             )
-            return self._run(cluster, job)
+            task = functools.partial(run_task, job=job)
+            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA)
+            return results_in_order(outcomes(rows, num_proc))
 
-    def _run(self, cluster: Cluster, job: Job) -> list[Any]:
-        num_proc = self.num_processes()
-        task = functools.partial(run_task, job=job)
+    def _collect(
+        self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
+    ) -> list[Any]:
+        """Run a function in barrier tasks, and return the rows that it yields there."""
+        session = cluster.session()
         with barrier_job(cluster, num_proc, self._start_timeout):
-            rows = interruptible(
-                lambda: collect_from_tasks(
-                    cluster.session(), num_proc, task, OUTCOME_SCHEMA, cluster.profile
-                )
+            return interruptible(
+                lambda: collect_from_tasks(session, num_proc, task, schema, cluster.profile)
             )
-        return results_in_order(outcomes(rows, num_proc))
 
 
 @contextlib.contextmanager
