@@ -16,6 +16,7 @@ __all__ = [
     "GpuError",
     "HvdEstimatorsError",
     "JobCancelledError",
+    "NotFiniteError",
     "ParamError",
     "ReaderError",
     "ResultsError",
@@ -71,6 +72,10 @@ class SlotsError(HvdEstimatorsError, RuntimeError):
 
 class GpuError(HvdEstimatorsError, RuntimeError):
     """The ranks do not have the GPUs that they need."""
+
+
+class NotFiniteError(HvdEstimatorsError, FloatingPointError):
+    """A loss, or a parameter of the model, has become NaN or infinite (``terminate_on_nan``)."""
 
 
 class JobCancelledError(HvdEstimatorsError, RuntimeError):

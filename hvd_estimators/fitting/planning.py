@@ -94,6 +94,7 @@ class TrainPlanning(
             verbose=get("verbose"),
             checkpoints=self._checkpoint_options(self._framework),
             resume_stopped=get("resume_stopped"),
+            terminate_on_nan=get("terminate_on_nan"),
         )
 
     def _plan(

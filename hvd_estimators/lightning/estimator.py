@@ -144,7 +144,6 @@ class LightningEstimator(LightningParams):
             objects=cloudpickle.dumps(objects),
             dtypes=get("column_dtypes") if self._is_lightning else {},
             log_every_n_steps=get("log_every_n_steps"),
-            terminate_on_nan=get("terminate_on_nan"),
             users_data=UsersDataOptions(
                 num_reader_epochs=get("loader_num_epochs"),
                 transformation_edit_fields=get("transformation_edit_fields"),

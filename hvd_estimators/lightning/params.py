@@ -57,12 +57,6 @@ class LightningParams(TorchEstimator):
     log_every_n_steps = declare(
         "Steps between two entries of the loggers.", default=50, convert=integer(1)
     )
-    terminate_on_nan = declare(
-        "Fail when a loss or a parameter is NaN or infinite.",
-        default=False,
-        convert=boolean,
-        accessor="TerminateOnNan",
-    )
     profiler = declare(
         "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
         convert=_profiler,

@@ -100,8 +100,6 @@ class LightningTrainSpec(TrainSpec):
         Column name to the name of a torch dtype, where it is not the stored one.
     log_every_n_steps : int
         Steps between two entries of the loggers.
-    terminate_on_nan : bool
-        End training when a loss or parameter is not finite.
     users_data : UsersDataOptions
         What a LightningDataModule of the user's gets, beside what the data modules get.
     """
@@ -111,7 +109,6 @@ class LightningTrainSpec(TrainSpec):
     objects: bytes
     dtypes: Mapping[str, str]
     log_every_n_steps: int
-    terminate_on_nan: bool
     users_data: UsersDataOptions
 
 

@@ -1,4 +1,7 @@
-"""The params of a run's checkpoints: which of them are kept. Runs on the driver."""
+"""The params of a run's checkpoints: when they are written, and which are kept.
+
+Runs on the driver.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,14 @@ __all__ = ["CheckpointParams"]
 
 
 class CheckpointParams(DeclaredParams):
-    """Which checkpoints of a run are kept."""
+    """When checkpoints of a run are written, and which of them are kept."""
 
+    checkpoint_every_n_steps = declare(
+        "Optimizer steps, counted over the whole run, after which a checkpoint is written within "
+        "an epoch, too: a run that is interrupted loses no more than these. Default: at the end "
+        "of each epoch only.",
+        convert=integer(1),
+    )
     keep_checkpoints = declare(
         "How many of a run's newest checkpoints are kept. The best by checkpoint_monitor is kept, "
         "too. If the newest is damaged, a fit goes on from the one before.",
@@ -41,6 +50,7 @@ class CheckpointParams(DeclaredParams):
             get("keep_checkpoints"),
             get("checkpoint_monitor"),
             get("checkpoint_mode"),
+            get("checkpoint_every_n_steps"),
         )
 
     def _check_checkpoints(self) -> None:

@@ -63,6 +63,13 @@ class TrainingParams(DeclaredParams):
         default=1,
         convert=integer(1),
     )
+    terminate_on_nan = declare(
+        "Whether to look after each optimizer step if a loss or a parameter is NaN or infinite, "
+        "and to fail then, on all ranks, with a NotFiniteError that names step and parameter. The "
+        "checkpoints are of steps before.",
+        default=False,
+        convert=boolean,
+    )
     random_seed = declare(
         "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
     )

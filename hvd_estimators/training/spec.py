@@ -36,12 +36,22 @@ class CheckpointOptions:
         validation.
     mode : str
         Whether less or more of it is better, see `hvd_estimators.training.monitoring.mode_of`.
+    every_n_steps : int or None
+        Optimizer steps of the run between two checkpoints within an epoch; None for none.
     """
 
     framework: str
     keep: int = 2
     monitor: str | None = None
     mode: str = "auto"
+    every_n_steps: int | None = None
+
+    def due_after(self, step: int) -> bool:
+        """Return whether a checkpoint is due after an optimizer step of the run, from 1.
+
+        After an epoch's last step there is no need to ask: each epoch ends with one.
+        """
+        return self.every_n_steps is not None and step % self.every_n_steps == 0
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,8 @@ class TrainSpec:
         Which checkpoints are kept.
     resume_stopped : bool
         Go on with a run that a callback has stopped.
+    terminate_on_nan : bool
+        End training on all ranks when a loss or a parameter is not finite.
     """
 
     data: DataSpec
@@ -94,6 +106,21 @@ class TrainSpec:
     verbose: int
     checkpoints: CheckpointOptions
     resume_stopped: bool
+    terminate_on_nan: bool
+
+    def steps_done(self, epoch: int, batches: int) -> int:
+        """Return the optimizer steps of the run after so many epochs, and batches of the next one.
+
+        Parameters
+        ----------
+        epoch : int
+            Epochs that are done.
+        batches : int
+            Batches of each shard. Those of the epoch's last step may be fewer than of others.
+        """
+        passes = self.backward_passes_per_step
+        in_epoch = -(-self.data.train_steps_per_epoch // passes)
+        return epoch * in_epoch + -(-batches // passes)
 
 
 @dataclass(frozen=True)

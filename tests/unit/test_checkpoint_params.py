@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, as users set it: what does not go is told before ranks start."""
+"""When checkpoints are written and which are kept, as users set it: errors come before ranks."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def test_ranks_are_told_which_are_kept(
 ) -> None:
     usual = start(store, framework, monkeypatch)
     assert (usual.framework, usual.keep, usual.monitor, usual.mode) == (framework, 2, None, "auto")
+    assert usual.every_n_steps is None
     other = start(
         store,
         framework,
@@ -55,8 +56,10 @@ def test_ranks_are_told_which_are_kept(
         keep_checkpoints=5,
         checkpoint_monitor="loss",
         checkpoint_mode="max",
+        checkpoint_every_n_steps=100,
     )
     assert (other.keep, other.monitor, other.mode) == (5, "loss", "max")
+    assert other.every_n_steps == 100
 
 
 @pytest.mark.parametrize("framework", ALL)
@@ -64,6 +67,9 @@ def test_ranks_are_told_which_are_kept(
     ("params", "message"),
     [
         ({"keep_checkpoints": 0}, "keep_checkpoints: expected 1 or more, found 0"),
+        ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps: expected 1 or more, found 0"),
+        ({"checkpoint_every_n_steps": 2.5}, "checkpoint_every_n_steps: expected a whole number"),
+        ({"terminate_on_nan": 1}, "terminate_on_nan: expected True or False"),
         ({"checkpoint_monitor": 1}, "checkpoint_monitor: expected a string, found 1"),
         ({"checkpoint_mode": "best"}, "checkpoint_mode: expected one of 'auto', 'min', 'max'"),
         ({"checkpoint_monitor": "val_loss"}, "checkpoint_monitor: .*'val_loss'.*Set validation"),
