@@ -23,6 +23,7 @@ __all__ = [
     "ShapeError",
     "SlotsError",
     "StoreError",
+    "TrainingInterruptedError",
     "UnreachableError",
     "WorkerFailedError",
     "did_you_mean",
@@ -80,6 +81,10 @@ class NotFiniteError(HvdEstimatorsError, FloatingPointError):
 
 class JobCancelledError(HvdEstimatorsError, RuntimeError):
     """Somebody cancelled the Spark job: by its group, by a tag, or by stopping Spark."""
+
+
+class TrainingInterruptedError(HvdEstimatorsError, RuntimeError):
+    """The ranks were asked to end (SIGTERM), and ended together after a step. Raised in ranks."""
 
 
 class UnreachableError(HvdEstimatorsError, ConnectionError):

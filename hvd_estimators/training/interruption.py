@@ -1,0 +1,140 @@
+"""Ranks that are asked to end while they train: they agree on a step, save there, and end together.
+
+Whoever wants a rank to end sends SIGTERM: its guardian once its task or the driver has gone, the
+scheduler of a cluster that takes a machine back. Ranks of one job hear of it at different times, or
+only one of them does, and must not stop at different steps: the others would wait for them for
+ever. Therefore they add up about once a second who has been asked. Between two such sums nothing is
+done but counting down. Runs in the ranks; imports no framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import TrainingInterruptedError
+from hvd_estimators.launch.grace import asking_for_grace, mute_if_unheard
+
+__all__ = ["StopRequest", "interrupted"]
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN = 1.0
+# Two numbers in one sum, which float64 holds exactly for 65,535 ranks.
+_MOST_STEPS = 2**16
+_ASKED = 2.0**32
+
+
+class StopRequest:
+    """Tells all ranks together when one of them is asked to end, as a context manager.
+
+    In the block SIGTERM ends the process no more, but is taken as a request, for which a rank of
+    ours has some seconds (`hvd_estimators.launch.grace`). To be used in the rank's main thread;
+    elsewhere a rank gets no signals, and only hears of the others.
+
+    Parameters
+    ----------
+    sum_over_ranks : callable
+        Adds up a number of each rank exactly, in 64 bits. Called by all ranks, between two steps.
+    ranks : int
+        How many there are.
+
+    Examples
+    --------
+    ::
+
+        with StopRequest(sum_over_ranks, hvd.size()) as stop:
+            for step in ...:
+                ...
+                optimizer.step()
+                if stop.after_step():
+                    save_checkpoint(...)
+                    raise interrupted(epoch, step, saved=True)
+    """
+
+    def __init__(self, sum_over_ranks: Callable[[float], float], ranks: int) -> None:
+        self._sum = sum_over_ranks
+        self._ranks = ranks
+        self._asked = False
+        self._stack = contextlib.ExitStack()
+        self._distance = self._left = 1
+        self._agreed_at = time.monotonic()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(ValueError):  # this is not the main thread
+                before = signal.signal(signal.SIGTERM, self._take)
+                stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
+                stack.enter_context(asking_for_grace())
+            self._stack = stack.pop_all()
+        self._agreed_at = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def ask(self) -> None:
+        """Ask all ranks to end, as SIGTERM does; from any thread of any of them."""
+        self._asked = True
+
+    def after_step(self) -> bool:
+        """Return whether to save a checkpoint of this position and end. The same on all ranks.
+
+        Called by all ranks equally often: after each step of the optimizer, where a checkpoint can
+        be written. At the end of an epoch that is after the epoch's own checkpoint.
+        """
+        self._left -= 1
+        return self._left <= 0 and self._agree()
+
+    def _agree(self) -> bool:
+        """Return whether any rank has been asked, and settle when to look again."""
+        seconds = max(time.monotonic() - self._agreed_at, 1e-9)
+        # A first step that is slow says little of the next ones, and so does one that is fast.
+        wanted = min(_SECONDS_BETWEEN / seconds, 2.0) * self._distance
+        own = min(max(int(wanted), 1), _MOST_STEPS)
+        asked, steps = divmod(self._sum(own + (_ASKED if self._asked else 0.0)), _ASKED)
+        self._distance = self._left = max(int(steps) // self._ranks, 1)
+        self._agreed_at = time.monotonic()
+        if asked:
+            mute_if_unheard()
+        return asked > 0
+
+    def _take(self, number: int, frame: FrameType | None) -> Any:
+        self._asked = True
+        # Who asks may be gone, and with them who read what is printed.
+        mute_if_unheard()
+
+
+def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:
+    """Return the error with which ranks end that were asked to.
+
+    Parameters
+    ----------
+    epoch : int
+        The epoch, from 0.
+    step : int
+        Steps of it that are done; 0 where the epoch before has just ended.
+    saved : bool
+        Whether there is a checkpoint of this position.
+    """
+    kept = (
+        "A checkpoint of this position was written: fit() with the same run_id goes on from there."
+        if saved
+        else "The run keeps no checkpoints, so that nothing of it is left."
+    )
+    return TrainingInterruptedError(
+        f"The ranks were asked to end (SIGTERM), and have stopped in epoch {epoch} after step "
+        f"{step}. {kept}"
+    )

@@ -1,0 +1,219 @@
+"""Ranks that are asked to end: they agree on the step, look rarely, and say that they want time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.launch import grace
+from hvd_estimators.training import interruption
+from hvd_estimators.training.interruption import StopRequest, interrupted
+
+
+class Clock:
+    """Time that passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: Any) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(interruption, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: Any) -> str:
+    """Be a rank of ours, whose directory this is."""
+    monkeypatch.setenv(grace.DIRECTORY_VARIABLE, str(tmp_path))
+    return str(tmp_path)
+
+
+class Ranks:
+    """Ranks that take each step at the same time, one after the other, in one thread.
+
+    A sum is known when all ranks have given their numbers, which a first pass over them finds out.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._own: list[float] = []
+        self._known: float | None = None
+        self.sums = 0
+        self.stops = [StopRequest(self._sum, number) for _ in range(number)]
+
+    def _sum(self, value: float) -> float:
+        self.sums += 1
+        self._own.append(value)
+        return value if self._known is None else self._known
+
+    def after_step(self) -> list[bool]:
+        """Return what each of them is told."""
+        before = [dict(vars(stop)) for stop in self.stops]
+        self._own, self._known = [], None
+        for stop in self.stops:
+            stop.after_step()
+        assert len(self._own) in (0, len(self.stops))  # all of them look, or none does
+        self._known = sum(self._own)
+        self.sums -= len(self._own)
+        for stop, state in zip(self.stops, before, strict=True):
+            vars(stop).update(state)
+        return [stop.after_step() for stop in self.stops]
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("who", [0, -1])
+def test_all_ranks_hear_at_the_same_step_whom_of_them_has_been_asked(
+    clock: Clock, number: int, who: int
+) -> None:
+    ranks = Ranks(number)
+    for step in range(40):
+        clock.now += 0.1
+        assert ranks.after_step() == [False] * number, step
+
+    ranks.stops[who].ask()
+    heard: list[list[bool]] = []
+    while not heard or not any(heard[-1]):
+        clock.now += 0.1
+        heard.append(ranks.after_step())
+
+    assert heard[-1] == [True] * number
+    assert len(heard) <= 11  # a second, as it has been so far
+
+
+@pytest.mark.parametrize(("seconds", "looks"), [(0.001, 110), (0.1, 103), (3.0, 34)])
+def test_they_look_about_once_a_second_whatever_a_step_takes(
+    clock: Clock, seconds: float, looks: int
+) -> None:
+    """100 s of steps; a step that takes longer than a second is looked after each time."""
+    ranks = Ranks(2)
+    for step in range(int(100 / seconds)):
+        # The first one takes long, as where a graph is compiled.
+        clock.now += 10.0 if step == 0 else seconds
+        ranks.after_step()
+
+    assert ranks.sums // 2 == pytest.approx(looks, abs=12)
+
+
+def test_ranks_that_differ_in_speed_look_equally_often(clock: Clock) -> None:
+    """What a rank has measured is added to what the others have: none acts on its own."""
+    ranks = Ranks(2)
+    slow = ranks.stops[1]
+    for _ in range(2000):
+        clock.now += 0.01
+        slow._agreed_at -= 0.03
+        ranks.after_step()
+    assert 20 < ranks.sums // 2 < 200
+
+
+@pytest.mark.parametrize("others", [0, 1, 65534])
+def test_two_numbers_in_one_sum_do_not_run_into_each_other(clock: Clock, others: int) -> None:
+    """All ranks want as many steps as there can be, and so many others have been asked."""
+    most, number = interruption._MOST_STEPS, 65535
+    sums: list[float] = []
+
+    def add_up(own: float) -> float:
+        sums.append(own)
+        return own + (number - 1) * float(most) + others * interruption._ASKED
+
+    stop = StopRequest(add_up, number)
+    stop._distance = most
+    assert stop.after_step() is (others > 0)
+    assert sums == [most]
+    assert stop._left == most
+
+
+def test_sigterm_is_a_request_within_the_block_and_as_before_after_it(
+    directory: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv(grace.GRACE_VARIABLE, "4.5")
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(lambda own: own, 1) as stop:
+        assert grace.grace_asked(directory) == 4.5
+        assert not stop.after_step()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert any(stop.after_step() for _ in range(2**17))
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert grace.grace_asked(directory) == 0.0
+    assert os.listdir(directory) == []
+
+
+def test_in_another_thread_it_hears_of_the_others_and_asks_for_nothing(directory: str) -> None:
+    heard: list[Any] = []
+
+    def work() -> None:
+        with StopRequest(lambda own: own + 2.0**32, 2) as stop:
+            heard.extend([grace.grace_asked(directory), stop.after_step()])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert heard == [0.0, True]
+
+
+@pytest.mark.parametrize(
+    ("env", "seconds"),
+    [({}, 15.0), ("0", 0.0), ("60", 60.0), ("-1", 15.0), ("soon", 15.0), ("inf", 15.0)],
+)
+def test_the_seconds_are_the_environments(env: Any, seconds: float) -> None:
+    found = env if isinstance(env, dict) else {grace.GRACE_VARIABLE: env}
+    assert grace.grace_seconds(found) == seconds
+
+
+def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: str) -> None:
+    assert grace.grace_asked(directory) == 0.0
+    with grace.asking_for_grace():
+        assert grace.grace_asked(directory) == 15.0
+        grace.deny_grace(directory)
+        assert grace.grace_asked(directory) == 0.0
+    assert grace.grace_asked(f"{directory}/that/has/gone") == 0.0
+
+
+def test_what_nobody_reads_is_no_error(capfd: Any) -> None:
+    """Of a process whose standard output and error are pipes without a reader."""
+
+    def child(act: Callable[[], None], closed: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid:
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        try:
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+            for descriptor in (1, 2):
+                reading, writing = os.pipe()
+                os.dup2(writing, descriptor)
+                os.close(writing)
+                if descriptor in closed:
+                    os.close(reading)
+            act()
+            os.write(1, b"out")
+            os.write(2, b"err")
+            os._exit(0 if os.fstat(1).st_rdev == os.stat(os.devnull).st_rdev else 3)
+        except BrokenPipeError:
+            os._exit(7)
+        finally:
+            os._exit(9)
+
+    assert child(lambda: None, [1, 2]) == 7
+    assert child(grace.mute_if_unheard, [1, 2]) == 0
+    assert child(grace.mute_if_unheard, []) == 3  # what is read stays as it is
+
+
+@pytest.mark.parametrize(
+    ("saved", "says"), [(True, "same run_id goes on"), (False, "nothing of it is left")]
+)
+def test_the_error_says_where_and_what_is_kept(saved: bool, says: str) -> None:
+    error = interrupted(3, 17, saved)
+    assert isinstance(error, HvdEstimatorsError)
+    assert "epoch 3 after step 17" in str(error)
+    assert says in str(error)
