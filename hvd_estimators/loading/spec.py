@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -160,7 +161,8 @@ class DataSpec:
 
         Together with the epoch this is a position in the data that does not depend on who reads it.
         """
-        return sum(itertools.islice(self._sizes_from(epoch), batches))
+        first = epoch * self.train_steps_per_epoch
+        return self._rows_before(first + batches) - self._rows_before(first)
 
     def batches_before(self, epoch: int, rows: int) -> int:
         """Return the number of batches that hold an epoch's first rows; undoes `rows_after`.
@@ -170,14 +172,19 @@ class DataSpec:
         ValueError
             If no batch of the epoch ends there.
         """
-        ends = itertools.accumulate(self._sizes_from(epoch), initial=0)
-        for batches, end in enumerate(itertools.islice(ends, self.train_steps_per_epoch + 1)):
-            if end == rows:
+        for batches in range(self.train_steps_per_epoch + 1):
+            if self.rows_after(epoch, batches) == rows:
                 return batches
         raise ValueError(f"No batch of epoch {epoch} ends after {rows} rows.")
 
-    def _sizes_from(self, epoch: int) -> Iterator[int]:
-        """Return the rows of each step over all shards, from the beginning of an epoch on."""
+    def _rows_before(self, step: int) -> int:
+        """Return the rows, of all shards, in the steps of the run before one."""
+        ends = self._ends
+        passes, left = divmod(step, len(ends) - 1)
+        return passes * ends[-1] + ends[left]
+
+    @functools.cached_property
+    def _ends(self) -> list[int]:
+        """Rows, of all shards, after each step of a pass over the data; 0 first."""
         sizes = self.train_plan.global_batch_sizes(self.batch_size)
-        first = epoch * self.train_steps_per_epoch
-        return (sizes[step % len(sizes)] for step in itertools.count(first))
+        return list(itertools.accumulate(sizes, initial=0))
