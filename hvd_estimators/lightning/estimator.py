@@ -23,7 +23,8 @@ from hvd_estimators.lightning.checks import (
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
-from hvd_estimators.lightning.trainer import LightningTrainSpec, TrainerObjects, train
+from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
+from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.serialization import dump_module, load_module, load_state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -12,6 +12,7 @@ import torch
 from hvd_estimators.lightning.bases import ResultCollection
 from hvd_estimators.lightning.collectives import gather_objects
 from hvd_estimators.lightning.flavor import Flavor, of_flavor
+from hvd_estimators.lightning.wrapping import wrapped
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -204,46 +205,8 @@ def reduce_results(trainer: Trainer, flavor: Flavor, everything: bool) -> Callab
             connector._callback_metrics.update(fit._results.last_steps())
 
     undo = contextlib.ExitStack()
-    undo.enter_context(_wrapped(connector, "epoch_end_reached", before=reduce))
+    undo.enter_context(wrapped(connector, "epoch_end_reached", before=reduce))
     # Hooks log, too. In training, callbacks that monitor a value come between these two.
-    undo.enter_context(_wrapped(connector, "on_epoch_end", before=reduce))
-    undo.enter_context(_wrapped(module, "on_train_epoch_end", after=reduce))
+    undo.enter_context(wrapped(connector, "on_epoch_end", before=reduce))
+    undo.enter_context(wrapped(module, "on_train_epoch_end", after=reduce))
     return undo.close
-
-
-@contextlib.contextmanager
-def _wrapped(
-    owner: Any,
-    name: str,
-    before: Callable[[], None] | None = None,
-    after: Callable[[], None] | None = None,
-) -> Iterator[None]:
-    """Call a function before or after a method of an object, until the block ends."""
-    own = vars(owner).get(name)
-    vars(owner)[name] = _Wrapper(getattr(owner, name), before, after)
-    try:
-        yield
-    finally:
-        if own is None:
-            del vars(owner)[name]
-        else:
-            vars(owner)[name] = own
-
-
-class _Wrapper:
-    """A method with something before or after it; copies and pickles are of the method alone."""
-
-    def __init__(self, method: Any, before: Any, after: Any) -> None:
-        self._method, self._before, self._after = method, before, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._before is not None:
-            self._before()
-        returned = self._method(*args, **kwargs)
-        if self._after is not None:
-            self._after()
-        return returned
-
-    def __reduce__(self) -> Any:
-        # As methods are pickled: by the object, whose state may still be on its way.
-        return getattr, (self._method.__self__, self._method.__name__)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torchmetrics import Metric
 
 from hvd_estimators.launch.gpu import gpu_index
 from hvd_estimators.lightning.averaging import BackwardAverager
@@ -18,7 +17,6 @@ from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
     broadcast_tensors,
-    gather_metric_state,
     gather_tensor,
     outside_inference_mode,
     reduce_tensor,
@@ -32,7 +30,9 @@ from hvd_estimators.lightning.flavor import (
     of_flavor,
     one_flavor,
 )
+from hvd_estimators.lightning.metric_states import connect_metrics
 from hvd_estimators.lightning.results import reduce_results
+from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.torch.learning_rate import StepRate
 
@@ -87,7 +87,7 @@ class HorovodStrategy(ParallelStrategy):
         given = [value for value in kwargs.values() if flavor_of(value) is not None]
         if given or len(candidates) < 2:
             return super().__new__(of_flavor(cls, one_flavor(("strategy", g) for g in given)))
-        return super().__new__(_of_any_flavor(cls))
+        return super().__new__(of_any_flavor(cls))
 
     def __init__(
         self, compression: Any = None, scale_learning_rate: bool = True, **kwargs: Any
@@ -101,7 +101,7 @@ class HorovodStrategy(ParallelStrategy):
         self._blocked = False
         self._rates: dict[int, StepRate] = {}
         self._step_hooks: list[Any] = []
-        self._metrics: list[tuple[Metric, Any, Any]] = []
+        self._disconnect_metrics: Callable[[], None] = _nothing
         self._restore_results: Callable[[], None] | None = None
 
     def set_world_ranks(self) -> None:
@@ -139,7 +139,8 @@ class HorovodStrategy(ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         broadcast_tensors(module.state_dict())
-        self._connect_metrics(module)
+        if self.world_size > 1:
+            self._disconnect_metrics = connect_metrics(module)
         assert self.lightning_flavor is not None
         self._restore_results = reduce_results(
             trainer, self.lightning_flavor, self.reduces_everything
@@ -278,12 +279,12 @@ class HorovodStrategy(ParallelStrategy):
             hook.remove()
         for rate in self._rates.values():
             rate.remove()
-        for metric, available, sync in self._metrics:
-            metric.distributed_available_fn, metric.dist_sync_fn = available, sync
+        self._disconnect_metrics()
+        self._disconnect_metrics = _nothing
         if self._restore_results is not None:
             self._restore_results()
             self._restore_results = None
-        self._step_hooks, self._rates, self._metrics = [], {}, []
+        self._step_hooks, self._rates = [], {}
         super().teardown()
 
     def _before_step(self, module: LightningModule, *_: Any) -> None:
@@ -294,16 +295,6 @@ class HorovodStrategy(ParallelStrategy):
         with averager.averaging(self.optimizers):
             pass
 
-    def _connect_metrics(self, module: LightningModule) -> None:
-        """Let metrics of torchmetrics, which know torch.distributed only, add up over ranks."""
-        if self.world_size == 1:
-            return
-        for metric in module.modules():
-            if isinstance(metric, Metric):
-                self._metrics.append((metric, metric.distributed_available_fn, metric.dist_sync_fn))
-                metric.distributed_available_fn = _always
-                metric.dist_sync_fn = gather_metric_state
-
     @property
     def _learning_rate_scale(self) -> int:
         return self.world_size
@@ -313,36 +304,5 @@ class HorovodStrategy(ParallelStrategy):
             outside_inference_mode(average_batch_norm)(self.lightning_module)
 
 
-def _always() -> bool:
-    return True
-
-
-@functools.cache
-def _of_any_flavor(kind: type[HorovodStrategy]) -> type[HorovodStrategy]:
-    """Return a class of which Trainers of both packages accept an object, once."""
-
-    class Undecided(kind):  # type: ignore[misc, valid-type]
-        # What a Trainer looks at before it gives the strategy its accelerator.
-        _accelerator = _checkpoint_io = _precision_plugin = None
-        cluster_environment = parallel_devices = None
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._arguments = args, kwargs
-
-        @property
-        def accelerator(self) -> None:
-            return None
-
-        @accelerator.setter
-        def accelerator(self, given: Any) -> None:
-            flavor = flavor_of(given)
-            assert flavor is not None, given
-            args, kwargs = self.__dict__.pop("_arguments")
-            self.__class__ = of_flavor(kind, flavor)
-            self.__init__(*args, **kwargs)  # type: ignore[misc]
-            self.accelerator = given
-
-    Undecided.__name__ = Undecided.__qualname__ = kind.__name__
-    for flavor in FLAVORS:
-        flavor.get("strategies.Strategy").register(Undecided)
-    return Undecided
+def _nothing() -> None:
+    pass

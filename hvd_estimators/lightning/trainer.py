@@ -8,24 +8,21 @@ import logging
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-import cloudpickle
 import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.callbacks import EpochRecorder, RunCheckpoint, TerminateOnNaN
+from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
 from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
-from hvd_estimators.lightning.users_data import (
-    UsersDataOptions,
-    is_lightning_data,
-    open_lightning_data,
-)
+from hvd_estimators.lightning.saving import RunCheckpoint
+from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
+from hvd_estimators.lightning.trained import load_best, state_of
+from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.store.checkpoint_names import Position
@@ -35,7 +32,7 @@ from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
-from hvd_estimators.torch.serialization import dump_module, load_module, save_state
+from hvd_estimators.torch.serialization import load_module, save_state
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
@@ -43,7 +40,7 @@ from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.shards import ShardStates
-from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.state import RunState
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.weighted_batches import WeightedBatches
@@ -51,65 +48,12 @@ from hvd_estimators.training.weighted_batches import WeightedBatches
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["LightningTrainSpec", "TrainerObjects", "train"]
+__all__ = ["train"]
 
 logger = logging.getLogger(__name__)
 
 # They get batches that are on the CPU.
 _MOVING_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device")
-
-
-@dataclass(frozen=True)
-class TrainerObjects:
-    """Objects of the user's for Lightning's Trainer.
-
-    They travel together, since they may refer to each other, and pickled even where a backend does
-    not pickle, since training changes them.
-
-    Attributes
-    ----------
-    callbacks : tuple of Callback
-        Lightning callbacks.
-    logger : Logger, sequence of Logger, bool or None
-        What the run is logged with.
-    profiler : Profiler, str or None
-        What the run is profiled with.
-    arguments : mapping
-        Further arguments of the Trainer.
-    """
-
-    callbacks: tuple[Any, ...]
-    logger: Any
-    profiler: Any
-    arguments: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class LightningTrainSpec(TrainSpec):
-    """What a Lightning rank is told.
-
-    Attributes
-    ----------
-    flavor : Flavor
-        Lightning's package.
-    module : bytes
-        The LightningModule, see `dump_module`.
-    objects : bytes
-        A pickled `TrainerObjects`.
-    dtypes : mapping
-        Column name to the name of a torch dtype, where it is not the stored one.
-    log_every_n_steps : int
-        Steps between two entries of the loggers.
-    users_data : UsersDataOptions
-        What a LightningDataModule of the user's gets, beside what the data modules get.
-    """
-
-    flavor: Flavor
-    module: bytes
-    objects: bytes
-    dtypes: Mapping[str, str]
-    log_every_n_steps: int
-    users_data: UsersDataOptions
 
 
 def train(spec: LightningTrainSpec) -> TrainResult:
@@ -334,54 +278,9 @@ class _Trainer:
         digest = weights_digest(self.module)
         state = None
         if self.rank == 0:
-            self._load_best()
-            state = save_state(_returned(self.module, self.spec.module))
+            load_best(self.trainer, self.module, self.checkpoint_io)
+            state = save_state(state_of(self.module, self.spec.module))
         return TrainResult(digest, state, tuple(recorder.history), stopped=self.stopped)
-
-    def _load_best(self) -> None:
-        """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
-        connected: Any = self.trainer
-        for callback in connected.callbacks:
-            if (
-                is_lightning(callback, "callbacks.ModelCheckpoint")
-                and callback.monitor is not None
-                and callback.best_model_path
-            ):
-                checkpoint = self.checkpoint_io.load_checkpoint(callback.best_model_path)
-                self.module.load_state_dict(checkpoint["state_dict"])
-                return
-
-
-def _returned(module: LightningModule, given: bytes) -> dict[str, Any]:
-    """Return the module as training has left it; its weights alone where it cannot be pickled."""
-    trained: torch.nn.Module = module.module if isinstance(module, ModuleAdapter) else module
-    try:
-        return {"module": dump_module(trained.cpu())}
-    except Exception as error:
-        original = load_module(given)
-        if isinstance(original, ModuleAdapter):
-            original = original.module
-        weights = trained.state_dict()
-        if weights.keys() != original.state_dict().keys():
-            raise
-        return {"weights": weights, "lost": _unpicklable(trained) or [f"{error}"]}
-
-
-def _unpicklable(module: torch.nn.Module) -> list[str]:
-    """Return the names of attributes that cannot be pickled."""
-    names = []
-    inner = vars(torch.nn.Module())
-    for prefix, part in module.named_modules():
-        # Of a LightningModule, without its Trainer.
-        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
-        for name, value in dict(state).items():
-            if name in inner:
-                continue
-            try:
-                cloudpickle.dumps(value)
-            except Exception:
-                names.append(f"{prefix}.{name}" if prefix else name)
-    return names
 
 
 @contextlib.contextmanager
