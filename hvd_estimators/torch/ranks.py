@@ -43,10 +43,18 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     return torch.device("cuda", index)
 
 
-def sum_over_ranks(value: float) -> float:
-    """Add up a number of each rank, exactly in 64 bits. Called by all ranks."""
+def sum_over_ranks(value: float, name: str = "step_weight") -> float:
+    """Add up a number of each rank, exactly in 64 bits. Called by all ranks.
+
+    Parameters
+    ----------
+    value : float
+        This rank's.
+    name : str
+        What is added up; the same on all ranks.
+    """
     own = torch.tensor([value], dtype=torch.float64)
-    return float(hvd.allreduce(own, name="step_weight", op=hvd.Sum))
+    return float(hvd.allreduce(own, name=name, op=hvd.Sum))
 
 
 def weights_digest(module: torch.nn.Module) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Mapping, Sequence
@@ -38,6 +39,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session, seed_rank
@@ -127,6 +129,9 @@ class _Trainer:
             self.shards.for_each(lambda shard: self.buffers.restore(saved["buffers"][shard]))
         self.progress = Progress(spec, self.rank)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+        self.stop_request = StopRequest(
+            functools.partial(sum_over_ranks, name="stop_request"), self.size
+        )
 
     def run(self) -> TrainResult:
         spec = self.spec
@@ -142,7 +147,15 @@ class _Trainer:
             memory=gpu_memory(self.device),
         )
         logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
-        with data, logs, EventWriter(logs.path) as writer, self.progress, self.checkpoints:
+        with (
+            # Who has been asked to end gets time until the checkpoint is written.
+            self.stop_request,
+            data,
+            logs,
+            EventWriter(logs.path) as writer,
+            self.progress,
+            self.checkpoints,
+        ):
             batches = WeightedBatches(
                 tensor_batches(data.train_chunks(), self.device),
                 data.global_train_sizes(),
@@ -159,6 +172,8 @@ class _Trainer:
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 logs.sync()
                 self._save_checkpoint(epoch + 1)
+                if epoch + 1 < spec.epochs and self.stop_request.after_step():
+                    raise interrupted(epoch + 1, 0, self._keeps_checkpoints)
             self._callbacks("on_train_end")
         state = save_state(self._state()) if self.rank == 0 else None
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
@@ -215,9 +230,13 @@ class _Trainer:
             done = (first + len(window)) // turns
             if self.progress.due:
                 self.progress.step(done, measures.means())
-            every = self.checkpoint_every
-            if every is not None and not done % every and first + len(window) < steps:
+            if first + len(window) == steps:
+                break  # the epoch's end is saved, after validation
+            every, stops = self.checkpoint_every, self.stop_request.after_step()
+            if stops or (every is not None and not done % every):
                 self._save_checkpoint(epoch, done, measures)
+            if stops:
+                raise interrupted(epoch, done, self._keeps_checkpoints)
         if self.averager.pending:
             self.optimizer.step()
             self.optimizer.zero_grad()
@@ -294,7 +313,7 @@ class _Trainer:
     ) -> None:
         """Save the run after so many epochs, and batches of the next one. Called by all ranks."""
         data = self.spec.data
-        if self.spec.run.checkpoints_path is None:
+        if not self._keeps_checkpoints:
             return
         streams = captured(self.shards, self.streams.capture)
         measured = None if measures is None else measures.state()
@@ -313,6 +332,10 @@ class _Trainer:
         callbacks = callback_states(self.spec.callbacks)
         saved = {**self._state(), "buffers": unequal, "callbacks": callbacks}
         self.checkpoints.save(state, lambda file: save_file(saved, file))
+
+    @property
+    def _keeps_checkpoints(self) -> bool:
+        return self.spec.run.checkpoints_path is not None
 
     def _state(self) -> dict[str, Any]:
         return {

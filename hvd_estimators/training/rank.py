@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from hvd_estimators.exceptions import TrainingInterruptedError
 from hvd_estimators.launch.parent import tell_parent
 
 __all__ = ["horovod_session", "rank_seed", "seed_rank"]
@@ -39,6 +40,7 @@ def horovod_session(
     if mp_start_method:
         multiprocessing.set_start_method(mp_start_method, force=True)
     hvd.init()
+    is_asked_to_end = False
     try:
         # From here on no other process can become a rank of this job.
         if not _adds_process_sets():
@@ -50,9 +52,13 @@ def horovod_session(
                 "horovodrun does."
             )
         yield
+    except TrainingInterruptedError:
+        is_asked_to_end = True
+        raise
     finally:
         hvd.shutdown()
-        if not _adds_process_sets():
+        # The parent of who is asked to end may have gone, and would be tried for a minute.
+        if not is_asked_to_end and not _adds_process_sets():
             tell_parent("left")
 
 

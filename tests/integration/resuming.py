@@ -79,6 +79,58 @@ class SavingWithinEpochs(Backend):
         return self._standing.run(within_epochs, args, kwargs, env, **others)
 
 
+class AskedToEnd(Backend):
+    """Sends one rank SIGTERM in the course of training, of which all ranks end.
+
+    Parameters
+    ----------
+    standing : StandingBackend
+        Runs the ranks.
+    after : int
+        After which of its steps; the end of an epoch counts as that of its last step.
+    """
+
+    def __init__(self, standing: StandingBackend, after: int) -> None:
+        self._standing = standing
+        self._after = after
+
+    def num_processes(self) -> int:
+        return self._standing.num_processes()
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        **others: Any,
+    ) -> list[Any]:
+        left = self._after
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            import os
+            import signal
+
+            from hvd_estimators.training.interruption import StopRequest
+
+            original = StopRequest.after_step
+
+            def after_step(stop: StopRequest) -> bool:
+                nonlocal left
+                left -= 1
+                if left == 0 and os.environ["HOROVOD_RANK"] == "1":
+                    os.kill(os.getpid(), signal.SIGTERM)
+                return original(stop)
+
+            StopRequest.after_step = after_step  # type: ignore[method-assign]
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                StopRequest.after_step = original  # type: ignore[method-assign]
+
+        return self._standing.run(asked, args, kwargs, env, **others)
+
+
 def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """Make a run of each checkpoint that was kept of one; yield their ids and positions."""
     folder = Path(store.get_run_path(run_id))

@@ -14,7 +14,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.plugins import MixedPrecision
 from reference import fit, write_rows
-from resuming import DataDependent, SavingWithinEpochs, kept_checkpoints
+from resuming import AskedToEnd, DataDependent, SavingWithinEpochs, kept_checkpoints
 
 from hvd_estimators.training.state import read_state
 
@@ -122,6 +122,18 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
     assert_equal_bits(end_of(store, torch_run(store, backend, "kept"), "kept"), whole)
     # After three and six of seven batches, and after each epoch.
     assert positions == [(e, rows) for e in range(4) for rows in (0, 48, 96)][1:-2]
+
+    # Asked to end in the first step, and each time that it goes on. Ranks look after their steps 1,
+    # 3, 7 and so on, or more often where steps are slow.
+    stopped = [(0, 0)]
+    for after in (1, 3, 5, 2):
+        with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
+            torch_run(store, AskedToEnd(backend, after), "asked")
+        state = read_state(store, store.get_checkpoints("asked")[-1])
+        stopped.append((state.epoch, state.rows))
+    assert stopped[1] == (0, 16)
+    assert stopped == sorted(set(stopped))
+    assert_equal_bits(end_of(store, torch_run(store, backend, "asked"), "asked"), whole)
 
 
 class Chancy(LightningModule):
