@@ -1,5 +1,7 @@
 """A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
 
+It kills the rank, or asks it to end first, see `hvd_estimators.launch.grace`.
+
 A rank cannot watch for that itself: a thread in Python needs the interpreter lock, which a C
 extension may hold for minutes. Therefore the process that a rank's parent starts splits in two
 before it does anything else: the guardian, which only waits, and its child, which is the rank. When
@@ -9,6 +11,7 @@ any of the three ends, in whatever way, those below it end, too.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import resource
 import select
@@ -21,6 +24,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import NoReturn
+
+from hvd_estimators.launch.grace import grace_asked
 
 __all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
 
@@ -56,8 +61,8 @@ def split_off_guardian(
         Gets a file with the rank's process ID. Deleted if the parent ends before the rank does.
     lifeline : int
         Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
-        killed when that end closes, or when the parent has ended although a fork of it keeps the
-        end open.
+        ended when that end closes, or when the parent has ended although a fork of it keeps the
+        end open; and when the guardian gets SIGTERM.
     waiting : int, optional
         Descriptor (``pidfd``) of the process that waits for the rank, and counts as the parent.
         Default: the parent is.
@@ -99,23 +104,37 @@ def split_off_guardian(
 def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
     """Wait until the rank and all that it has started have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
     # What the rank is to run is nothing to keep.
     empty_stdin()
     poller = select.poll()
-    for lifeline in lifelines:
-        poller.register(lifeline, select.POLLIN)
-    poller.register(waking, select.POLLIN)
-    wanted = True
+    for descriptor in (*lifelines, waking):
+        poller.register(descriptor, select.POLLIN)
+    wanted, deadline = True, math.inf
     while (status := _reap(rank)) is None:
-        ready = {descriptor for descriptor, _ in poller.poll(_PARENT_POLL_SECONDS * 1000)}
+        left = deadline - time.monotonic()
+        if left <= 0:
+            os.kill(rank, signal.SIGKILL)
+            status = os.waitpid(rank, 0)[1]
+            if wanted:
+                status = signal.SIGTERM  # which has ended the rank, for all who see it
+            break
+        milliseconds = math.ceil(min(left, _PARENT_POLL_SECONDS) * 1000)
+        ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
         if waking in ready:
             os.read(waking, 4096)
         # Nothing is ever written to a lifeline.
-        if ready & set(lifelines) or (parent is not None and os.getppid() != parent):
+        gone = ready & set(lifelines)
+        for lifeline in gone:
+            poller.unregister(lifeline)
+        if gone or (parent is not None and os.getppid() != parent):
             wanted = False
-            os.kill(rank, signal.SIGKILL)
-            status = os.waitpid(rank, 0)[1]
-            break
+        if deadline == math.inf and (told or not wanted):
+            seconds = grace_asked(directory)
+            if seconds:
+                os.kill(rank, signal.SIGTERM)
+            deadline = time.monotonic() + seconds
     _end_descendants()
     if not wanted:
         shutil.rmtree(directory, ignore_errors=True)

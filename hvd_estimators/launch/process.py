@@ -21,6 +21,7 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.guardian import PID_FILE
 from hvd_estimators.launch.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.output import OutputReader
@@ -114,6 +115,8 @@ class RankProcess:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._start_error = ""
         self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
+        self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
+        self._patience = 0.0
         reading, writing = os.pipe()
         # Never written to: it closes when this process ends, however it does.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
@@ -158,8 +161,16 @@ class RankProcess:
         """Kill the process, because another rank failed, or for the reason given."""
         if not self.running():
             return self.outcome()
+        # It would wait for the one that has failed.
+        deny_grace(self._directory)
         self._kill()
         return self._failure(error_type, error)
+
+    def let_go(self) -> None:
+        """Have the process ended, within the time that it asks for, and do not wait for that."""
+        if not self._lifeline.closed:
+            self._patience = grace_asked(self._directory)
+            self._lifeline.close()
 
     def outcome(self) -> RankOutcome:
         """Return how the process ended, or is about to; waits for it."""
@@ -229,7 +240,7 @@ class RankProcess:
 
     def _kill(self) -> None:
         """End the rank, if it runs, and all that it started."""
-        self._lifeline.close()
+        self.let_go()
         if self._process is None:
             return
         # So that it acts although it has been stopped.
@@ -237,7 +248,7 @@ class RankProcess:
             self._process.send_signal(signal.SIGCONT)
         try:
             # The guardian does it.
-            self._process.wait(_EXIT_SECONDS)
+            self._process.wait(self._patience + _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:

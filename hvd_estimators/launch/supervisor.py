@@ -23,7 +23,8 @@ def supervise(
     """Wait until all processes have ended, and return how, in the order in which they ended.
 
     One that has stalled counts as failed. When one has failed, here or elsewhere, the others are
-    ended soon after.
+    ended soon after. Where the waiting is interrupted all of them are let go at the same time,
+    since those that have something to save do so together.
 
     Parameters
     ----------
@@ -33,6 +34,17 @@ def supervise(
         Returns why the job cannot go on, once there is a reason beyond these processes; without
         waiting.
     """
+    try:
+        return _supervise(ranks, elsewhere)
+    except BaseException:
+        for process in ranks:
+            process.let_go()
+        raise
+
+
+def _supervise(
+    ranks: Sequence[RankProcess], elsewhere: Callable[[], Failure | None]
+) -> list[RankOutcome]:
     outcomes: dict[int, RankOutcome] = {}
     failure: Failure | None = None
     deadline = float("inf")
