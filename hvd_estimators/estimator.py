@@ -14,6 +14,7 @@ from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.record import RunRecord
+from hvd_estimators.fitting.restarting import Restarts
 from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, find_run
 from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
@@ -118,8 +119,9 @@ class HorovodEstimator(EstimatorHooks):
             check_run(found)
             self._check_found(found, tried)
 
+            order = found.row_order or RowOrder(backend.num_processes(), seed)
+
             def spec_for(num_ranks: int) -> TrainSpec:
-                order = found.row_order or RowOrder(num_ranks, seed)
                 common = self._common_spec(manifest, num_ranks, run, order)
                 self._check_spec(common, tried)
                 return self._make_spec(common, tried)
@@ -179,18 +181,34 @@ class HorovodEstimator(EstimatorHooks):
                     handover.naming_what_is_kept(trained=False),
                     show_progress(spec) as shown,
                 ):
-                    answers = backend.run(
-                        train_stored,
-                        args=(call,),
-                        kwargs={},
-                        env={**({} if spec.use_gpu else HIDDEN), **self._rank_environment()},
-                        on_event=record.handler(shown),
-                    )
+                    restarts = self._restarts(spec, held, record)
+                    handler = restarts.reached.handler(record.handler(shown))
+
+                    def launch(backend: Backend) -> list[Any]:
+                        nonlocal spec, call
+                        if backend.num_processes() != spec.data.num_ranks:
+                            spec = spec_for(backend.num_processes())
+                            call = handover.put(self._rank_function(), spec)
+                        return backend.run(
+                            train_stored,
+                            args=(call,),
+                            kwargs={},
+                            env={**({} if spec.use_gpu else HIDDEN), **self._rank_environment()},
+                            on_event=handler,
+                        )
+
+                    answers = restarts.run(backend, launch)
                 with handover.naming_what_is_kept(trained=True):
                     results = RunResults(handover.read(answers), spec)
                     model = self._wrap(results, trial)
                     record.complete(results.history, model, results[0].stopped)
                     return model
+
+    def _restarts(self, spec: TrainSpec, held: HeldRun, record: RunRecord) -> Restarts:
+        """Return what decides on further launches of the ranks."""
+        get = self.getOrDefault
+        limit, least = get("max_restarts"), get("min_num_proc")
+        return Restarts(spec, limit, least, lambda: held.lost, record.restarted)
 
     def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
         """Return what notes this fit while the ranks train."""
@@ -218,6 +236,7 @@ class HorovodEstimator(EstimatorHooks):
         self._check_params()
         backend = as_backend(self._get_or_create_backend())
         store: Store = self.getOrDefault("store")
+        self._check_restarts(backend)
         backend.check()
         store.check()
         backend.check_store(store)

@@ -23,6 +23,7 @@ __all__ = [
     "ShapeError",
     "SlotsError",
     "StoreError",
+    "StoreUnavailableError",
     "TrainingInterruptedError",
     "UnreachableError",
     "WorkerFailedError",
@@ -61,6 +62,10 @@ class ShapeError(HvdEstimatorsError, ValueError):
 
 class StoreError(HvdEstimatorsError, OSError):
     """The store cannot be reached, or does not hold what was asked for."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store has not answered as it should for as long as that was tried again."""
 
 
 class ReaderError(HvdEstimatorsError, RuntimeError):
@@ -121,7 +126,8 @@ class WorkerFailedError(HvdEstimatorsError, RuntimeError):
     error_type : str
         The exception's class where one was raised, else empty.
     relaunches : int
-        How often `run_elastic` had launched the ranks again before this.
+        How often the ranks had been launched again before this, by `run_elastic` or by a fit with
+        ``max_restarts``.
     """
 
     def __init__(

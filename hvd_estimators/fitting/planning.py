@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.run_params import RunParams
 from hvd_estimators.fitting.runs import RowOrder, find_run
 from hvd_estimators.fitting.trials import DRY_RUN_ROWS
+from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.order import order_warning
-from hvd_estimators.loading.readers import check_shards
+from hvd_estimators.loading.readers import check_shards, reads_several
 from hvd_estimators.loading.sharding import ShardPlan, plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.loading.transformation import Transformation
@@ -64,6 +66,30 @@ class TrainPlanning(
         num_shards = order.canonical_shards
         check_shards(self.getOrDefault("data_module"), num_shards, num_ranks, run_id)
         return num_shards
+
+    def _check_restarts(self, backend: Backend) -> None:
+        """Make sure that ranks can be launched again as is asked for.
+
+        Raises
+        ------
+        ParamError
+            If there are to be more ranks than at first, or if fewer cannot read the data.
+        """
+        least = self.getOrDefault("min_num_proc")
+        if least is None:
+            return
+        num_ranks = backend.num_processes()
+        if least > num_ranks:
+            raise ParamError(
+                f"min_num_proc: expected at most num_proc, the {num_ranks} ranks of the first "
+                f"launch, found {least}. Set it to {num_ranks} or less."
+            )
+        if least < num_ranks and not reads_several(self.getOrDefault("data_module")):
+            raise ParamError(
+                f"min_num_proc: found {least}, and data_module "
+                f"{self.getOrDefault('data_module')!r} reads the shard of one rank only. Leave "
+                "min_num_proc out, or use a data module of this package."
+            )
 
     def _common_spec(
         self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, order: RowOrder

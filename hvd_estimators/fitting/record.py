@@ -102,6 +102,15 @@ class RunRecord:
 
         return handle
 
+    def restarted(self, restart: Mapping[str, Any]) -> None:
+        """Note that the ranks are launched again."""
+        *earlier, fit = self._document["fits"]
+        fit = {**fit, "restarts": [*fit.get("restarts", ()), dict(restart)]}
+        self._document = {**self._document, "fits": [*earlier, fit]}
+        if self._store.saving_runs():
+            with self._warned():
+                self._write("metadata", _json(self._document))
+
     def complete(
         self, history: Sequence[EpochMetrics], model: Transformer, stopped: bool = False
     ) -> None:

@@ -166,6 +166,11 @@ class HeldRun:
             except OSError as error:
                 logger.warning("What a fit has left could not be deleted: %s", error)
 
+    @property
+    def lost(self) -> bool:
+        """See `RunLease.lost`."""
+        return self._lease is not None and self._lease.lost
+
     def confirm(self) -> None:
         """See `RunLease.confirm`."""
         if self._lease is not None:

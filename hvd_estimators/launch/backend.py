@@ -69,3 +69,11 @@ class Backend(ABC):
     def driver_host(self) -> str:
         """Return the address at which ranks reach the driver."""
         return "127.0.0.1"
+
+    def task_slots(self) -> int | None:
+        """Return how many ranks could run at the same time now; None if nobody can tell."""
+        return None
+
+    def resized(self, num_proc: int) -> Backend | None:
+        """Return a backend like this one for another number of ranks; None if there is none."""
+        return None

@@ -68,6 +68,14 @@ class _Foreign(Backend):
     def driver_host(self) -> str:
         return str(getattr(self._given, "driver_host", super().driver_host)())
 
+    def task_slots(self) -> int | None:
+        slots = getattr(self._given, "task_slots", super().task_slots)()
+        return None if slots is None else int(slots)
+
+    def resized(self, num_proc: int) -> Backend | None:
+        other = getattr(self._given, "resized", super().resized)(num_proc)
+        return None if other is None else as_backend(other)
+
     def run(
         self,
         fn: Callable[..., Any],

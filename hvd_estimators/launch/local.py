@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import socket
 import sys
@@ -93,6 +94,12 @@ class LocalBackend(Backend):
     def num_processes(self) -> int:
         """Return the number of ranks."""
         return self._num_proc
+
+    def resized(self, num_proc: int) -> LocalBackend:
+        """Return a backend like this one for another number of ranks."""
+        other = copy.copy(self)
+        other._num_proc = num_proc
+        return other
 
     def run(
         self,

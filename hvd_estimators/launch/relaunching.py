@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from hvd_estimators.launch.elastic_rank import run_in_rank
 if TYPE_CHECKING:
     from hvd_estimators.launch.spark import SparkBackend
 
-__all__ = ["Launches"]
+__all__ = ["Launches", "for_good", "slots_again", "summary"]
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Launches:
                 num_proc = self._await_slots(num_proc, deadline)
                 logger.warning(
                     "%s Launching %d ranks again (relaunch %d%s; %d commits so far).",
-                    *(_summary(self.failures[-1]), num_proc, len(self.failures)),
+                    *(summary(self.failures[-1]), num_proc, len(self.failures)),
                     *("" if self.limit is None else f" of at most {self.limit}", commits.count),
                 )
 
@@ -96,42 +96,82 @@ class Launches:
         self.failures.append(error)
 
     def _last(self, error: WorkerFailedError, why: str) -> WorkerFailedError:
-        relaunches = len(self.failures)
-        lost = "".join(f"\n  {_summary(failure)}" for failure in self.failures[-10:])
-        before = f" Lost before:{lost}" if lost else ""
-        return WorkerFailedError(
-            f"{error}\nThe ranks had been launched again {relaunches} times, and {why}.{before}",
-            rank=error.rank,
-            host=error.host,
-            output_tail=error.output_tail,
-            cause=error.cause,
-            error_type=error.error_type,
-            relaunches=relaunches,
-        )
+        return for_good(error, self.failures, f", and {why}")
 
     def _await_slots(self, before: int, deadline: float) -> int:
-        """Return how many ranks to launch, once there are slots for enough.
-
-        Where slots have gone, it waits for a moment for others to come in their place.
-        """
-        settled = time.monotonic() + _RETURN_SECONDS
-        backend = self.backend(self.least)
-        while True:
-            slots, now = backend.task_slots(), time.monotonic()
-            if slots >= self.least and (slots >= before or now > settled):
-                return min(slots, self.most)
-            if now > deadline:
-                raise self._too_few(None, slots) from self.failures[-1]
-            time.sleep(_POLL_SECONDS)
+        """Return how many ranks to launch, once there are slots for enough."""
+        count = self.backend(self.least).task_slots
+        slots = slots_again(count, self.least, before, deadline)
+        if slots < self.least:
+            raise self._too_few(None, slots) from self.failures[-1]
+        return min(slots, self.most)
 
     def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
         found = f"the cluster has {slots}" if error is None else str(error)
         return SlotsError(
-            f"{_summary(self.failures[-1])} To launch the ranks again, {self.least} task slots "
+            f"{summary(self.failures[-1])} To launch the ranks again, {self.least} task slots "
             f"(min_num_proc) were waited for in vain for {self.timeout:g} s (elastic_timeout, "
             f"HOROVOD_ELASTIC_TIMEOUT): {found}. They had been launched again "
             f"{len(self.failures) - 1} times."
         )
+
+
+def slots_again(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
+    """Wait until there are slots for ranks that are to be launched again.
+
+    Where slots have gone, it waits for a moment for others to come in their place.
+
+    Parameters
+    ----------
+    count : callable
+        Returns how many task slots there are.
+    least : int
+        Fewest ranks.
+    before : int
+        Ranks that were lost.
+    deadline : float
+        Until when, by `time.monotonic`, to wait for ``least`` slots.
+
+    Returns
+    -------
+    int
+        Task slots; fewer than ``least`` where there were never enough.
+    """
+    settled = time.monotonic() + _RETURN_SECONDS
+    while True:
+        slots, now = count(), time.monotonic()
+        if slots >= least and (slots >= before or now > settled):
+            return slots
+        if now > deadline:
+            return slots
+        time.sleep(_POLL_SECONDS)
+
+
+def for_good(
+    error: WorkerFailedError, earlier: Sequence[WorkerFailedError], why: str
+) -> WorkerFailedError:
+    """Return the error of a launch that was the last one, with what was lost before.
+
+    Parameters
+    ----------
+    error : WorkerFailedError
+        The last launch's.
+    earlier : sequence of WorkerFailedError
+        Those after which ranks were launched again.
+    why : str
+        Goes on with a sentence on how often they were: why they are not launched once more.
+    """
+    lost = "".join(f"\n  {summary(failure)}" for failure in earlier[-10:])
+    before = f" Lost before:{lost}" if lost else ""
+    return WorkerFailedError(
+        f"{error}\nThe ranks had been launched again {len(earlier)} times{why}.{before}",
+        rank=error.rank,
+        host=error.host,
+        output_tail=error.output_tail,
+        cause=error.cause,
+        error_type=error.error_type,
+        relaunches=len(earlier),
+    )
 
 
 _HOW = {
@@ -143,7 +183,7 @@ _HOW = {
 }
 
 
-def _summary(error: WorkerFailedError) -> str:
+def summary(error: WorkerFailedError) -> str:
     """Return in a sentence what was lost."""
     what = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
     if error.rank is None and error.cause == "lost":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import sys
@@ -155,6 +156,12 @@ class SparkBackend(Backend):
     def task_slots(self) -> int:
         """Return how many ranks the executors that are registered now can run at the same time."""
         return Cluster.current(self._resources).task_slots()
+
+    def resized(self, num_proc: int) -> SparkBackend:
+        """Return a backend like this one for another number of ranks."""
+        other = copy.copy(self)
+        other._num_proc = num_proc
+        return other
 
     def _all_slots(self) -> int:
         """Return the cluster's task slots, the same number for as long as the application lives."""

@@ -17,6 +17,18 @@ class RankParams(DeclaredParams):
     num_proc = declare(
         "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
     )
+    max_restarts = declare(
+        "How often the ranks are launched again where one is lost: killed, stalled, without its "
+        "executor, its peers or its store. They go on from the run's newest checkpoint. An "
+        "exception of the training code ends the fit.",
+        default=0,
+        convert=integer(0),
+    )
+    min_num_proc = declare(
+        "Fewest ranks of a restart, where there are fewer task slots than num_proc; they train "
+        "what num_proc ranks do. Default: num_proc.",
+        convert=integer(1),
+    )
     backend = declare(
         "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
         "kwargs, env) and num_processes(). It is not saved with the estimator.",

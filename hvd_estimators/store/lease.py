@@ -131,6 +131,11 @@ class RunLease:
     ) -> None:
         self._heartbeat.stop()
 
+    @property
+    def lost(self) -> bool:
+        """Whether somebody else has taken it, who took this process for gone."""
+        return self._heartbeat.lost
+
     def confirm(self) -> None:
         """Make sure that nobody has taken the lease at the same moment; may wait for a second.
 

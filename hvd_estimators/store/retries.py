@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, TypeVar
 
-from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
 from hvd_estimators.store.errors import REMEDIES, Kind, kind_of, redacted
 
 __all__ = ["RETRY_SECONDS", "is_transient", "typed_errors", "with_retries"]
@@ -59,8 +59,10 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
 
     Raises
     ------
+    StoreUnavailableError
+        If it went on failing for `RETRY_SECONDS`.
     StoreError
-        If it went on failing for `RETRY_SECONDS`; if credentials, permission or space are missing;
+        If credentials, permission or space are missing;
         or instead of any other error whose text holds a secret. A file that is missing stays a
         FileNotFoundError, and what else is wrong the error that it is.
     """
@@ -128,7 +130,8 @@ def _raise_typed(
             raise FileNotFoundError(shown) from None
         raise StoreError(f"The store failed at {what}: {shown}.") from None
     tries = "" if tried_for is None else f", tried again for {tried_for:.0f} seconds"
-    typed = StoreError(
+    error_class = StoreUnavailableError if kind is Kind.TRANSIENT else StoreError
+    typed = error_class(
         f"The store failed at {what}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
     # A traceback shows the text of a cause as well.

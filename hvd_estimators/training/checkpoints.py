@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.base import RunPaths, Store
 from hvd_estimators.store.checkpoint_names import Position, leftovers, pointed, pointer_of
 from hvd_estimators.store.checkpoints import (
@@ -252,7 +252,8 @@ def _told(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         told = f"{error}" if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
-        raise StoreError(
+        lasting = not isinstance(error, StoreUnavailableError)
+        raise (StoreError if lasting else StoreUnavailableError)(
             f"The checkpoint {path!r} could not be written ({told}). Those before it are kept: "
             "fit() with the same run_id goes on from the newest."
         ) from error

@@ -147,8 +147,9 @@ class Handover:
                 if name.startswith(_PREFIX) and folder != self._folder:
                     self._store.delete(folder)
 
-    def put(self, train: Trainer) -> StoredCall:
-        """Write the call that every rank is to make."""
+    def put(self, train: Trainer, spec: TrainSpec | None = None) -> StoredCall:
+        """Write the call that every rank is to make; ``spec`` takes the place of an earlier one."""
+        self._spec = spec or self._spec
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
             writer = HashingWriter(file)

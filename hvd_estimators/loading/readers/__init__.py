@@ -18,7 +18,7 @@ from hvd_estimators.remedies import INSTALL
 if TYPE_CHECKING:
     from hvd_estimators.loading.spec import DataSpec
 
-__all__ = ["DataModule", "check_data_module", "check_shards", "open_data_module"]
+__all__ = ["DataModule", "check_data_module", "check_shards", "open_data_module", "reads_several"]
 
 
 def check_data_module(data_module: str | type[DataModule] | None) -> None:
@@ -73,13 +73,17 @@ def check_shards(
             f"global batch, and cannot go on with more, found {num_ranks}. Set num_proc to "
             f"{num_shards} or less, or another run_id."
         )
-    is_users = isinstance(data_module, type) and not issubclass(data_module, PlannedDataModule)
-    if num_ranks < num_shards and is_users:
+    if num_ranks < num_shards and not reads_several(data_module):
         raise ParamError(
             f"data_module: the run {run_id!r} began with {num_shards} ranks, and with {num_ranks} "
             f"some have to read for two. {data_module!r} reads for one: only data modules of this "
             f"package can read for several. Set num_proc={num_shards}, or another run_id."
         )
+
+
+def reads_several(data_module: str | type[Any] | None) -> bool:
+    """Return whether a rank can read several shards, as ours let it; not with a user's own."""
+    return not isinstance(data_module, type) or issubclass(data_module, PlannedDataModule)
 
 
 def open_data_module(

@@ -1,0 +1,250 @@
+"""Ranks of a fit that are launched again where they were lost. Runs on the driver.
+
+What a launch finds of its run is a matter of the ranks: they go on from its newest checkpoint. Here
+it is decided whether there is another launch, when, and with how many ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hvd_estimators.exceptions import (
+    SlotsError,
+    StoreUnavailableError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.fitting.metadata import now
+from hvd_estimators.fitting.reached import Reached
+from hvd_estimators.launch.arguments import seconds_given
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.relaunching import for_good, slots_again, summary
+from hvd_estimators.store.checkpoint_names import Position, pointer_of
+from hvd_estimators.store.checkpoints import checkpoint_path, positions
+from hvd_estimators.training.spec import TrainSpec
+
+__all__ = ["Restarts", "comes_back"]
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+
+# What ranks raise for reasons that lie outside of them: a peer that is gone, a machine that is
+# about to go, a store that does not answer.
+_PASSING = {"HorovodInternalError", "StoreUnavailableError", "TrainingInterruptedError"}
+# Horovod says so of calls that do not fit each other.
+_MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
+
+
+def comes_back(error: WorkerFailedError) -> bool:
+    """Return whether ranks that are launched again would fail in the same way.
+
+    They would where a rank raised an exception, other than for the loss of another one, a store
+    that did not answer, or because it was told to end; where it ended itself; and where Spark
+    failed for an unknown reason.
+    """
+    if error.cause == "raised":
+        told = error.error_type in _PASSING
+        return not told or (
+            error.error_type == "HorovodInternalError" and bool(_MISTAKES.search(str(error)))
+        )
+    return error.cause not in ("killed", "stalled", "lost")
+
+
+@dataclass
+class Restarts:
+    """The launches of one fit.
+
+    Attributes
+    ----------
+    spec : TrainSpec
+        What the ranks of the first launch are told.
+    limit : int
+        Most restarts.
+    least : int or None
+        Fewest ranks; None for as many as in the first launch.
+    is_lost : callable
+        Returns whether somebody else trains the run by now.
+    note : callable
+        Called with what is noted of each restart.
+    reached : Reached
+        How far the ranks have come.
+    failures : list of WorkerFailedError
+        What was lost.
+    """
+
+    spec: TrainSpec
+    limit: int
+    least: int | None
+    is_lost: Callable[[], bool]
+    note: Callable[[Mapping[str, Any]], None]
+    reached: Reached = field(default_factory=Reached)
+    failures: list[WorkerFailedError] = field(default_factory=list)
+    _deadline: float = math.inf
+
+    def run(self, backend: Backend, launch: Callable[[Backend], list[Any]]) -> list[Any]:
+        """Launch ranks until they return, and return what they do.
+
+        Parameters
+        ----------
+        backend : Backend
+            Runs the ranks of the first launch, and those of others if there are slots for them.
+        launch : callable
+            Launches ranks by a backend.
+
+        Raises
+        ------
+        WorkerFailedError
+            If a rank failed in a way that comes back, or once too often.
+        SlotsError
+            If there were too few task slots for too long.
+        """
+        current, before, pauses = backend, None, _pauses()
+        while True:
+            started = time.monotonic()
+            try:
+                return launch(current)
+            except WorkerFailedError as error:
+                self._add(error)
+                lost_after = time.monotonic() - started
+                position = self._newest()
+                if position != before:
+                    before, pauses = position, _pauses()
+                lost = self._lost(position, lost_after)
+                time.sleep(next(pauses))
+                current = self._for_slots(backend, current)
+                self._tell(lost, position, current.num_processes())
+            except (SlotsError, UnreachableError) as error:
+                # Slots that were there a moment ago may have gone.
+                if not self.failures:
+                    raise
+                if time.monotonic() > self._deadline:
+                    raise self._too_few(current, str(error)) from self.failures[-1]
+                time.sleep(_FIRST_PAUSE)
+                current = self._for_slots(backend, current)
+
+    def _add(self, error: WorkerFailedError) -> None:
+        """Note a launch that failed; raise its error if it was the last one."""
+        if not self.limit or (comes_back(error) and not self.failures):
+            raise error
+        why = ""
+        if comes_back(error):
+            why = "; a failure of this kind comes back"
+        elif len(self.failures) >= self.limit:
+            why = f", and max_restarts={self.limit} allows no more"
+        elif self.is_lost():
+            why = ", and another process trains this run by now"
+        if why:
+            raise for_good(error, self.failures, why) from error
+        self.failures.append(error)
+        self._deadline = time.monotonic() + seconds_given(None, "HOROVOD_ELASTIC_TIMEOUT")
+
+    def _newest(self) -> Position | None:
+        """Return the newest checkpoint, once the store answers."""
+        while True:
+            try:
+                return max(positions(self.spec.store, self.spec.run), default=None)
+            except StoreUnavailableError as error:
+                if time.monotonic() > self._deadline:
+                    raise error from self.failures[-1]
+                time.sleep(_FIRST_PAUSE)
+
+    def _lost(self, position: Position | None, launched: float) -> dict[str, Any]:
+        """Return what was lost: seconds since the checkpoint, and steps as far as they are known.
+
+        Parameters
+        ----------
+        position : Position or None
+            The checkpoint that is gone on from.
+        launched : float
+            For how many seconds the launch has lasted.
+        """
+        spec = self.spec
+        lost: dict[str, Any] = {"seconds": launched, "epoch": 0, "step": 0, "steps": None}
+        if position is not None:
+            lost["epoch"] = position.epoch
+            lost["step"] = spec.data.batches_before(position.epoch, position.rows)
+            written = spec.store.modified(pointer_of(checkpoint_path(spec.run, position)))
+            if written is not None:
+                moment = datetime.datetime.now(datetime.timezone.utc)
+                lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
+        place = self.reached.place
+        self.reached.restart()
+        if place is not None:
+            each = spec.data.train_steps_per_epoch
+            steps = (place[0] - lost["epoch"]) * each + place[1] - lost["step"]
+            lost["steps"] = max(steps, 0)
+        return lost
+
+    def _for_slots(self, backend: Backend, before: Backend) -> Backend:
+        """Return what runs as many ranks as there are slots for, once there are enough."""
+        most = backend.num_processes()
+        least = most if self.least is None else self.least
+        slots = backend.task_slots()
+        if slots is None:
+            return backend
+
+        def count() -> int:
+            return backend.task_slots() or 0
+
+        slots = slots_again(count, least, before.num_processes(), self._deadline)
+        if slots >= most:
+            return backend
+        resized = backend.resized(slots) if slots >= least else None
+        if resized is None:
+            raise self._too_few(backend, f"the cluster has {slots}") from self.failures[-1]
+        return resized
+
+    def _tell(self, lost: Mapping[str, Any], position: Position | None, num_ranks: int) -> None:
+        """Say in a line what was lost, and note it."""
+        error, number = self.failures[-1], len(self.failures)
+        spec = self.spec
+        if position is not None:
+            source = f"from the checkpoint of epoch {lost['epoch'] + 1}, step {lost['step']}"
+        elif spec.run.checkpoints_path is None:
+            source = "from the beginning of this fit, as the store keeps no checkpoints"
+        else:
+            source = "from the beginning, as there is no checkpoint yet"
+        steps = "" if lost["steps"] is None else f"{lost['steps']} steps and "
+        logger.warning(
+            "Run %r: %s %d ranks are launched again (restart %d of at most %d) and go on %s: "
+            "%s%.1f s of training are lost.",
+            *(spec.run.run_id, summary(error), num_ranks, number, self.limit),
+            *(source, steps, lost["seconds"]),
+        )
+        self.note(
+            {
+                "at": now(),
+                "rank": error.rank,
+                "host": error.host,
+                "cause": error.cause,
+                "error_type": error.error_type or None,
+                "num_ranks": num_ranks,
+                **{name: lost[name] for name in ("epoch", "step")},
+                "lost_steps": lost["steps"],
+                "lost_seconds": round(lost["seconds"], 3),
+            }
+        )
+
+    def _too_few(self, backend: Backend, found: str) -> SlotsError:
+        least = backend.num_processes() if self.least is None else self.least
+        return SlotsError(
+            f"{summary(self.failures[-1])} To launch the ranks again, {least} task slots "
+            "(min_num_proc) were waited for in vain, until HOROVOD_ELASTIC_TIMEOUT (600 s by "
+            f"default): {found}. They had been launched again {len(self.failures) - 1} times."
+        )
+
+
+def _pauses() -> Iterator[float]:
+    """Yield the seconds before the restarts that follow on a checkpoint."""
+    pause = _FIRST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -1,0 +1,275 @@
+"""When and with how many ranks those of a fit are launched again; no rank runs here."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import (
+    JobCancelledError,
+    SlotsError,
+    StoreUnavailableError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.fitting import restarting
+from hvd_estimators.fitting.reached import Reached
+from hvd_estimators.fitting.restarting import Restarts, comes_back
+from hvd_estimators.launch import relaunching
+from hvd_estimators.launch.events import Event, RankEpoch, RankOutput, RankProgress
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+
+pytestmark = pytest.mark.timeout(60)
+
+STEPS, ROWS_OF_A_STEP = 10, 8
+
+
+def lost(cause: str | None = "killed", error_type: str = "", message: str = "") -> Any:
+    return WorkerFailedError(
+        message or "Rank 1 failed", rank=1, host="far", cause=cause, error_type=error_type
+    )
+
+
+class FakeBackend:
+    """Launches that end as they are told to; the last one returns how many ranks it had."""
+
+    def __init__(self, *ends: Any, slots: tuple[int | None, ...] = (None,), ranks: int = 2) -> None:
+        self.ends = list(ends)
+        self.slots = list(slots)
+        self.launches: list[int] = []
+        self.ranks = ranks
+
+    def num_processes(self) -> int:
+        return self.ranks
+
+    def task_slots(self) -> int | None:
+        return self.slots.pop(0) if len(self.slots) > 1 else self.slots[0]
+
+    def resized(self, num_proc: int) -> Any:
+        other = FakeBackend(ranks=num_proc)
+        other.ends, other.slots, other.launches = self.ends, self.slots, self.launches
+        return other
+
+    def launch(self, backend: Any) -> list[Any]:
+        self.launches.append(backend.num_processes())
+        end = self.ends.pop(0) if self.ends else backend.num_processes()
+        if callable(end):
+            end = end()
+        if isinstance(end, BaseException):
+            raise end
+        return [end]
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses that would have been made; they take no time."""
+    slept: list[float] = []
+    monkeypatch.setattr(restarting, "time", SimpleNamespace(sleep=slept.append, monotonic=_clock()))
+    monkeypatch.setattr(relaunching, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(relaunching, "_RETURN_SECONDS", 0.05)
+    return slept
+
+
+def _clock() -> Callable[[], float]:
+    import time
+
+    return time.monotonic
+
+
+class Fit:
+    """What `Restarts` needs to know of a fit, and what it has noted."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        store = Store.create(str(folder / "store"))
+        self.store, self.run_paths = store, store.run_paths("mine")
+        self.has_lost_run = False
+        self.notes: list[Any] = []
+        data = SimpleNamespace(
+            train_steps_per_epoch=STEPS,
+            batches_before=lambda epoch, rows: rows // ROWS_OF_A_STEP,
+        )
+        spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data)
+        limit, least = options.get("max_restarts", 9), options.get("min_num_proc")
+        self.restarts = Restarts(
+            spec, limit, least, lambda: self.has_lost_run, self.notes.append, Reached()
+        )
+
+    def checkpoint(self, epoch: int, step: int = 0) -> None:
+        path = checkpoint_path(self.run_paths, Position(epoch, step * ROWS_OF_A_STEP))
+        info = CheckpointInfo(path, 0, "", epoch, step * ROWS_OF_A_STEP, "torch", {}, None, "min")
+        write_pointer(self.store, info)
+
+    def fit(self, backend: FakeBackend) -> list[Any]:
+        return self.restarts.run(backend, backend.launch)  # type: ignore[arg-type]
+
+
+def test_what_may_pass_is_tried_again_and_what_comes_back_is_not() -> None:
+    for cause in ("killed", "stalled", "lost"):
+        assert not comes_back(lost(cause))
+    for error_type in ("HorovodInternalError", "StoreUnavailableError", "TrainingInterruptedError"):
+        assert not comes_back(lost("raised", error_type))
+    for error_type in ("ValueError", "StoreError", "MemoryError", "KeyboardInterrupt", ""):
+        assert comes_back(lost("raised", error_type))
+    mismatch = "HorovodInternalError: Mismatched allreduce tensor shapes"
+    assert comes_back(lost("raised", "HorovodInternalError", mismatch))
+    assert comes_back(lost("exited"))
+    assert comes_back(lost(None))
+
+
+def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
+    tmp_path: Path, pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    fit = Fit(tmp_path, max_restarts=3)
+
+    def trained() -> Any:
+        handle = fit.restarts.reached.handler(lambda event: None)
+        handle(RankEpoch(0, 0, []))
+        handle(RankProgress(0, 1, 3, 7, STEPS, 1.0))
+        fit.checkpoint(1, step=4)
+        return lost("stalled")
+
+    with caplog.at_level(logging.WARNING):
+        assert fit.fit(FakeBackend(lost(), trained, lost("lost"))) == [2]
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" go on ")[0] for line in lines] == [
+        f"Run 'mine': Rank 1 on far {how}. 2 ranks are launched again (restart {number} of at most "
+        "3) and"
+        for number, how in enumerate(("was killed", "has stalled", "was lost"), 1)
+    ]
+    assert "from the beginning, as there is no checkpoint yet" in lines[0]
+    assert "from the checkpoint of epoch 2, step 4: 3 steps and 0." in lines[1]
+    assert [note["cause"] for note in fit.notes] == ["killed", "stalled", "lost"]
+    assert [(note["epoch"], note["step"], note["lost_steps"]) for note in fit.notes] == [
+        (0, 0, None),
+        (1, 4, 3),
+        (1, 4, None),
+    ]
+    # A new checkpoint lets the pauses begin anew.
+    assert pauses == [1.0, 1.0, 2.0]
+
+
+def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: list[float]) -> None:
+    first = lost("raised", "ValueError")
+    for error in (first, JobCancelledError("cancelled"), SlotsError("few"), UnreachableError("")):
+        with pytest.raises(type(error)) as caught:
+            Fit(tmp_path).fit(FakeBackend(error))
+        assert caught.value is error
+    # Without restarts everything is as it was.
+    killed = lost()
+    with pytest.raises(WorkerFailedError) as unlimited:
+        Fit(tmp_path, max_restarts=0).fit(FakeBackend(killed))
+    assert unlimited.value is killed
+    assert pauses == []
+
+
+def test_the_last_error_tells_what_was_lost_before(tmp_path: Path, pauses: list[float]) -> None:
+    with pytest.raises(WorkerFailedError, match="Rank 1 on far was lost") as caught:
+        Fit(tmp_path, max_restarts=1).fit(FakeBackend(lost("lost"), lost()))
+    assert "launched again 1 times, and max_restarts=1 allows no more" in str(caught.value)
+    assert (caught.value.relaunches, caught.value.cause) == (1, "killed")
+
+    with pytest.raises(WorkerFailedError, match="of this kind comes back") as raised:
+        Fit(tmp_path).fit(FakeBackend(lost(), lost("raised", "ValueError")))
+    assert (raised.value.relaunches, raised.value.error_type) == (1, "ValueError")
+
+    # Somebody else took the run from a driver that slept.
+    fit = Fit(tmp_path)
+    fit.has_lost_run = True
+    with pytest.raises(WorkerFailedError, match="another process trains this run"):
+        fit.fit(FakeBackend(lost()))
+
+
+@pytest.mark.parametrize(
+    ("slots", "least", "launches"),
+    [
+        ((4,), None, [4, 4, 4]),
+        ((9,), 2, [4, 4, 4]),
+        ((3,), 2, [4, 3, 3]),
+        ((2, 2, 4), 2, [4, 4, 4]),  # others come soon
+        ((1, 2, 4), None, [4, 4, 4]),  # waits for all
+        ((None,), 2, [4, 4, 4]),
+    ],
+)
+def test_as_many_ranks_start_again_as_have_slots(
+    tmp_path: Path,
+    pauses: list[float],
+    slots: tuple[int | None, ...],
+    least: int | None,
+    launches: list[int],
+) -> None:
+    backend = FakeBackend(lost("lost"), lost("lost"), slots=slots, ranks=4)
+    assert Fit(tmp_path, min_num_proc=least).fit(backend) == [launches[-1]]
+    assert backend.launches == launches
+
+
+def test_ranks_come_back_with_their_slots(tmp_path: Path, pauses: list[float]) -> None:
+    fit = Fit(tmp_path, min_num_proc=2)
+    backend = FakeBackend(lost("lost"), ranks=4)
+
+    def free_all() -> Any:
+        backend.slots[:] = [4]
+        return lost("lost")
+
+    backend.slots[:], backend.ends[1:] = [2], [free_all]
+    assert fit.fit(backend) == [4]
+    assert backend.launches == [4, 2, 4]
+    assert [note["num_ranks"] for note in fit.notes] == [2, 4]
+
+
+def test_too_few_slots_are_told_after_a_while(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOROVOD_ELASTIC_TIMEOUT", "0.05")
+    with pytest.raises(SlotsError, match="Rank 1 on far was lost") as caught:
+        Fit(tmp_path, min_num_proc=2).fit(FakeBackend(lost("lost"), slots=(1,), ranks=4))
+    assert "2 task slots (min_num_proc)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, WorkerFailedError)
+    # Slots that were there when they were counted, and had gone when the ranks came.
+    backend = FakeBackend(lost(), *itertools.repeat(SlotsError("gone"), 3), slots=(2,))
+    assert Fit(tmp_path).fit(backend) == [2]
+    assert len(backend.launches) == 5
+
+
+def test_a_store_that_was_gone_is_waited_for(
+    tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = [StoreUnavailableError("gone"), StoreUnavailableError("gone"), []]
+
+    def positions(store: Any, run: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(restarting, "positions", positions)
+    fit = Fit(tmp_path)
+    assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError"))) == [2]
+    assert answers == []
+
+
+def test_nothing_that_was_shown_is_shown_again() -> None:
+    reached, handled = Reached(), list[Event]()
+    handle = reached.handler(handled.append)
+    first = [
+        RankProgress(0, 0, 2, 3, STEPS, 1.0),
+        RankProgress(0, 0, 2, STEPS, STEPS, 1.0, done=True),
+        RankEpoch(0, 0, []),
+        RankProgress(0, 1, 2, 5, STEPS, 1.0),
+    ]
+    for event in first:
+        handle(event)
+    assert reached.place == (1, 5)
+    reached.restart()
+    again = [*first, RankOutput(0, "hello\n"), RankEpoch(0, 1, [])]
+    for event in again:
+        handle(event)
+    assert handled == [*first, *again[3:]]
