@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -36,11 +36,37 @@ class BackwardAverager:
         self._plans: dict[tuple[int, ...], list[Bucket]] = {}
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
         self._pending = False
+        self._unused: set[torch.Tensor] | None = None
 
     @property
     def pending(self) -> bool:
         """Whether there are gradients that have not been averaged."""
         return self._pending
+
+    def note_unused(self) -> None:
+        """Note from now on which gradients no optimizer has stepped with yet."""
+        self._unused = set()
+
+    def used(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer steps with the gradients that there are."""
+        if self._unused:
+            for group in optimizer.param_groups:
+                self._unused.difference_update(group["params"])
+
+    def unused_gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that wait for a step, by the parameters' names in the module."""
+        if not self._unused:
+            return {}
+        named = self._module.named_parameters()
+        return {n: p.grad for n, p in named if p in self._unused and p.grad is not None}
+
+    def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Set gradients that wait for a step."""
+        for name, parameter in self._module.named_parameters():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+                if self._unused is not None:
+                    self._unused.add(parameter)
 
     @contextlib.contextmanager
     def averaging(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
@@ -101,6 +127,8 @@ class BackwardAverager:
 
     def _on_gradient(self, parameter: Any) -> None:
         self._pending = True
+        if self._unused is not None:
+            self._unused.add(parameter)
         bucket = self._bucket_of.get(parameter)
         if bucket is None:
             return

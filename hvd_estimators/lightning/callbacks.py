@@ -5,7 +5,7 @@ Written for either of Lightning's packages: `of_flavor` makes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -114,6 +114,24 @@ class EpochRecorder(Checkpoint):
         named = {f"val_{n.removeprefix('val_')}": v for n, v in (record.validation or {}).items()}
         self._progress.end_epoch({**train, **named})
 
+    def state(self) -> dict[str, Any]:
+        """Return what has been measured of an epoch that is on its way, on this rank."""
+        return {
+            "sums": [loss.sums() for loss in self._losses],
+            "validated": self._validated,
+            "batches": self._batches,
+        }
+
+    def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on with an epoch from what ranks had measured in whose place this one is."""
+        self._progress.start_epoch(trainer.current_epoch)
+        self._losses = _Mean(), _Mean()
+        for state in states:
+            for loss, sums in zip(self._losses, state["sums"], strict=True):
+                loss.add_sums(*sums)
+        self._validated = any(state["validated"] for state in states)
+        self._batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
     def _count(self, stage: int, outputs: Any, batch: Any, passes: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -139,6 +157,12 @@ class _Mean:
     def add(self, value: Any, weight: Any) -> None:
         self._sum = self._sum + value * weight
         self._weight = self._weight + weight
+
+    def sums(self) -> tuple[float, float]:
+        return float(self._sum), float(self._weight)
+
+    def add_sums(self, total: float, weight: float) -> None:
+        self._sum, self._weight = self._sum + total, self._weight + weight
 
     def reduce(self) -> None:
         sums = torch.tensor([float(self._sum), float(self._weight)], dtype=torch.float64)

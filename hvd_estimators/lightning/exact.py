@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchmetrics import Metric
 
+from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ResultCollection
 from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
@@ -57,6 +58,12 @@ class ExactStrategy(HorovodStrategy):
     def factor(self) -> float:
         """What weights this rank's gradient in the current step."""
         return 1.0 if self._train is None else self._train.share.factor
+
+    @property
+    def averager(self) -> BackwardAverager:
+        """What averages gradients, while the Trainer fits."""
+        assert self._averager is not None
+        return self._averager
 
     def setup(self, trainer: Trainer) -> None:
         """Count steps, not the batches of several shards, where schedulers follow steps."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,6 +66,16 @@ class _Loader:
     def __len__(self) -> int:
         return self._steps
 
+    def stand_in(self) -> TensorBatch | None:
+        """Return the rows that stand in for an empty batch that comes next, on the CPU."""
+        if self._stand_in is None:
+            return None
+        return {n: tensor[:_STAND_IN_ROWS].cpu().clone() for n, tensor in self._stand_in.items()}
+
+    def lend(self, rows: TensorBatch | None) -> None:
+        """Take rows that stand in for an empty batch, should one come first."""
+        self._stand_in = rows
+
     def _give(self, batch: TensorBatch | None, factor: float = 1.0) -> TensorBatch:
         """Return a batch as tensors; for an empty one some rows of the one before.
 
@@ -101,6 +112,8 @@ class TrainLoader(_Loader):
         The rank is made the shard whose batch it gets.
     same : bool
         Whether each epoch gets the batches of the first one (``overfit_batches``).
+    done : int
+        Batches of the first pass that were trained on before; they are not given again.
     """
 
     def __init__(
@@ -111,9 +124,11 @@ class TrainLoader(_Loader):
         passes_per_step: Callable[[], int],
         shards: ShardStates,
         same: bool = False,
+        done: int = 0,
     ) -> None:
         super().__init__(dtypes, steps)
-        self._position = 0
+        self._done = done
+        self._position = 0 if same else done
         self._kept: list[Window] | None = [] if same else None
         self._batches = batches
         self._passes_per_step = passes_per_step
@@ -123,10 +138,11 @@ class TrainLoader(_Loader):
         if self._kept:
             yield from self._again(self._kept)
             return
+        done, self._done = self._done, 0
         # The Trainer may have left before the end of the pass (limit_train_batches).
-        while self._position:
+        while self._position and not done:
             self._next_window(1)
-        left = self._steps
+        left = self._steps - self._position
         while left:
             passes = self._passes_per_step()
             window = self._next_window(min(passes, left))
@@ -135,6 +151,8 @@ class TrainLoader(_Loader):
             for batch, factor in window:
                 self._shards.enter((self._steps - left) % self._shards.passes)
                 left -= 1
+                if self._steps - left <= done and self._kept is not None:
+                    continue
                 # Lightning divides each loss by the number of passes.
                 yield self._give(batch, factor * passes)
 
@@ -142,6 +160,13 @@ class TrainLoader(_Loader):
         for window in windows:
             for batch, factor in window:
                 yield self._give(batch, factor * self._passes_per_step())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tell Lightning that an epoch can be gone on with; the position comes otherwise."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take what `state_dict` returned."""
 
     def _next_window(self, passes: int) -> Window:
         window = self._batches.next_window(passes)
@@ -187,11 +212,9 @@ class ValidationLoader(_Loader):
         """Give ranks without validation rows some of another's. Called by all ranks."""
         with contextlib.closing(self._batches()) as batches:
             first = next((batch for batch in batches if _rows(batch)), None)
-        lent = None
-        if first is not None:
-            lent = {name: tensor[:_STAND_IN_ROWS].cpu().clone() for name, tensor in first.items()}
-        offers = exchange.gather(lent, "validation_rows")
-        self._stand_in = next((rows for rows in offers if rows is not None), None)
+        self._stand_in = first
+        offers = exchange.gather(self.stand_in(), "validation_rows")
+        self.lend(next((rows for rows in offers if rows is not None), None))
 
 
 def _rows(batch: TensorBatch) -> int:

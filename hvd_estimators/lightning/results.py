@@ -33,19 +33,23 @@ class RankResults(ResultCollection):
     everything : bool
         Whether to reduce values without ``sync_dist`` too, so that callbacks see the same on every
         rank.
+    rows : dict
+        Rows of the batch for which a value was last logged.
+    of_last_steps : dict
+        Values that are logged for steps only, of the last step that was reduced.
     """
 
     everything = False
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self._rows: dict[str, int] = {}
-        self._last_steps: dict[str, torch.Tensor] = {}
+        self.rows: dict[str, int] = {}
+        self.of_last_steps: dict[str, torch.Tensor] = {}
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Take a value that was logged for a batch of so many rows."""
         super().update_metrics(key, value, batch_size)
-        self._rows[key] = batch_size if self.batch_size is None else self.batch_size
+        self.rows[key] = batch_size if self.batch_size is None else self.batch_size
 
     def reduce(self, only_steps: bool = False) -> None:
         """Reduce what has been logged since the values were last reduced. Called by all ranks.
@@ -76,7 +80,7 @@ class RankResults(ResultCollection):
         """Return what was logged for steps only, as of the last step."""
         return {
             self[key].meta.name: value
-            for key, value in self._last_steps.items()
+            for key, value in self.of_last_steps.items()
             if not self[key].has_reset
         }
 
@@ -92,7 +96,7 @@ class RankResults(ResultCollection):
                 continue
             if not metric.meta.on_epoch:
                 if self.everything:
-                    own[key] = _number(metric._forward_cache), self._rows.get(key, 0)
+                    own[key] = _number(metric._forward_cache), self.rows.get(key, 0)
             elif not only_steps and metric._computed is None and self._is_shared(metric):
                 own[key] = None
                 if metric.is_tensor:
@@ -110,7 +114,7 @@ class RankResults(ResultCollection):
             rows = sum(weight for value, weight in parts if value is not None)
             if rows:
                 total = sum(value * weight for value, weight in parts if value is not None)
-                self._last_steps[key] = (total / rows).to(metric.value.device, torch.float32)
+                self.of_last_steps[key] = (total / rows).to(metric.value.device, torch.float32)
         elif metric._computed is None:
             if not metric.is_tensor and len(parts) == ranks:
                 metric.compute()  # gathers its state from all ranks

@@ -5,7 +5,9 @@ Written for either of Lightning's packages: `of_flavor` makes the callback.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,51 +15,93 @@ import torch
 from hvd_estimators.lightning.bases import Callback
 from hvd_estimators.lightning.callbacks import EpochRecorder
 from hvd_estimators.lightning.flavor import is_lightning
+from hvd_estimators.lightning.partial import PartialEpoch
+from hvd_estimators.lightning.users_data import skip_batches
+from hvd_estimators.lightning.wrapping import wrapped
 from hvd_estimators.torch.checkpoint import unequal_buffers
+from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.state import RunState
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 _BUFFERS = "hvd_estimators.buffers"
+PARTIAL = "hvd_estimators.partial"
 
-__all__ = ["RunCheckpoint"]
+__all__ = ["PARTIAL", "RunCheckpoint"]
 
 
 class RunCheckpoint(Callback):
-    """Saves the run when an epoch is over, with all that the next one depends on.
+    """Saves the run when an epoch is over, and within it, with all that goes on from there.
 
     Lightning's own moment, ``on_train_epoch_end``, comes before schedulers that follow a metric
     have stepped. So an epoch is saved when the next one starts, before any other callback, and the
-    last one when training is over.
+    last one when training is over. Within an epoch a run is saved between two batches: after
+    validation, schedulers and loggers of the one, before the next is taken.
 
     Parameters
     ----------
     save : callable
-        Takes Lightning's checkpoint, on all ranks, and writes it on rank 0.
+        Takes Lightning's checkpoint and the batches of the epoch that are done, on all ranks, and
+        writes it on rank 0.
     seed : int
         Seed of the run: in each epoch a shard draws random numbers of its own.
     directory : str
         Where the files of the user's ``ModelCheckpoint`` go.
     shards : ShardStates
         The shards that the rank plays.
+    streams : TorchStreams
+        The rank's random numbers.
+    partial : PartialEpoch
+        Takes down what an epoch has come to, and gives it back.
+    options : CheckpointOptions
+        Tell when a checkpoint within an epoch is due.
+    restored : RunState or None
+        What the run goes on from.
     """
 
     def __init__(
         self,
-        save: Callable[[dict[str, Any]], None],
+        save: Callable[[dict[str, Any], int], None],
         seed: int,
         directory: str,
         shards: ShardStates,
+        streams: TorchStreams,
+        partial: PartialEpoch,
+        options: CheckpointOptions,
+        restored: RunState | None,
     ) -> None:
         self._shards = shards
+        self._streams = streams
         self._seed = seed
         self._directory = directory
         self._save = save
+        self._partial = partial
+        self._options = options
+        self._restored = restored
         self._started = False
+        self._due = False
+        self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._states: Sequence[Mapping[str, Any]] = ()
+
+    @contextlib.contextmanager
+    def within_epochs(self, trainer: Trainer) -> Iterator[None]:
+        """Save the run within epochs, too, and go on within one, while the block lasts."""
+        loop = trainer.fit_loop.epoch_loop
+        begin, saved = (
+            functools.partial(self._begin, trainer),
+            functools.partial(self._end, trainer),
+        )
+        with (
+            wrapped(loop, "on_run_start", after=begin),
+            wrapped(loop, "on_advance_end", after=saved),
+        ):
+            yield
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Redirect checkpoints, those of the module's ``configure_callbacks`` too."""
@@ -71,8 +115,13 @@ class RunCheckpoint(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Take the buffers of the ranks, which are set once rank 0's have been sent to all."""
+        """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
         self._buffers = checkpoint.get(_BUFFERS, ())
+        self._states = checkpoint.get(PARTIAL, ())
+        own = self._states[self._partial.rank :][:1]
+        if own:
+            # Where the loader of the user's data module was, on this rank.
+            checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the rank the buffers back that were its own."""
@@ -80,22 +129,81 @@ class RunCheckpoint(Callback):
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
         self._buffers = ()
+        self._steps = _steps(trainer)
+        if self._restored is not None and not self._restored.rows:
+            # With max_steps Lightning would take up the epoch that is over.
+            _restarted(trainer.fit_loop)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
         if self._started:
             self.save(trainer)
         self._started = True
-        epoch = trainer.current_epoch
-        self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
+        self._seed_epoch(trainer.current_epoch)
 
     def save(self, trainer: Trainer) -> None:
         """Save the state after the newest epoch. Called by all ranks."""
-        checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        self._due = False
+        checkpoint = self._checkpoint(trainer)
         # The next epoch may be on its way; without this it would be one that was interrupted.
         progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
         for counts in (progress["total"], progress["current"]):
             counts["ready"] = counts["completed"]
-        module = trainer.lightning_module
-        checkpoint[_BUFFERS] = unequal_buffers(module, self._shards)
-        self._save(checkpoint)
+        self._save(checkpoint, 0)
+
+    def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
+            weights_only=False
+        )
+        checkpoint[_BUFFERS] = unequal_buffers(trainer.lightning_module, self._shards)
+        return checkpoint
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Go on within an epoch, once: all hooks of a beginning have run."""
+        state, self._restored = self._restored, None
+        if state is None or not state.rows:
+            return
+        self._started = True
+        skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
+        self._partial.restore(trainer, self._states)
+        self._states = ()
+        # Lightning would leave schedulers out that follow a metric, and validate once more.
+        _restarted(trainer.fit_loop)
+        self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
+
+    def _end(self, trainer: Trainer) -> None:
+        """Save the run where that is due. Called by all ranks after each batch."""
+        before, self._steps = self._steps, _steps(trainer)
+        if self._steps == before:
+            return
+        due_after = self._options.due_after
+        self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
+        if not self._due or trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
+            return
+        strategy: Any = trainer.strategy
+        if strategy.averager.pending:
+            return  # gradients that are a rank's own: the next step uses them
+        self._due = False
+        checkpoint = self._checkpoint(trainer)
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
+        checkpoint[PARTIAL] = {**self._partial.state(trainer), "loaders": loaders}
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        self._save(checkpoint, batches // self._shards.passes)
+
+    def _seed_epoch(self, epoch: int) -> None:
+        self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
+
+
+def _steps(trainer: Trainer) -> int:
+    """Return the optimizer steps of the run; batches where a module hides its steps."""
+    if trainer.global_step or trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.total_batch_idx + 1
+
+
+def _restarted(loop: Any) -> None:
+    """Let a loop, and those in it, go on as if they had not been interrupted."""
+    loop._restarting = False
+    for part in vars(loop).values():
+        if hasattr(part, "_restarting"):
+            _restarted(part)

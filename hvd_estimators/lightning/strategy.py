@@ -148,6 +148,8 @@ class HorovodStrategy(ParallelStrategy):
         if trainer.state.fn != "fit":
             return
         self._averager = BackwardAverager(module, self._compression)
+        if not module.automatic_optimization:
+            self._averager.note_unused()
         self._averager.watch(self.optimizers)
         for optimizer in self.optimizers:
             hook = functools.partial(self._before_step, module)
@@ -287,13 +289,17 @@ class HorovodStrategy(ParallelStrategy):
         self._step_hooks, self._rates = [], {}
         super().teardown()
 
-    def _before_step(self, module: LightningModule, *_: Any) -> None:
+    def _before_step(
+        self, module: LightningModule, optimizer: torch.optim.Optimizer, *_: Any
+    ) -> None:
         """Average what a plain ``loss.backward()`` left, before the optimizer uses it."""
         averager = self._averager
-        if module.automatic_optimization or averager is None or not averager.pending:
+        if module.automatic_optimization or averager is None:
             return
-        with averager.averaging(self.optimizers):
-            pass
+        if averager.pending:
+            with averager.averaging(self.optimizers):
+                pass
+        averager.used(optimizer)
 
     @property
     def _learning_rate_scale(self) -> int:

@@ -7,7 +7,7 @@ import functools
 import logging
 import pickle
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -19,7 +19,8 @@ from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
-from hvd_estimators.lightning.saving import RunCheckpoint
+from hvd_estimators.lightning.partial import PartialEpoch
+from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trained import load_best, state_of
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
@@ -103,7 +104,7 @@ class _Trainer:
 
     def _train(self, stack: contextlib.ExitStack, progress: Progress, scratch: str) -> TrainResult:
         spec = self.spec
-        done = 0 if self.restored is None else self.restored.epoch
+        done, rows = (0, 0) if self.restored is None else (self.restored.epoch, self.restored.rows)
         data: dict[str, Any] = {}
         loaders: tuple[TrainLoader | None, ValidationLoader | None] = (None, None)
         if is_lightning_data(spec.data.data_module):
@@ -116,10 +117,11 @@ class _Trainer:
                 self.rank,
                 self.size,
                 epoch=epoch,
+                rows=0 if self._overfits else rows,
                 epochs=spec.epochs - done,
                 memory=gpu_memory(self._loader_device),
             )
-            loaders = self._loaders(stack.enter_context(module))
+            loaders = self._loaders(stack.enter_context(module), done, rows)
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders
         strategy = of_flavor(ExactStrategy, spec.flavor)(
@@ -145,12 +147,16 @@ class _Trainer:
             spec.data.random_seed,
             self._checkpoint_directory(scratch),
             self.shards,
+            self.streams,
+            PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
+            spec.checkpoints,
+            self.restored,
         )
         # Before all others, and after all others.
         connected: Any = trainer
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
-        path = self.restored_path if done else None
-        trainer.fit(self.module, ckpt_path=path, weights_only=False, **data)
+        with run_checkpoint.within_epochs(trainer):
+            trainer.fit(self.module, ckpt_path=self.restored_path, weights_only=False, **data)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop
             run_checkpoint.save(trainer)
@@ -161,7 +167,9 @@ class _Trainer:
             )
         return self._result(recorder)
 
-    def _loaders(self, data: Any) -> tuple[TrainLoader, ValidationLoader | None]:
+    def _loaders(
+        self, data: Any, epoch: int, rows: int
+    ) -> tuple[TrainLoader, ValidationLoader | None]:
         spec = self.spec.data
         batches = WeightedBatches(
             # Batches of an epoch that are kept are too many for a GPU.
@@ -178,6 +186,7 @@ class _Trainer:
             self._passes_per_step,
             self.shards,
             self._overfits,
+            spec.batches_before(epoch, rows) * spec.passes_per_batch,
         )
         if spec.val_plan is None:
             return train, None
@@ -256,23 +265,39 @@ class _Trainer:
             self.restored_path = checkpoint_path(run, Position(state.epoch, state.rows))
             self.checkpoint_io.hold(self.restored_path, held)
             if self.rank == 0:
-                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
+                logger.info(
+                    "Resuming run %s after %d epochs and %d rows",
+                    run.run_id,
+                    state.epoch,
+                    state.rows,
+                )
         return state
 
-    def _save(self, history: Sequence[EpochMetrics], checkpoint: Mapping[str, Any]) -> None:
-        """Save the run after its newest epoch. Called by all ranks."""
+    def _save(
+        self, history: Sequence[EpochMetrics], checkpoint: dict[str, Any], batches: int
+    ) -> None:
+        """Save the run after its newest epoch, and batches of the next. Called by all ranks."""
         self.logs.sync()
         data = self.spec.data
         if self.spec.run.checkpoints_path is None:
             return
-        own = captured(self.shards, self.streams.capture)
-        streams = exchange.gather(own, "checkpoint.streams")
-        if self.rank == 0:
-            random = of_shards(streams, data.num_shards)
-            state = RunState(
-                len(history), 0, data.num_shards, tuple(history), random, stopped=self.stopped
-            )
-            self.checkpoints.save(state, lambda file: torch.save(dict(checkpoint), file))
+        own = captured(self.shards, self.streams.capture), checkpoint.pop(PARTIAL, None)
+        gathered = exchange.gather(own, "checkpoint.streams")
+        if self.rank != 0:
+            return
+        random = of_shards([of_rank for of_rank, _ in gathered], data.num_shards)
+        if batches:
+            checkpoint[PARTIAL] = [partial for _, partial in gathered]
+        epoch = len(history)
+        state = RunState(
+            epoch,
+            data.rows_after(epoch, batches),
+            data.num_shards,
+            tuple(history),
+            random,
+            stopped=self.stopped,
+        )
+        self.checkpoints.save(state, lambda file: torch.save(checkpoint, file))
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +10,9 @@ from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.training.spec import TrainSpec
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningDataModule
+    from pytorch_lightning import LightningDataModule, Trainer
 
-__all__ = ["UsersDataOptions", "is_lightning_data", "open_lightning_data"]
+__all__ = ["UsersDataOptions", "is_lightning_data", "open_lightning_data", "skip_batches"]
 
 
 @dataclass(frozen=True)
@@ -89,3 +89,29 @@ def open_lightning_data(
         **vars(further),
     )
     return module
+
+
+def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
+    """Take batches from a loader, in an epoch that is gone on with, up to those that are left.
+
+    Loaders that know their position (``state_dict``) are there already.
+
+    Parameters
+    ----------
+    trainer : Trainer
+        Its training loop is about to begin.
+    seed : callable
+        Sets the random numbers with which the epoch began; the order of rows may depend on them.
+    """
+    fit: Any = trainer.fit_loop
+    if all(hasattr(loader, "load_state_dict") for loader in fit._combined_loader.flattened):
+        return
+    fetcher = fit._data_fetcher
+    if trainer.current_epoch:
+        # The first epoch's iterator is made before there is an epoch.
+        seed()
+        iter(fetcher)
+    else:
+        fetcher.fetched -= fit.epoch_loop.batch_progress.current.ready
+    for _ in range(fit.epoch_loop.batch_progress.current.ready):
+        next(fetcher)

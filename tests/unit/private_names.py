@@ -106,10 +106,15 @@ TABLE = (
         "_computed _update_count _copy_state_dict",
         "a rank without rows leaves no trace; a rank's own value, without waiting for the others",
     ),
+    Private(
+        "torchmetrics.Metric",
+        "_reductions",
+        "what metrics had counted within an epoch, when it is gone on with on fewer ranks",
+    ),
     # Lightning
     Private(
         f"pytorch_lightning.{_LOGGING}.result",
-        "_ResultCollection _ResultMetric",
+        "_ResultCollection _ResultMetric _Metadata _Sync",
         "logged values that are exact, and reduced where all ranks pass",
     ),
     Private(
@@ -124,8 +129,9 @@ TABLE = (
     ),
     Private(
         f"pytorch_lightning.{_LOGGING}.logger_connector._LoggerConnector",
-        "_callback_metrics",
-        "callbacks that monitor what training logs when a validation is over",
+        "_callback_metrics _first_loop_iter",
+        "callbacks that monitor what training logs when a validation is over; values logged within "
+        "an epoch that is gone on with are not begun anew",
     ),
     Private(
         "pytorch_lightning.Trainer",
@@ -138,14 +144,20 @@ TABLE = (
         "the results of training",
     ),
     Private(
+        "pytorch_lightning.loops.loop._Loop",
+        "_restarting",
+        "a run that goes on steps schedulers and validates as one that was not interrupted",
+    ),
+    Private(
         "pytorch_lightning.loops.evaluation_loop._EvaluationLoop",
         "_results",
         "the results of a validation",
     ),
     Private(
         "pytorch_lightning.loops.fit_loop._FitLoop",
-        "_skip_backward",
-        "whether the next batch is followed by a backward pass",
+        "_skip_backward _combined_loader _data_fetcher",
+        "whether the next batch is followed by a backward pass; batches of a user's loader that "
+        "were trained on before",
     ),
     Private(
         "pytorch_lightning.strategies.ParallelStrategy",

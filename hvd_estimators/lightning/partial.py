@@ -1,0 +1,120 @@
+"""An epoch that is on its way: all that goes on from a checkpoint within it, but weights and such.
+
+Lightning's own checkpoint has the module's parameters, optimizers, schedulers, the states of
+callbacks and loops. What an epoch has measured so far, and what has been set for it, is in none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.lightning.flavor import Flavor
+from hvd_estimators.lightning.logged import logged_so_far, restore_logged
+from hvd_estimators.lightning.metric_states import metric_states, restore_metrics
+from hvd_estimators.torch.copies import on_cpu
+
+if TYPE_CHECKING:
+    import torch
+    from pytorch_lightning import Trainer
+
+    from hvd_estimators.lightning.callbacks import EpochRecorder
+    from hvd_estimators.lightning.exact import ExactStrategy
+    from hvd_estimators.lightning.loaders import TrainLoader
+
+__all__ = ["PartialEpoch"]
+
+
+class PartialEpoch:
+    """Takes down what an epoch has come to on this rank, and gives it back to a resumed one.
+
+    Parameters
+    ----------
+    recorder : EpochRecorder
+        Has the means of the losses.
+    loader : TrainLoader or None
+        Gives the batches; None with a data module of the user's.
+    rank, size : int
+        This rank, and the number of ranks.
+    flavor : Flavor
+        The Trainer's package.
+    """
+
+    def __init__(
+        self,
+        recorder: EpochRecorder,
+        loader: TrainLoader | None,
+        rank: int,
+        size: int,
+        flavor: Flavor,
+    ) -> None:
+        self._recorder = recorder
+        self._loader = loader
+        self.rank = rank
+        self._size = size
+        self._flavor = flavor
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what there is on this rank, as values that can be pickled."""
+        module, strategy = trainer.lightning_module, _strategy(trainer)
+        return {
+            "recorder": self._recorder.state(),
+            "logged": logged_so_far(trainer),
+            "metrics": metric_states(module),
+            "gradients": on_cpu(strategy.averager.unused_gradients()),
+            "stand_in": None if self._loader is None else self._loader.stand_in(),
+            "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
+            "evaluating": [name for name, part in module.named_modules() if not part.training],
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "should_stop": trainer.should_stop,
+        }
+
+    def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what there was.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            Is about to take the next batch.
+        states : sequence of mapping
+            What `state` returned on each of the ranks; there may have been more or fewer.
+        """
+        module = trainer.lightning_module
+        first = states[0]
+        # A rank stands for those whose shards it plays; there may be none.
+        own = states[self.rank :: self._size]
+        self._recorder.restore(trainer, [state["recorder"] for state in own])
+        if own:
+            restore_logged(trainer, [state["logged"] for state in own], self._flavor)
+            restore_metrics(module, [state["metrics"] for state in own])
+        else:
+            restore_logged(trainer, [_without_values(first["logged"])], self._flavor)
+        if self._loader is not None:
+            lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
+            self._loader.lend(lent[0] if lent else None)
+        _strategy(trainer).averager.restore_gradients(first["gradients"])
+        _restore_module(module, first)
+        trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
+        trainer.should_stop = first["should_stop"]
+
+
+def _strategy(trainer: Trainer) -> ExactStrategy:
+    strategy: Any = trainer.strategy
+    return strategy
+
+
+def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank logged as one would have that has had no batch."""
+    train, validation = logged["results"]
+    # Those of a validation are the same on all ranks: it is over.
+    empty = {key: {**entry, "has_reset": True} for key, entry in train.items()}
+    return {**logged, "results": [empty, validation]}
+
+
+def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad is (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, part in module.named_modules():
+        part.training = name not in evaluating

@@ -1,0 +1,152 @@
+"""A Lightning run that is resumed within an epoch ends as an uninterrupted one, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resuming
+import torch
+from lightning_reference import fit
+from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning.plugins import MixedPrecision
+from reference import write_rows
+from resuming import DataDependent, kept_checkpoints
+from test_resuming import assert_equal_bits
+from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
+
+from hvd_estimators.training.state import read_state
+
+pytestmark = pytest.mark.integration
+
+
+def setup_module() -> None:
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(resuming)
+
+
+class Logging(LightningModule):
+    """Draws by what is in a batch, and logs in all ways that there are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = DataDependent()
+        self.squared = MeanSquaredError()
+        # They share their states until the collection is asked.
+        self.errors = MetricCollection([MeanAbsoluteError(), MeanSquaredError()])
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output = self.net(batch["features"])[:, 0]
+        loss = torch.nn.functional.mse_loss(output, batch["label"])
+        self.squared(output.detach(), batch["label"])
+        self.errors.update(output.detach(), batch["label"])
+        self.log("squared", self.squared, on_step=True, on_epoch=True)
+        self.log("train_loss", loss.detach(), on_step=True, on_epoch=True)
+        self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True)
+        self.log("total", loss.detach(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
+        self.log("of_step", float(batch_idx))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch["features"]).mean().abs())
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict(self.errors.compute())
+        self.errors.reset()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=9)
+        return [optimizer], [{"scheduler": warmup, "interval": "step", "frequency": 2}]
+
+
+class Scheduled(Logging):
+    """Schedules its rate by what it measures, and scales its loss for half floats."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "most"},
+        }
+
+
+class Counting(Callback):
+    """Has state that changes with each batch."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.batches += 1
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("batches", float(self.batches))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
+    """Return all that a run has ended with."""
+    path = store.get_checkpoints(run_id)[-1]
+    state = read_state(store, path)
+    saved = torch.load(path, weights_only=False)
+    saved["loops"] = saved["loops"]["fit_loop"]
+    history = [vars(record) for record in state.history]
+    return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
+
+
+def plain() -> dict[str, Any]:
+    return {"model": Logging(), "trainer_args": {"val_check_interval": 3}}
+
+
+def scaled() -> dict[str, Any]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
+    plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+    return {
+        "model": Scheduled(),
+        "callbacks": [Counting()],
+        "backward_passes_per_step": 2,
+        "trainer_args": {"plugins": plugins, "gradient_clip_val": 0.5},
+    }
+
+
+@pytest.mark.parametrize(
+    ("params", "every", "positions"),
+    [
+        (plain, 3, [(0, 48), (0, 96), (1, 0), (1, 32), (1, 80), (2, 0)]),
+        # Four steps in an epoch of seven batches.
+        (scaled, 3, [(0, 96), (1, 0), (1, 64), (2, 0)]),
+    ],
+)
+def test_a_run_goes_on_from_each_checkpoint(
+    backend: Any, store: Any, params: Any, every: int, positions: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    settings = {
+        "epochs": 2,
+        "shuffle": True,
+        "scale_learning_rate": True,
+        "batch_size": 8,
+        "validation": 0.1,
+    }
+
+    def run(run_id: str, **further: Any) -> list[Any]:
+        model = fit(backend, store, run_id=run_id, **settings, **params(), **further)
+        return end_of(store, model, run_id)
+
+    whole = run("whole")
+    assert_equal_bits(run("kept", checkpoint_every_n_steps=every, keep_checkpoints=99), whole)
+    found = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        found.append(position)
+        assert_equal_bits(run(run_id), whole)
+    assert found == positions
