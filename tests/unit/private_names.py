@@ -114,7 +114,7 @@ TABLE = (
     # Lightning
     Private(
         f"pytorch_lightning.{_LOGGING}.result",
-        "_ResultCollection _ResultMetric _Metadata _Sync",
+        "_ResultCollection _ResultMetric",
         "logged values that are exact, and reduced where all ranks pass",
     ),
     Private(
