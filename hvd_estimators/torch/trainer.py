@@ -24,6 +24,7 @@ from hvd_estimators.torch.checkpoint import (
     unequal_buffers,
 )
 from hvd_estimators.torch.copies import gpu_memory
+from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
@@ -39,6 +40,7 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
@@ -86,9 +88,6 @@ def train(spec: TorchTrainSpec) -> TrainResult:
 
 
 class _Trainer:
-    # Batches after which a checkpoint is written within an epoch; a multiple of those of a step.
-    checkpoint_every: int | None = None
-
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
@@ -131,6 +130,9 @@ class _Trainer:
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.stop_request = StopRequest(
             functools.partial(sum_over_ranks, name="stop_request"), self.size
+        )
+        self.finite = FiniteCheck(
+            self.rank, self.size, functools.partial(sum_over_ranks, name="not_finite"), exchange
         )
 
     def run(self) -> TrainResult:
@@ -206,8 +208,10 @@ class _Trainer:
             self._callbacks("on_epoch_begin", epoch=epoch)
             return measures, 0
         # Where there are fewer ranks than there were, each goes on with the sums of several.
+        # Where there are more, some have none.
         sums = state.parts["measures"][self.rank :: self.size]
-        measures.restore(sum(sums[1:], sums[0]))
+        if sums:
+            measures.restore(sum(sums[1:], sums[0]))
         self.shards.for_each(lambda shard: self.streams.restore(state.random[shard]))
         return measures, self.spec.data.batches_before(epoch, state.rows)
 
@@ -219,36 +223,46 @@ class _Trainer:
         steps = self.spec.data.train_steps_per_epoch * turns
         for first in range(done * turns, steps, self.passes):
             window = batches.next_window(min(self.passes, steps - first))
+            losses = []
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
                 batch = self.spec.objective.tensors.batch(columns, self.device)
-                self._minibatch(batch, factor, index, measures)
+                losses.append(self._minibatch(batch, factor, index, measures))
             self.shards.enter(0)
-            if not self.objective.has_own_step:
+            is_last = first + len(window) >= steps
+            if not self.objective.has_own_step or (is_last and self.averager.pending):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             done = (first + len(window)) // turns
             if self.progress.due:
                 self.progress.step(done, measures.means())
-            if first + len(window) == steps:
-                break  # the epoch's end is saved, after validation
-            every, stops = self.checkpoint_every, self.stop_request.after_step()
-            if stops or (every is not None and not done % every):
-                self._save_checkpoint(epoch, done, measures)
-            if stops:
-                raise interrupted(epoch, done, self._keeps_checkpoints)
-        if self.averager.pending:
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            if self.spec.terminate_on_nan:
+                found = not_finite(self.plain, losses)
+                self.finite.after_step(self.spec.steps_done(epoch, done), epoch, *found)
+            if not is_last:
+                self._after_step(epoch, done, measures)
 
-    def _minibatch(self, batch: Batch, factor: float, index: int, measures: Measures) -> None:
-        """Compute and back-propagate the loss of one batch.
+    def _after_step(self, epoch: int, batches: int, measures: Measures) -> None:
+        """Save the run within an epoch where that is due, or where it is to end here.
+
+        Called by all ranks.
+        """
+        is_asked = self.stop_request.after_step()
+        if is_asked or self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches)):
+            self._save_checkpoint(epoch, batches, measures)
+        if is_asked:
+            raise interrupted(epoch, batches, self._keeps_checkpoints)
+
+    def _minibatch(
+        self, batch: Batch, factor: float, index: int, measures: Measures
+    ) -> torch.Tensor | None:
+        """Compute and back-propagate the loss of one batch, and return it.
 
         ``factor`` is what makes the mean of the ranks' gradients the gradient of the mean over
         all rows of the step: 1 where all batches of the step count for the same.
         """
         if not batch.rows:
-            return
+            return None
         if self.objective.has_own_step:
             evaluation = self.objective.run_minibatch(
                 self.module,
@@ -265,6 +279,7 @@ class _Trainer:
         measures.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
+        return evaluation.loss.detach()
 
     def _validate(self, data: DataModule) -> Measures:
         self.module.eval()

@@ -39,46 +39,6 @@ class DataDependent(torch.nn.Module):
         return self.last(hidden)
 
 
-class SavingWithinEpochs(Backend):
-    """Writes checkpoints within epochs, too.
-
-    Parameters
-    ----------
-    standing : StandingBackend
-        Runs the ranks.
-    every : int
-        Batches between two checkpoints.
-    """
-
-    def __init__(self, standing: StandingBackend, every: int) -> None:
-        self._standing = standing
-        self._every = every
-
-    def num_processes(self) -> int:
-        return self._standing.num_processes()
-
-    def run(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        env: Mapping[str, str | None] | None = None,
-        **others: Any,
-    ) -> list[Any]:
-        every = self._every
-
-        def within_epochs(*args: Any, **kwargs: Any) -> Any:
-            from hvd_estimators.torch import trainer
-
-            trainer._Trainer.checkpoint_every = every
-            try:
-                return fn(*args, **kwargs)
-            finally:
-                trainer._Trainer.checkpoint_every = None
-
-        return self._standing.run(within_epochs, args, kwargs, env, **others)
-
-
 class AskedToEnd(Backend):
     """Sends one rank SIGTERM in the course of training, of which all ranks end.
 

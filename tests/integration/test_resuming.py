@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.plugins import MixedPrecision
 from reference import fit, write_rows
-from resuming import AskedToEnd, DataDependent, SavingWithinEpochs, kept_checkpoints
+from resuming import AskedToEnd, DataDependent, kept_checkpoints
 
 from hvd_estimators.training.state import read_state
 
@@ -46,7 +48,7 @@ class Plateaus:
             scheduler.load_state_dict(of_scheduler)
 
 
-def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, keep: int = 2) -> Any:
+def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, **params: Any) -> Any:
     net = DataDependent()
     settings = {
         "model": net,
@@ -58,7 +60,7 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, keep: int 
         # Seven steps; the ranks' last batches differ.
         "batch_size": 8,
         "validation": 0.1,
-        "keep_checkpoints": keep,
+        **params,
     }
     model, _ = fit(store, 2, "adam", run_id=run_id, epochs=epochs, **settings)
     return model
@@ -109,19 +111,20 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
     first, second = whole[3]["buffers"]
     assert not torch.equal(first["drawn"], second["drawn"])
 
-    saving = SavingWithinEpochs(backend, every=3)
-    model = torch_run(store, saving, "kept", keep=99)
+    within = {"checkpoint_every_n_steps": 3, "terminate_on_nan": True}
+    model = torch_run(store, backend, "kept", keep_checkpoints=99, **within)
     assert_equal_bits(end_of(store, model, "kept"), whole)
     positions = []
     for run_id, position in kept_checkpoints(store, "kept"):
         positions.append(position)
-        model = torch_run(store, backend, run_id)
+        model = torch_run(store, backend, run_id, **within)
         assert_equal_bits(end_of(store, model, run_id), whole)
     for newest in store.get_checkpoints("kept")[-2:]:
         Path(newest).write_bytes(Path(newest).read_bytes()[:-1])
     assert_equal_bits(end_of(store, torch_run(store, backend, "kept"), "kept"), whole)
-    # After three and six of seven batches, and after each epoch.
-    assert positions == [(e, rows) for e in range(4) for rows in (0, 48, 96)][1:-2]
+    # After every third step of the run, seven of which are an epoch, and after each epoch.
+    within_epochs = [(0, 48), (0, 96), (1, 32), (1, 80), (2, 16), (2, 64)]
+    assert positions == sorted([*within_epochs, (1, 0), (2, 0), (3, 0)])
 
     # Asked to end in the first step, and each time that it goes on. Ranks look after their steps 1,
     # 3, 7 and so on, or more often where steps are slow.
@@ -134,6 +137,52 @@ def test_a_torch_run_goes_on_from_each_epoch_and_from_within_epochs(
     assert stopped[1] == (0, 16)
     assert stopped == sorted(set(stopped))
     assert_equal_bits(end_of(store, torch_run(store, backend, "asked"), "asked"), whole)
+
+
+def acting(step: int, act: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return a constructor of a loss that acts on its value in one step of rank 1."""
+
+    def make(rank: int) -> Any:
+        left = itertools.count(step, -1)
+
+        def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            value = torch.nn.functional.mse_loss(output, label)
+            is_training = rank == 1 and value.requires_grad
+            return act(value) if is_training and next(left) == 1 else value
+
+        return loss
+
+    return [make]
+
+
+def test_a_loss_that_is_nan_ends_all_ranks_and_leaves_the_last_good_checkpoint(
+    backend: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+
+    def run(run_id: str, **params: Any) -> Any:
+        return torch_run(store, backend, run_id, loss=None, **params)
+
+    def newest(run_id: str) -> tuple[int, int]:
+        state = read_state(store, store.get_checkpoints(run_id)[-1])
+        return state.epoch, state.rows
+
+    never = acting(0, lambda value: value)
+    whole = end_of(store, run("whole", loss_constructors=never), "whole")
+
+    # The ninth of seven steps an epoch.
+    nan = acting(9, lambda value: value * np.nan)
+    with pytest.raises(AssertionError) as failed:
+        run("nan", loss_constructors=nan, checkpoint_every_n_steps=4, terminate_on_nan=True)
+    assert "NotFiniteError" in str(failed.value)
+    assert "at step 9 of the run (in epoch 1" in str(failed.value)
+    assert "the loss of rank 1 is nan; NaN or infinite after it: 'first.weight'" in str(
+        failed.value
+    )
+    assert newest("nan") == (1, 16)
+    resumed = run("nan", loss_constructors=never)
+    assert_equal_bits(end_of(store, resumed, "nan"), whole)
 
 
 class Chancy(LightningModule):
