@@ -21,6 +21,7 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.forked import ForkedRank
 from hvd_estimators.launch.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.guardian import PID_FILE
 from hvd_estimators.launch.outcome import NOT_STARTED, RankOutcome
@@ -31,7 +32,7 @@ from hvd_estimators.launch.stalls import (
     stall_environment,
     stall_limit,
 )
-from hvd_estimators.launch.warm import ForkedRank, WarmStart
+from hvd_estimators.launch.warm import WarmStart
 from hvd_estimators.launch.worker import OUTCOME_FILE
 
 __all__ = ["RankProcess", "pickle_call"]

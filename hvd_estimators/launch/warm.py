@@ -18,17 +18,23 @@ import logging
 import os
 import re
 import resource
-import select
 import socket
-import struct
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["WARM_START_VARIABLE", "ForkedRank", "WarmStart", "wanted", "warm_environment"]
+from hvd_estimators.launch.forked import ANSWER_SECONDS, ForkedRank
+from hvd_estimators.launch.warm_folder import (
+    address_of,
+    connected,
+    is_alive,
+    process_facts,
+    sockets_folder,
+)
+
+__all__ = ["WARM_START_VARIABLE", "WarmStart", "wanted", "warm_environment"]
 
 WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
 """Environment variable: ``0`` starts every rank in a fresh process."""
@@ -38,9 +44,8 @@ IDLE_SECONDS = 600.0
 
 HELLO, STALE, GO = b"hello", b"stale", b"go"
 
-# Importing everything from a slow disk; after that a fork.
+# Importing everything from a slow disk.
 _IMPORT_SECONDS = 120.0
-_ANSWER_SECONDS = 10.0
 _MOST_PROCESSES = 2
 # Which variables are a rank's own. Nothing reads them when it is imported.
 _OF_A_RANK = re.compile(
@@ -85,13 +90,13 @@ class WarmStart:
     def of_executor(cls, modules: Sequence[str]) -> WarmStart:
         """Return that of a Spark task: the owners are Spark's daemon and the executor's JVM."""
         parent = os.getppid()
-        name, above = _stat(parent)[:2]
+        name, above = process_facts(parent)[:2]
         # Without a daemon the JVM starts Python itself.
         return cls(modules, [parent] if name == "java" else [parent, above])
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
         """Start the warm process, if there is none, so that it imports while others wait."""
-        with contextlib.suppress(OSError, ValueError), _folder() as folder:
+        with contextlib.suppress(OSError, ValueError), sockets_folder() as folder:
             name = self._name(executable, env, os.getcwd())
             self._connect(folder, name, executable, env).close()
 
@@ -132,7 +137,7 @@ class WarmStart:
         cwd = os.getcwd()
         spec = {"env": dict(env), "cwd": cwd, "umask": _umask(), "directory": directory}
         name = self._name(executable, env, cwd)
-        with _folder() as folder, _sent(spec) as written:
+        with sockets_folder() as folder, _sent(spec) as written:
             for is_last in (False, True):
                 connection = self._connect(folder, name, executable, env)
                 try:
@@ -143,7 +148,7 @@ class WarmStart:
                         continue
                     if greeting != HELLO:
                         raise EOFError(greeting.decode(errors="replace") or "it has ended")
-                    connection.settimeout(_ANSWER_SECONDS)
+                    connection.settimeout(ANSWER_SECONDS)
                     given = [files[name] for name in ("call", "lifeline", "output")]
                     descriptors = [written, *given, files.get("errors", files["output"])]
                     socket.send_fds(connection, [b"fork"], descriptors)
@@ -163,24 +168,24 @@ class WarmStart:
     ) -> socket.socket:
         """Connect to the warm process of a name, which is started if there is none."""
         with contextlib.suppress(OSError):
-            return _connected(folder, name)
+            return connected(folder, name)
         lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             with contextlib.suppress(OSError):
-                return _connected(folder, name)
+                return connected(folder, name)
             self._make_room(folder)
             self._start(folder, name, executable, warm_environment(env))
         finally:
             os.close(lock)
-        return _connected(folder, name)
+        return connected(folder, name)
 
     def _start(self, folder: int, name: str, executable: str, env: Mapping[str, str]) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(name, dir_fd=folder)
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listening.bind(_short(folder, name))
+            listening.bind(address_of(folder, name))
             listening.listen(64)
             watched = []
             for pid in self.owners:
@@ -220,7 +225,7 @@ class WarmStart:
                 continue
             if owner == self._owner_name():
                 own.append((os.stat(name, dir_fd=folder).st_mtime, name))
-            elif not _is_alive(owner):
+            elif not is_alive(owner):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
         for _, name in sorted(own)[: max(len(own) - _MOST_PROCESSES + 1, 0)]:
@@ -229,7 +234,7 @@ class WarmStart:
                 os.unlink(name, dir_fd=folder)
 
     def _owner_name(self) -> str:
-        return f"{self.owners[0]}.{_stat(self.owners[0])[2]}"
+        return f"{self.owners[0]}.{process_facts(self.owners[0])[2]}"
 
     def _name(self, executable: str, env: Mapping[str, str], cwd: str) -> str:
         limits = [
@@ -243,80 +248,6 @@ class WarmStart:
         return f"{self._owner_name()}-{digest[:32]}"
 
 
-class ForkedRank:
-    """A guardian that a warm process has forked, as `subprocess.Popen` shows a child.
-
-    Parameters
-    ----------
-    pid : int
-        Its id.
-    connection : socket.socket
-        It holds the other end alone, and sends its status there before it ends.
-    """
-
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid = pid
-        self._connection = connection
-        self._status: int | None = None
-
-    def poll(self) -> int | None:
-        """Return how the process ended, or None."""
-        return self._look(0)
-
-    def send_signal(self, number: int) -> None:
-        """Send the process a signal, unless it has ended: its id may be another one's then."""
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process ends, and return how."""
-        status = self._look(timeout)
-        if status is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired("a rank", timeout)
-        return status
-
-    def _look(self, seconds: float | None) -> int | None:
-        if self._status is not None:
-            return self._status
-        poller = select.poll()
-        poller.register(self._connection, select.POLLIN)
-        if not poller.poll(None if seconds is None else seconds * 1000):
-            return None
-        try:
-            answer = self._connection.recv(4)
-        except OSError:
-            answer = b""
-        # Who is killed tells nothing.
-        status = struct.unpack("i", answer)[0] if len(answer) == 4 else 9
-        self._await_end()
-        self._connection.close()
-        self._status = os.waitstatus_to_exitcode(status)
-        return self._status
-
-    def _await_end(self) -> None:
-        """Wait until the other end is closed, which the guardian does as its very last act."""
-        self._connection.settimeout(_ANSWER_SECONDS)
-        with contextlib.suppress(OSError):
-            self._connection.recv(1)
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[int]:
-    """Open the folder of sockets, which is this user's alone."""
-    path = Path(tempfile.gettempdir(), f"hvd-estimators-warm-{os.getuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        found = os.fstat(folder)
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(f"{path} is not this user's alone")
-        yield folder
-    finally:
-        os.close(folder)
-
-
 @contextlib.contextmanager
 def _sent(spec: Mapping[str, object]) -> Iterator[int]:
     """Write what a rank is told into memory."""
@@ -327,40 +258,6 @@ def _sent(spec: Mapping[str, object]) -> Iterator[int]:
         yield written
     finally:
         os.close(written)
-
-
-def _connected(folder: int, name: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        connection.settimeout(_ANSWER_SECONDS)
-        connection.connect(_short(folder, name))
-        with contextlib.suppress(OSError):
-            os.utime(name, dir_fd=folder)
-        return connection
-    except BaseException:
-        connection.close()
-        raise
-
-
-def _short(folder: int, name: str) -> str:
-    """Return a path of a socket; the folder's own may be longer than a socket's may be."""
-    return f"/proc/self/fd/{folder}/{name}"
-
-
-def _stat(pid: int) -> tuple[str, int, int]:
-    """Return the name, the parent and the time of start of a process."""
-    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    before, _, after = text.rpartition(")")
-    fields = after.split()
-    return before.partition("(")[2], int(fields[1]), int(fields[19])
-
-
-def _is_alive(owner: str) -> bool:
-    pid, _, started = owner.partition(".")
-    try:
-        return _stat(int(pid))[2] == int(started)
-    except (OSError, ValueError):
-        return False
 
 
 def _umask() -> int:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch import warm
+from hvd_estimators.launch import warm_folder
 from hvd_estimators.launch.addresses import listening_environment
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE
@@ -45,7 +45,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of this test's sockets; all of its processes have ended afterwards."""
-    monkeypatch.setattr(warm.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(warm_folder.tempfile, "gettempdir", lambda: str(tmp_path))
     # Other tests of this process may have some, too.
     for process in warm_processes():
         process.kill()
@@ -178,7 +178,7 @@ def test_a_forked_rank_that_is_not_wanted_any_more_ends_with_all_it_started(
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from hvd_estimators.launch import warm
+from hvd_estimators.launch import warm_folder
 from hvd_estimators.launch.addresses import listening_environment
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.events import EVENTS_VARIABLE
@@ -190,7 +190,7 @@ from hvd_estimators.launch.rendezvous_client import LocalLink
 from hvd_estimators.launch.stalls import stall_environment
 from hvd_estimators.launch.warm import WarmStart, warm_environment
 
-warm.tempfile.gettempdir = lambda: sys.argv[2]
+warm_folder.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])
 with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ, warm=start) as process:
     process.outcome()
