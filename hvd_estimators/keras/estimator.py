@@ -15,9 +15,10 @@ from hvd_estimators.fitting.runs import named
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_keras_history
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.checks import DryRun, check_batches, kept_random_state
+from hvd_estimators.keras.checks import check_batches
 from hvd_estimators.keras.class_weights import check_classes
 from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.identity import model_identity
 from hvd_estimators.keras.inputs import input_keys
@@ -27,6 +28,7 @@ from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
+from hvd_estimators.keras.trial_calls import kept_random_state
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.training.handover import Trainer

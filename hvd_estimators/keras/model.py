@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.checks import call_on_zeros
 from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.files import save_plainly
 from hvd_estimators.keras.inputs import input_structure, text_columns
@@ -19,6 +18,7 @@ from hvd_estimators.keras.losses import has_loss, has_own_step
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.serialization import dump, dump_model, load_model
 from hvd_estimators.keras.tensors import alike
+from hvd_estimators.keras.trial_calls import call_on_zeros
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
 from hvd_estimators.parquet.columns import Array

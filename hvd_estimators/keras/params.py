@@ -12,7 +12,6 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
-from hvd_estimators.keras.checks import kept_random_state
 from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.converters import class_weights, environment, label_weights
 from hvd_estimators.keras.inputs import input_structure, text_columns
@@ -25,6 +24,7 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import copy_model, dump
+from hvd_estimators.keras.trial_calls import kept_random_state
 from hvd_estimators.params import declare, integer
 
 __all__ = ["KerasParams"]

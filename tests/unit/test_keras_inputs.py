@@ -11,7 +11,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.keras.checks import DryRun
+from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.losses import may_add_loss
 from hvd_estimators.keras.model import KerasModel

@@ -1,0 +1,270 @@
+"""Dry runs on the driver: whether columns, model, loss and labels fit each other."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.checks import check_columns, check_rows, text_remedy
+from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
+from hvd_estimators.keras.loss_checks import check_loss, has_any_loss
+from hvd_estimators.keras.losses import has_own_step
+from hvd_estimators.keras.metric_states import check_metrics
+from hvd_estimators.keras.outputs import Outputs, symbolic
+from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
+from hvd_estimators.keras.trial_calls import SHAPE_KINDS, kept_variables
+from hvd_estimators.parquet.columns import Columns
+
+__all__ = ["DryRun"]
+
+# What a model raises that indexes or unpacks something else than it is given.
+_INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *SHAPE_KINDS)
+
+
+class DryRun:
+    """A few rows through a model and its loss. Builds the model where it was not: give a copy.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    feature_cols, label_cols : sequence of str
+        Columns of the inputs and outputs.
+    sample_weight_col : str or None
+        Weight of each row.
+    label_shapes : sequence of sequence of int, or None
+        Shape of each label, -1 for the rows first.
+    compile : callable, optional
+        Compiles a model, once its outputs are known; None stands for labels that are none of
+        its outputs. Default: the model is compiled.
+    class_weight : mapping, optional
+        Weight of each class of the only label.
+    copy : callable, optional
+        Returns another copy of the model, which is tried where the first cannot be called with a
+        tensor or a tuple; it is then called with a dict of column name to tensor.
+    compares : bool
+        Whether labels are compared to outputs, by a loss or by metrics.
+
+    Attributes
+    ----------
+    model : keras.Model
+        The model, built and compiled after `run`.
+    outputs : Outputs or None
+        Its outputs, as soon as they are known; None if labels are none of its outputs.
+    output_shapes : list of tuple of int
+        Shape of one row of each label's output.
+    tensors : TensorSpec
+        How columns become tensors.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        feature_cols: Sequence[str],
+        label_cols: Sequence[str],
+        sample_weight_col: str | None,
+        label_shapes: Sequence[Sequence[int]] | None,
+        compile: Callable[[keras.Model, Outputs | None], None] = lambda model, outputs: None,
+        class_weight: Mapping[int, float] | None = None,
+        copy: Callable[[], keras.Model] | None = None,
+        compares: bool = True,
+    ) -> None:
+        self.model = model
+        self._class_weight = class_weight
+        self._compile = compile
+        self._copy = copy
+        self._compares = compares and not has_own_step(model)
+        self._feature_cols = feature_cols
+        self._label_cols = label_cols
+        self._weight_col = sample_weight_col
+        self._label_shapes = label_shapes
+        self._inputs: Any = input_structure(model, feature_cols)
+        self.output_shapes: list[tuple[int, ...]] | None = None
+        self.outputs: Outputs | None = None
+        self._known: dict[str, tuple[int, ...]] = {}
+        self._batch: tuple[Any, ...] | None = None
+        outputs = symbolic(model, "output")
+        if outputs is not None:
+            self._take_outputs(outputs)
+
+    @property
+    def tensors(self) -> TensorSpec:
+        """How columns become tensors, as far as it is known by now."""
+        labels = self._label_fields()
+        structure: Any
+        if self.outputs is None:
+            structure = labels[0] if len(labels) == 1 else tuple(labels)
+        else:
+            fields = dict(zip(self._label_cols, labels, strict=True))
+            structure = self.outputs.pack(
+                # Keras compares structures: an output without a label is compared to nothing.
+                [ZEROS if label is None else fields[label] for label in self.outputs.labels]
+            )
+        return TensorSpec(self._inputs, structure, self._weight_col, self._class_weight)
+
+    def look_at(self, columns: Columns) -> None:
+        """Note the columns' shapes, and call nothing.
+
+        Raises
+        ------
+        ParamError
+            If the model is not built, which takes a call.
+        """
+        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        self._go_without_call("dry_run is False")
+        model, inputs = self.model, self._inputs
+        is_known = len(self._feature_cols) == 1 or has_own_step(model) or called_with(model)
+        if not is_known and other_structure(model, inputs, self._feature_cols) is not None:
+            raise ParamError(
+                "model: there is no telling whether it takes a tuple or a dict of column name to "
+                "tensor, as it was not called yet and dry_run is False. Call it on a few rows, in "
+                "the form that it takes, before it is given, or leave dry_run on."
+            )
+
+    def run(self, columns: Columns) -> None:
+        """Call the model and its loss with some rows.
+
+        What cannot run in this process, which is no rank and may have no GPU, is left to the ranks
+        with a warning.
+
+        Raises
+        ------
+        ShapeError
+            If the model cannot take the columns, its outputs are not as many as the labels, or
+            the loss cannot take outputs and labels.
+        ParamError
+            If the model is not built, and cannot be called here.
+        """
+        self._known = {name: array.shape[1:] for name, array in columns.items()}
+        check_columns(self._input_fields(), columns, "feature_cols", "input")
+        with tf.device("CPU:0"), contextlib.ExitStack() as stack:
+            try:
+                x, outputs = self._call(columns, stack)
+            except Exception as error:
+                called = self._call_otherwise(columns, stack, error)
+                if isinstance(called, str):
+                    remedy = text_remedy(columns, self._inputs)
+                    # Numbers that are made of text raise what a missing GPU may raise, too.
+                    kinds = (*SHAPE_KINDS, tf.errors.UnimplementedError) if remedy else SHAPE_KINDS
+                    if leave_to_ranks(error, kinds):
+                        self._go_without_call(f"it raised {type(error).__name__}: {error}")
+                        return
+                    arrays = {f: f.array(columns[f.column]) for f in self._input_fields()}
+                    given = ", ".join(f"{f.column} {x.shape} {x.dtype}" for f, x in arrays.items())
+                    raise ShapeError(
+                        f"The model cannot take the feature columns. It was called with {given} "
+                        f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
+                        "the order of the model's inputs, in the shapes that it expects."
+                        f"{remedy}"
+                    ) from error
+                x, outputs = called
+            if self.outputs is None:
+                self._take_outputs(outputs)
+            labels = None if self.outputs is None else self.outputs.labels
+            check_rows(outputs, labels, len(next(iter(columns.values()))))
+            if has_any_loss(self.model, x):
+                self._check_loss(x, outputs, columns)
+
+    def _input_fields(self) -> list[Field]:
+        fields: list[Field] = keras.tree.flatten(self._inputs)
+        return fields
+
+    def _call(self, columns: Columns, stack: contextlib.ExitStack) -> tuple[Any, Any]:
+        """Return what the model is called with, and what it returns."""
+        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs))
+        stack.enter_context(kept_variables(self.model))
+        with traceless():
+            return x, self.model(x, training=False)
+
+    def _call_otherwise(
+        self, columns: Columns, stack: contextlib.ExitStack, error: Exception
+    ) -> tuple[Any, Any] | str:
+        """Call a model that indexes its inputs in another way; why it cannot be, in words."""
+        other = other_structure(self.model, self._inputs, self._feature_cols)
+        if other is None or self._copy is None or not isinstance(error, _INDEXING_KINDS):
+            return ""
+        before = self.model, self._inputs
+        # The first may be half built.
+        self.model, self._inputs = self._copy(), other
+        try:
+            return self._call(columns, stack)
+        except Exception as second:
+            called_by = "a dict of column name to tensor" if isinstance(other, dict) else "a tuple"
+            self.model, self._inputs = before
+            return f" (and with {called_by} {type(second).__name__}: {second})"
+
+    def _check_loss(self, x: Any, outputs: Any, columns: Columns) -> None:
+        tensors = self.tensors
+        check_columns(list(tensors.label_fields()), columns, "label_shapes", "label")
+        batch = tensors.arrays(columns)
+        labels = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
+        weights = None if len(batch) == 2 else tf.convert_to_tensor(batch[2])
+        if check_loss(self.model, self.outputs, x, outputs, labels, weights):
+            self._batch = (x, labels, outputs, *batch[2:])
+
+    def check_metrics(self) -> None:
+        """Make sure that ranks' metrics can be added up, after `run`; see `check_metrics`."""
+        if self._batch is not None:
+            with tf.device("CPU:0"), traceless():
+                check_metrics(self.model, *self._batch)
+
+    def _go_without_call(self, reason: str) -> None:
+        """Leave a model that is not to be called here to the ranks."""
+        parts = all_layers(self.model, include_self=False)
+        if not self.model.built and not (parts and all(part.built for part in parts)):
+            raise ParamError(
+                f"model: it is not built, and cannot be built on the driver ({reason}). Call it on "
+                "a few rows before it is given, where it can run, or define its build()."
+            )
+        if self.output_shapes is not None:
+            return
+        if len(self._label_cols) > 1 and not has_own_step(self.model):
+            raise ParamError(
+                "model: it does not tell its outputs, so that there is no telling which of them "
+                f"belongs to which label, and it cannot be called on the driver ({reason}). Set a "
+                "functional model."
+            )
+        self._compile(self.model, None)
+
+    def _take_outputs(self, outputs: Any) -> None:
+        flat = keras.tree.flatten(outputs)
+        try:
+            self.outputs = Outputs.of(self.model, outputs, self._label_cols)
+            flat = self.outputs.select(flat, self._label_cols)
+        except ShapeError:
+            # A train step of the user's own, or losses of layers, need not compare labels to
+            # outputs.
+            if self._compares:
+                raise
+        self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
+        self._compile(self.model, self.outputs)
+
+    def _label_fields(self) -> list[Field]:
+        names = list(self._label_cols)
+        if self._label_shapes is not None:
+            return [
+                Field(name, tuple(shape[1:]))
+                for name, shape in zip(names, self._label_shapes, strict=True)
+            ]
+        shapes = self.output_shapes
+        if shapes is None or self.outputs is None:
+            return [Field(name) for name in names]
+        return [
+            # A label of as many elements as its output is compared in the output's shape.
+            Field(name, shape if _same_size(shape, self._known.get(name)) else None)
+            for name, shape in zip(names, shapes, strict=True)
+        ]
+
+
+def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> bool:
+    if not shape or other is None or None in shape:
+        return False
+    return math.prod(size or 0 for size in shape) == math.prod(other)
