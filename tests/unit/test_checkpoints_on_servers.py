@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 import pytest
-from test_checkpoints import epochs_in, restored, save
+from saved_checkpoints import epochs_in, restored, save
 
 from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.training.spec import CheckpointOptions

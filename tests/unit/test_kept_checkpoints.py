@@ -1,0 +1,121 @@
+"""Which checkpoints of a run are kept, and which is the best."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+from saved_checkpoints import (
+    epochs_in,
+    file_names,
+    model_of,
+    save,
+    state_of,
+)
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store.checkpoint_names import pointer_of
+from hvd_estimators.store.checkpoints import (
+    best_checkpoint,
+    list_checkpoints,
+    positions,
+)
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
+from hvd_estimators.training.state import RunState
+
+
+@pytest.mark.parametrize("keep", [1, 2, 3])
+def test_the_newest_and_the_best_are_kept(any_store: Any, keep: int) -> None:
+    run = any_store.run_paths("mine")
+    losses = [0.5, math.nan, 0.2, 0.2, 0.9, 0.8, 0.7]
+    saved: list[int] = []
+    # In two parts.
+    for part in ([1, 2, 3, 4], [5, 6, 7]):
+        with CheckpointWriter(any_store, run, CheckpointOptions("torch", keep)) as writer:
+            for epoch in part:
+                writer.save(state_of(epoch, loss=losses[epoch - 1]), model_of(epoch))
+                writer.finish()
+                saved.append(epoch)
+                best = min(saved, key=lambda e: (losses[e - 1] != losses[e - 1], losses[e - 1], e))
+                assert epochs_in(any_store) == sorted({best, *saved[-keep:]})
+    found = best_checkpoint(list_checkpoints(any_store, run))
+    assert found is not None
+    assert (found.epoch, found.monitor, found.mode) == (3, "loss", "min")
+
+
+def test_what_was_measured_may_be_nan_or_infinite(store: Any) -> None:
+    run = store.run_paths("mine")
+    with CheckpointWriter(store, run, CheckpointOptions("torch")) as writer:
+        for epoch, loss in enumerate([math.inf, math.nan, -math.inf], 1):
+            writer.save(state_of(epoch, loss=loss), model_of(epoch))
+    found = [info.metrics["loss"] for info in list_checkpoints(store, run)]
+    assert math.isnan(found[0])
+    assert found[1] == -math.inf
+    pointer = Path(pointer_of(store.get_checkpoints("mine")[-1])).read_text()
+    # As JSON that others read.
+    json.loads(pointer, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({"monitor": "val_accuracy"}, 2),
+        ({"monitor": "val_accuracy", "mode": "min"}, 1),
+        ({"monitor": "odd", "mode": "max"}, 1),
+        # Without its prefix, as there is none of training.
+        ({"monitor": "accuracy"}, 2),
+        ({}, 3),
+    ],
+)
+def test_what_is_best_is_told_by_options(store: Any, options: Any, best: int) -> None:
+    accuracies, odd, losses = [0.1, 0.9, 0.5, 0.4], [9, 8, 7, 6], [0.4, 0.3, 0.1, 0.2]
+    history: tuple[EpochMetrics, ...] = ()
+    run = store.run_paths("mine")
+    with CheckpointWriter(store, run, CheckpointOptions("torch", 1, **options)) as writer:
+        for epoch in range(4):
+            train = {"loss": 1.0 / (epoch + 1), "groups": [{"odd": odd[epoch]}]}
+            validation = {"loss": losses[epoch], "val_accuracy": accuracies[epoch]}
+            history = (*history, EpochMetrics(epoch, train, validation))
+            writer.save(RunState(epoch + 1, 0, 2, history), model_of(epoch))
+    assert epochs_in(store) == sorted({best, 4})
+
+
+def test_a_metric_that_is_not_measured_is_told_after_the_first_epoch_is_kept(store: Any) -> None:
+    options = CheckpointOptions("torch", monitor="vall_loss", mode="min")
+    with pytest.raises(ParamError, match=r"checkpoint_monitor: found 'vall_loss'.*Set one of"):
+        save(store, 1, options=options)
+    assert epochs_in(store) == [1]
+
+
+def test_positions_within_an_epoch_come_between_those_of_epochs(any_store: Any) -> None:
+    run = any_store.run_paths("mine")
+    with CheckpointWriter(any_store, run, CheckpointOptions("torch", 3)) as writer:
+        for epoch, rows in [(1, 0), (1, 48), (1, 144)]:
+            writer.save(state_of(epoch, rows), model_of(epoch))
+    assert [(i.epoch, i.rows) for i in list_checkpoints(any_store, run)] == [
+        *((1, 0), (1, 48), (1, 144))
+    ]
+    infos = list_checkpoints(any_store, run)
+    assert any_store.get_checkpoints("mine") == [info.path for info in infos]
+    assert [bool(info.metrics) for info in infos] == [True, False, False]
+    assert best_checkpoint(infos) == infos[0]
+    save(any_store, 2)
+    # The best is none of those within the epoch.
+    assert [*positions(any_store, run)] == [(1, 144), (2, 0)]
+
+
+def test_what_a_killed_rank_has_left_is_deleted_and_files_of_others_are_not(store: Any) -> None:
+    folder = Path(store.get_checkpoint_path("mine"))
+    save(store, 1)
+    others = ["best.ckpt", "kept.keras", "checkpoint-epoch=1.ckpt", ".checkpoint-000001.ckpt"]
+    left = ["checkpoint-000007.ckpt", f".checkpoint-000002.ckpt-{uuid.uuid4().hex}"]
+    for name in [*others, *left]:
+        (folder / name).write_bytes(b"")
+    save(store, 2)
+    names = {*others, *(f"checkpoint-00000{n}.{s}" for n in (1, 2) for s in ("ckpt", "json"))}
+    assert set(file_names(store)) == names

@@ -1,0 +1,169 @@
+"""Prepared datasets that other processes write and read, and leave. No Spark."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from prepared_sets import Writer, folders, names, use
+
+from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepared_data
+from hvd_estimators.prepare.catalog import (
+    dataset_paths,
+)
+from hvd_estimators.prepare.reuse import KEPT_DATASETS
+
+pytestmark = pytest.mark.usefixtures("cleared_cache")
+
+
+PROGRAM = """
+    import sys, time
+    from hvd_estimators import Store
+    from hvd_estimators.prepare.catalog import dataset_paths
+    from tests.unit.prepared_sets import Source, Writer
+    from hvd_estimators.prepare.reuse import hold, lend
+
+    store, what = Store.create(sys.argv[1]), sys.argv[2]
+    if len(what) == len("0123456789ab"):
+        with hold(store, what):
+            print("holding", flush=True)
+            sys.stdin.readline()
+        sys.exit()
+
+    def killed(index):
+        for path in dataset_paths(store, index)[:-1]:
+            store.fs.makedirs(path)
+            store.write_text(path + "/part.parquet", "half")
+        print("writing", flush=True)
+        time.sleep(60)
+
+    with lend(store, Source("rows"), (), killed if what == "half" else Writer(store)) as index:
+        pass
+    print(index, flush=True)
+    if what == "kept":
+        sys.stdin.readline()
+"""
+
+
+def start(store, what):
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), store.prefix_path, what],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+
+
+def test_datasets_are_deleted_when_the_interpreter_exits(store):
+    process = start(store, "whole")
+    assert len(process.communicate(timeout=60)[0]) == len("0123456789ab\n")
+    assert process.returncode == 0
+    assert store.exists(store.prefix_path)
+    assert folders(store) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_what_a_process_left_that_a_signal_ended_goes_when_the_next_one_writes(store, number):
+    process = start(store, "kept")
+    left = process.stdout.readline().strip()
+    # As long as it lives, its dataset stays.
+    write = Writer(store)
+    first = use(store, write)
+    assert {d.index for d in clear_prepared_data(store)} == {first}
+    assert [d.index for d in list_prepared_data(store)] == [left]
+    process.send_signal(number)
+    process.wait(60)
+    assert [d.index for d in list_prepared_data(store)] == [left]
+    second = use(store, write)
+    assert folders(store) == names(second)
+
+
+def test_what_lives_elsewhere_is_cleared_by_name_or_by_force(store):
+    with start(store, "kept") as process:
+        left = process.stdout.readline().strip()
+        assert clear_prepared_data(store) == []
+        assert [d.index for d in clear_prepared_data(store, left)] == [left]
+        assert folders(store) == []
+    with start(store, "kept") as process:
+        left = process.stdout.readline().strip()
+        assert [d.index for d in clear_prepared_data(store, force=True)] == [left]
+        assert folders(store) == []
+
+
+def test_what_a_killed_writer_left_is_not_listed_and_is_cleared(store):
+    process = start(store, "half")
+    assert process.stdout.readline() == "writing\n"
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert len(folders(store)) == len(dataset_paths(store, "")) == 3
+    assert list_prepared_data(store) == []
+    (left,) = clear_prepared_data(store)
+    assert (left.rows, left.columns, left.num_bytes) == (0, (), 2 * len("half"))
+    assert folders(store) == []
+
+
+def hold_elsewhere(store, index):
+    process = start(store, index)
+    assert process.stdout.readline() == "holding\n"
+    return process
+
+
+def test_what_another_application_reads_stays_until_it_is_done(store):
+    write = Writer(store)
+    index = use(store, write)
+    reader = hold_elsewhere(store, index)
+    assert clear_prepared_data(store) == []
+    assert clear_prepared_data(store, index) == []
+    for i in range(KEPT_DATASETS + 1):
+        use(store, write, f"more {i}")
+    clear_training_cache()
+    assert [d.index for d in list_prepared_data(store)] == [index]
+    # It is paused, which is no end.
+    reader.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, reader.pid, os.WSTOPPED | os.WNOWAIT)
+    assert clear_prepared_data(store) == []
+    reader.send_signal(signal.SIGCONT)
+    reader.communicate("\n")
+    assert folders(store) == names(index)
+    assert [d.index for d in clear_prepared_data(store)] == [index]
+    assert folders(store) == []
+
+
+def test_a_killed_reader_holds_nothing(store):
+    index = use(store, Writer(store))
+    reader = hold_elsewhere(store, index)
+    reader.kill()
+    reader.communicate()
+    assert len(folders(store)) == len(names(index)) + 1
+    assert [d.index for d in clear_prepared_data(store)] == [index]
+    assert folders(store) == []
+
+
+def test_force_takes_what_others_read(store):
+    index = use(store, Writer(store))
+    with hold_elsewhere(store, index) as reader:
+        assert [d.index for d in clear_prepared_data(store, force=True)] == [index]
+        reader.communicate("\n")
+    assert folders(store) == []
+
+
+def test_what_others_read_outlives_the_application_that_wrote_it(store):
+    writer = start(store, "kept")
+    index = writer.stdout.readline().strip()
+    reader = hold_elsewhere(store, index)
+    writer.communicate("\n")
+    assert writer.returncode == 0
+    assert [d.index for d in list_prepared_data(store)] == [index]
+    use(store, Writer(store))
+    assert index in [d.index for d in list_prepared_data(store)]
+    reader.communicate("\n")
+    use(store, Writer(store), "other")
+    assert index not in [d.index for d in list_prepared_data(store)]
+    clear_prepared_data(store)
+    assert folders(store) == []

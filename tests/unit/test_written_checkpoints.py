@@ -1,0 +1,213 @@
+"""Checkpoints are written and read beside training, whole, as their store allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import itertools
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from saved_checkpoints import (
+    epochs_in,
+    file_names,
+    model_of,
+    restored,
+    save,
+    state_of,
+)
+
+from hvd_estimators import Store
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store import FilesystemStore
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.spec import CheckpointOptions
+
+
+class Slow(FilesystemStore):
+    """Its uploads wait until they are let go, and may fail."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.free = threading.Event()
+        self.started: list[str] = []
+        self.error: Exception | None = None
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        with super().open_atomic(path) as file:
+            yield file
+            if path.endswith(".ckpt"):
+                self.started.append(path)
+                assert self.free.wait(60)
+                if self.error is not None:
+                    raise self.error
+
+
+@pytest.fixture
+def slow() -> Slow:
+    return Slow(f"memory://{uuid.uuid4().hex}")
+
+
+def writer_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("hvd_estimators checkpoint")]
+
+
+def test_training_goes_on_while_a_checkpoint_is_uploaded(slow: Slow) -> None:
+    run = slow.run_paths("mine")
+    weight = torch.zeros(3)
+    with CheckpointWriter(slow, run, CheckpointOptions("torch")) as writer:
+        writer.save(state_of(1), lambda file: torch.save({"epoch": 1, "weight": weight}, file))
+        # What is saved is what there was then.
+        weight += 1
+        assert epochs_in(slow) == []
+        second = threading.Thread(target=writer.save, args=(state_of(2), model_of(2)))
+        second.start()
+        # The second waits for the first.
+        second.join(0.2)
+        assert second.is_alive()
+        assert len(slow.started) <= 1
+        slow.free.set()
+        second.join(60)
+        assert epochs_in(slow)[0] == 1
+    # All is there when the block has ended.
+    assert epochs_in(slow) == [1, 2]
+    assert not writer_threads()
+    loaded = torch.load(io.BytesIO(slow.read(slow.get_checkpoints("mine")[0])), weights_only=True)
+    assert torch.equal(loaded["weight"], torch.zeros(3))
+
+
+@pytest.mark.parametrize("ends", ["well", "by an error", "by another save"])
+def test_an_upload_that_fails_is_told_and_earlier_ones_stay(
+    slow: Slow, ends: str, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = slow.run_paths("mine")
+    slow.free.set()
+    save(slow, 1, 2)
+
+    def train() -> None:
+        with CheckpointWriter(slow, run, CheckpointOptions("torch")) as writer:
+            slow.error = OSError("no space left")
+            writer.save(state_of(3), model_of(3))
+            if ends == "by an error":
+                raise ZeroDivisionError
+            if ends == "by another save":
+                writer.save(state_of(4), model_of(4))
+
+    message = r"000003.ckpt' could not be written \(OSError: no space left\).*same run_id goes on"
+    expected: type[Exception] = ZeroDivisionError if ends == "by an error" else StoreError
+    with pytest.raises(expected, match=message if expected is StoreError else "^$"):
+        train()
+    assert ("no space left" in caplog.text) == (ends == "by an error")
+    assert epochs_in(slow) == [1, 2]
+    assert restored(slow) == (2, 2)
+    assert not writer_threads()
+    assert list(tmp_path.iterdir()) == []
+    slow.error = None
+    save(slow, 3)
+    assert epochs_in(slow) == [2, 3]
+
+
+def test_a_model_that_cannot_be_written_leaves_nothing(store: Any) -> None:
+    save(store, 1)
+
+    def write(file: IO[bytes]) -> None:
+        file.write(b"the beginning")
+        raise TypeError("cannot be saved")
+
+    with (
+        pytest.raises(TypeError, match="cannot be saved"),
+        CheckpointWriter(store, store.run_paths("mine"), CheckpointOptions("torch")) as writer,
+    ):
+        writer.save(state_of(2), write)
+    assert len(file_names(store)) == 2
+
+
+class ForwardOnly(io.RawIOBase):
+    """A file as some remote stores have them: neither read nor sought."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self.file = file
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return self.file.write(data)
+
+
+def test_files_may_be_written_from_beginning_to_end_only(
+    any_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = type(any_store).open_atomic
+
+    @contextlib.contextmanager
+    def open_atomic(self: Any, path: str) -> Any:
+        with whole(self, path) as file:
+            yield ForwardOnly(file)
+
+    monkeypatch.setattr(type(any_store), "open_atomic", open_atomic)
+    save(any_store, 1, 2)
+    assert restored(any_store) == (2, 2)
+
+
+def test_a_remote_checkpoint_is_read_once_from_beginning_to_end(monkeypatch: Any) -> None:
+    store = Store.create(f"memory://{uuid.uuid4().hex}")
+    save(store, 1, 2)
+    opened: list[str] = []
+    places: list[int] = []
+    plain = FilesystemStore.open
+
+    class Watched(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            places.append(self.tell())
+            return super().read(size)
+
+        def seek(self, *args: Any) -> int:
+            pytest.fail("it was sought")
+
+    def open_watched(self: Any, path: str) -> Any:
+        if path.endswith(".json"):
+            return plain(self, path)
+        opened.append(path)
+        return Watched(self.read(path))
+
+    monkeypatch.setattr(FilesystemStore, "open", open_watched)
+    assert restored(store) == (2, 2)
+    assert opened == [store.get_checkpoints("mine")[-1]]
+    assert all(a < b for a, b in itertools.pairwise(places))
+
+
+class Full(io.BytesIO):
+    """A disk with room for a few bytes."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > 500:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(data)
+
+
+def test_a_full_disk_is_told_of_where_torch_says_something_else(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def open_atomic(self: Any, path: str) -> Any:
+        with whole(self, path):
+            yield Full()
+
+    save(store, 1)
+    whole = type(store).open_atomic
+    monkeypatch.setattr(type(store), "open_atomic", open_atomic)
+    with pytest.raises(StoreError, match=r"000002.ckpt' could not be written .*no space left"):
+        save(store, 2)
+    monkeypatch.undo()
+    assert restored(store) == (1, 1)
+    assert len(file_names(store)) == 2
