@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from hvd_estimators.lightning.wrapping import wrapped
 from hvd_estimators.torch.checkpoint import unequal_buffers
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
+from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import CheckpointOptions
@@ -60,6 +62,10 @@ class RunCheckpoint(Callback):
         Takes down what an epoch has come to, and gives it back.
     options : CheckpointOptions
         Tell when a checkpoint within an epoch is due.
+    stop : StopRequest
+        Tells when ranks are asked to end; its block has begun.
+    keeps : bool
+        Whether the run has checkpoints at all.
     restored : RunState or None
         What the run goes on from.
     """
@@ -73,6 +79,8 @@ class RunCheckpoint(Callback):
         streams: TorchStreams,
         partial: PartialEpoch,
         options: CheckpointOptions,
+        stop: StopRequest,
+        keeps: bool,
         restored: RunState | None,
     ) -> None:
         self._shards = shards
@@ -82,9 +90,12 @@ class RunCheckpoint(Callback):
         self._save = save
         self._partial = partial
         self._options = options
+        self._stop = stop
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._keeps = keeps
         self._restored = restored
         self._started = False
-        self._due = False
+        self._due = self._stops = False
         self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
         self._states: Sequence[Mapping[str, Any]] = ()
@@ -124,7 +135,11 @@ class RunCheckpoint(Callback):
             checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Give the rank the buffers back that were its own."""
+        """Give the rank the buffers back that were its own, and heed SIGTERM in our way."""
+        with contextlib.suppress(ValueError):  # this is not the main thread
+            # Lightning has set a handler, by which this rank alone would end after a batch.
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        trainer._signal_connector.received_sigterm = False
         own, buffers = BufferState(pl_module), self._buffers
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
@@ -138,6 +153,8 @@ class RunCheckpoint(Callback):
         """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
         if self._started:
             self.save(trainer)
+            if self._stop.after_step():
+                raise interrupted(trainer.current_epoch, 0, self._keeps)
         self._started = True
         self._seed_epoch(trainer.current_epoch)
 
@@ -172,13 +189,16 @@ class RunCheckpoint(Callback):
         self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
 
     def _end(self, trainer: Trainer) -> None:
-        """Save the run where that is due. Called by all ranks after each batch."""
+        """Save the run where that is due, and end where asked. Called by all ranks per batch."""
         before, self._steps = self._steps, _steps(trainer)
         if self._steps == before:
             return
         due_after = self._options.due_after
         self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
-        if not self._due or trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
+        if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
+            return  # the epoch's end is saved, after its hooks
+        self._stops = self._stop.after_step() or self._stops
+        if not (self._due or self._stops):
             return
         strategy: Any = trainer.strategy
         if strategy.averager.pending:
@@ -188,7 +208,10 @@ class RunCheckpoint(Callback):
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
         checkpoint[PARTIAL] = {**self._partial.state(trainer), "loaders": loaders}
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        self._save(checkpoint, batches // self._shards.passes)
+        batches //= self._shards.passes
+        self._save(checkpoint, batches)
+        if self._stops:
+            raise interrupted(trainer.current_epoch, batches, self._keeps)
 
     def _seed_epoch(self, epoch: int) -> None:
         self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))

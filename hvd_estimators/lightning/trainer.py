@@ -37,6 +37,7 @@ from hvd_estimators.torch.serialization import load_module, save_state
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.interruption import StopRequest
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
@@ -83,6 +84,8 @@ class _Trainer:
         self.objects: TrainerObjects = pickle.loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+        sum_of_asked = functools.partial(sum_over_ranks, name="stop_request")
+        self.stop_request = StopRequest(sum_of_asked, self.size)
         self.restored_path: str | None = None
         self.restored = self._restore()
         self.stopped = stopped_before(spec, self.restored)
@@ -95,6 +98,8 @@ class _Trainer:
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
+            # Who has been asked to end gets time until the checkpoint is written.
+            stack.enter_context(self.stop_request)
             progress = stack.enter_context(Progress(self.spec, self.rank))
             scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
             stack.enter_context(self.logs)
@@ -150,6 +155,8 @@ class _Trainer:
             self.streams,
             PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
             spec.checkpoints,
+            self.stop_request,
+            spec.run.checkpoints_path is not None,
             self.restored,
         )
         # Before all others, and after all others.

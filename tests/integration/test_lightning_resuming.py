@@ -12,7 +12,7 @@ from lightning_reference import fit
 from pytorch_lightning import Callback, LightningModule
 from pytorch_lightning.plugins import MixedPrecision
 from reference import write_rows
-from resuming import DataDependent, kept_checkpoints
+from resuming import AskedToEnd, DataDependent, kept_checkpoints
 from test_resuming import assert_equal_bits
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
@@ -150,3 +150,13 @@ def test_a_run_goes_on_from_each_checkpoint(
         found.append(position)
         assert_equal_bits(run(run_id), whole)
     assert found == positions
+
+    # Asked to end in the first step, and each time that it goes on.
+    stopped = [(0, 0)]
+    for after in (1, 3, 2):
+        with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
+            fit(AskedToEnd(backend, after), store, run_id="asked", **settings, **params())
+        state = read_state(store, store.get_checkpoints("asked")[-1])
+        stopped.append((state.epoch, state.rows))
+    assert stopped == sorted(set(stopped))
+    assert_equal_bits(run("asked"), whole)

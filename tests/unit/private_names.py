@@ -135,8 +135,9 @@ TABLE = (
     ),
     Private(
         "pytorch_lightning.Trainer",
-        "_results _logger_connector _checkpoint_connector",
-        "the same, and a checkpoint at another moment than Lightning's own",
+        "_results _logger_connector _checkpoint_connector _signal_connector",
+        "the same, a checkpoint at another moment than Lightning's own, and ranks that are asked "
+        "to end together and not each by itself",
     ),
     Private(
         "pytorch_lightning.loops.training_epoch_loop._TrainingEpochLoop",
