@@ -25,6 +25,7 @@ from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
+from hvd_estimators.keras.lost_peers import naming_lost_peers
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
 from hvd_estimators.keras.randomness import RandomStreams
@@ -98,7 +99,7 @@ def train(spec: KerasTrainSpec) -> TrainResult:
         The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
     """
     require_tensorflow()
-    with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
+    with naming_lost_peers(), horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
         choose_devices(spec.use_gpu, spec.verbose)
         keras.config.set_floatx(spec.floatx)
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(spec.dtype_policy))
