@@ -1,0 +1,86 @@
+"""A rank that is killed at a random moment costs time alone: the run ends in the same weights.
+
+Bit by bit, with one restart, as on CPUs with one thread. ``KILLS_SEED`` chooses other moments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import kill_fits
+import kills
+import pytest
+from kill_fits import (
+    assert_equal_bits,
+    end_of,
+    length,
+    make_estimator,
+    most_lost,
+    write_data,
+)
+from kills import KillingBackend, TellingStore, events_of, was_killed
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+FRAMEWORKS = ("torch", "keras", "lightning")
+READERS = ("arrow", "petastorm") if importlib.util.find_spec("petastorm") else ("arrow",)
+
+
+def setup_module() -> None:
+    kills.send_by_value()
+    kill_fits.send_by_value()
+
+
+def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> None:
+    """Kill a rank of as many runs, and compare each with one that nobody has killed."""
+    store = TellingStore(str(folder / "store"))
+    write_data(store)
+
+    def fit(name: str, kill: kills.Kill | None = None, **params: Any) -> Any:
+        backend = KillingBackend(folder / name, kill)
+        estimator = make_estimator(
+            framework,
+            store=store,
+            run_id=name,
+            backend=backend,
+            data_module=reader,
+            max_restarts=1,
+            **params,
+        )
+        found = end_of(framework, estimator.fit_on_parquet())
+        assert backend.launches == 1 + was_killed(folder / name)
+        return found
+
+    whole = fit("whole")
+    assert events_of(folder / "whole", "step") == [length(framework).steps] * kills.RANKS
+    drawn = kills.draw_kills(f"{seed} {framework} {reader}", number, length(framework))
+    for index, kill in enumerate(drawn):
+        name = f"killed-{index}"
+        print(f"seed {seed}, {framework}, {reader}, {index}: {kill}", flush=True)
+        found = fit(name, kill)
+        assert was_killed(folder / name), "the run has ended before it"
+        assert_equal_bits(found, whole)
+        # What came before the last checkpoint but one is not trained again, nor what is finished.
+        again = sum(events_of(folder / name, "step")) - kills.RANKS * length(framework).steps
+        assert again <= kills.RANKS * most_lost(framework), again
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_rank_that_is_killed_changes_nothing(framework: str, tmp_path: Path) -> None:
+    reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
+    check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), 2)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_ranks_that_are_killed_at_twenty_moments(
+    framework: str, reader: str, tmp_path: Path
+) -> None:
+    seed = int(os.environ.get("KILLS_SEED", random.SystemRandom().randrange(10**6)))
+    check(framework, reader, tmp_path, seed, 20)
