@@ -14,7 +14,9 @@ import torch
 from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
+from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
@@ -22,7 +24,7 @@ from hvd_estimators.training.spec import EpochMetrics
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["EpochRecorder", "TerminateOnNaN"]
+__all__ = ["EpochRecorder", "TerminateOnNaN", "steps_taken"]
 
 
 class EpochRecorder(Checkpoint):
@@ -174,21 +176,45 @@ class _Mean:
 
 
 class TerminateOnNaN(Callback):
-    """Ends training when a loss or a parameter is NaN or infinite."""
+    """Ends training, on all ranks together, when a loss or a parameter is NaN or infinite.
+
+    Parameters
+    ----------
+    check : FiniteCheck
+        Asks the other ranks.
+    """
+
+    def __init__(self, check: FiniteCheck) -> None:
+        self._check = check
+        self._steps = 0
+        self._losses: list[torch.Tensor] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note the steps of earlier parts of the run."""
+        self._steps = steps_taken(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the loss of the batch, and at the parameters after it.
+        """Look, after a step, at the losses of its batches and at the parameters.
 
         Raises
         ------
-        ValueError
-            If one is not finite.
+        NotFiniteError
+            If one is not finite, on any rank.
         """
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor) and not torch.isfinite(loss).all():
-            raise ValueError(f"The loss of batch {batch_idx} is {loss.tolist()}.")
-        for name, parameter in pl_module.named_parameters():
-            if not torch.isfinite(parameter).all():
-                raise ValueError(f"Parameter {name} is not finite after batch {batch_idx}.")
+        if isinstance(loss, torch.Tensor):
+            self._losses.append(loss)
+        before, self._steps = self._steps, steps_taken(trainer)
+        if self._steps != before:
+            found = not_finite(pl_module, self._losses)
+            self._losses = []
+            self._check.after_step(self._steps, trainer.current_epoch, *found)
+
+
+def steps_taken(trainer: Trainer) -> int:
+    """Return the optimizer steps of the run; batches where a module hides its steps."""
+    if trainer.global_step or trainer.lightning_module.automatic_optimization:
+        return trainer.global_step
+    return trainer.fit_loop.total_batch_idx + 1

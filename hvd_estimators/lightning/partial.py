@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.lightning.flavor import Flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
 from hvd_estimators.lightning.metric_states import metric_states, restore_metrics
-from hvd_estimators.torch.copies import on_cpu
 
 if TYPE_CHECKING:
     import torch
     from pytorch_lightning import Trainer
 
     from hvd_estimators.lightning.callbacks import EpochRecorder
-    from hvd_estimators.lightning.exact import ExactStrategy
     from hvd_estimators.lightning.loaders import TrainLoader
 
 __all__ = ["PartialEpoch"]
@@ -56,12 +54,11 @@ class PartialEpoch:
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what there is on this rank, as values that can be pickled."""
-        module, strategy = trainer.lightning_module, _strategy(trainer)
+        module = trainer.lightning_module
         return {
             "recorder": self._recorder.state(),
             "logged": logged_so_far(trainer),
             "metrics": metric_states(module),
-            "gradients": on_cpu(strategy.averager.unused_gradients()),
             "stand_in": None if self._loader is None else self._loader.stand_in(),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
@@ -92,15 +89,9 @@ class PartialEpoch:
         if self._loader is not None:
             lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
             self._loader.lend(lent[0] if lent else None)
-        _strategy(trainer).averager.restore_gradients(first["gradients"])
         _restore_module(module, first)
         trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
-
-
-def _strategy(trainer: Trainer) -> ExactStrategy:
-    strategy: Any = trainer.strategy
-    return strategy
 
 
 def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:

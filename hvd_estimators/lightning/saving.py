@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import Callback
-from hvd_estimators.lightning.callbacks import EpochRecorder
+from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.users_data import skip_batches
 from hvd_estimators.lightning.wrapping import wrapped
 from hvd_estimators.torch.checkpoint import unequal_buffers
+from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.training.interruption import StopRequest, interrupted
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 _BUFFERS = "hvd_estimators.buffers"
+_GRADIENTS = "hvd_estimators.gradients"
 PARTIAL = "hvd_estimators.partial"
 
 __all__ = ["PARTIAL", "RunCheckpoint"]
@@ -98,6 +101,7 @@ class RunCheckpoint(Callback):
         self._due = self._stops = False
         self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._gradients: Mapping[str, torch.Tensor] | None = None
         self._states: Sequence[Mapping[str, Any]] = ()
 
     @contextlib.contextmanager
@@ -128,6 +132,7 @@ class RunCheckpoint(Callback):
     ) -> None:
         """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
         self._buffers = checkpoint.get(_BUFFERS, ())
+        self._gradients = checkpoint.get(_GRADIENTS, {})
         self._states = checkpoint.get(PARTIAL, ())
         own = self._states[self._partial.rank :][:1]
         if own:
@@ -143,8 +148,9 @@ class RunCheckpoint(Callback):
         own, buffers = BufferState(pl_module), self._buffers
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
-        self._buffers = ()
-        self._steps = _steps(trainer)
+        _averager(trainer).restore_gradients(self._gradients or {})
+        self._buffers, self._gradients = (), None
+        self._steps = steps_taken(trainer)
         if self._restored is not None and not self._restored.rows:
             # With max_steps Lightning would take up the epoch that is over.
             _restarted(trainer.fit_loop)
@@ -157,6 +163,10 @@ class RunCheckpoint(Callback):
                 raise interrupted(trainer.current_epoch, 0, self._keeps)
         self._started = True
         self._seed_epoch(trainer.current_epoch)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note gradients that wait for a step, which a longer run takes."""
+        self._gradients = _averager(trainer).unused_gradients()
 
     def save(self, trainer: Trainer) -> None:
         """Save the state after the newest epoch. Called by all ranks."""
@@ -173,6 +183,11 @@ class RunCheckpoint(Callback):
             weights_only=False
         )
         checkpoint[_BUFFERS] = unequal_buffers(trainer.lightning_module, self._shards)
+        # When training is over the strategy knows them no more.
+        if self._gradients is None:
+            checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
+        else:
+            checkpoint[_GRADIENTS] = on_cpu(self._gradients)
         return checkpoint
 
     def _begin(self, trainer: Trainer) -> None:
@@ -190,7 +205,7 @@ class RunCheckpoint(Callback):
 
     def _end(self, trainer: Trainer) -> None:
         """Save the run where that is due, and end where asked. Called by all ranks per batch."""
-        before, self._steps = self._steps, _steps(trainer)
+        before, self._steps = self._steps, steps_taken(trainer)
         if self._steps == before:
             return
         due_after = self._options.due_after
@@ -200,8 +215,7 @@ class RunCheckpoint(Callback):
         self._stops = self._stop.after_step() or self._stops
         if not (self._due or self._stops):
             return
-        strategy: Any = trainer.strategy
-        if strategy.averager.pending:
+        if _averager(trainer).pending:
             return  # gradients that are a rank's own: the next step uses them
         self._due = False
         checkpoint = self._checkpoint(trainer)
@@ -217,11 +231,10 @@ class RunCheckpoint(Callback):
         self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
 
 
-def _steps(trainer: Trainer) -> int:
-    """Return the optimizer steps of the run; batches where a module hides its steps."""
-    if trainer.global_step or trainer.lightning_module.automatic_optimization:
-        return trainer.global_step
-    return trainer.fit_loop.total_batch_idx + 1
+def _averager(trainer: Trainer) -> BackwardAverager:
+    strategy: Any = trainer.strategy
+    averager: BackwardAverager = strategy.averager
+    return averager
 
 
 def _restarted(loop: Any) -> None:

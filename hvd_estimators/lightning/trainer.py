@@ -14,11 +14,12 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.arguments import trainer_arguments
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
 from hvd_estimators.lightning.exact import ExactStrategy
-from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor
+from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
-from hvd_estimators.lightning.outputs import StoreCheckpointIO, make_loggers, make_profiler
+from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
@@ -37,6 +38,7 @@ from hvd_estimators.torch.serialization import load_module, save_state
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
@@ -48,7 +50,7 @@ from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
-    from pytorch_lightning import LightningModule, Trainer
+    from pytorch_lightning import LightningModule
 
 __all__ = ["train"]
 
@@ -138,7 +140,25 @@ class _Trainer:
             shards=self.shards,
         )
         callbacks = [*self.objects.callbacks]
-        self.trainer = trainer = self._make_trainer(strategy, callbacks, scratch)
+        if spec.terminate_on_nan:
+            not_finite = functools.partial(sum_over_ranks, name="not_finite")
+            check = FiniteCheck(self.rank, self.size, not_finite, exchange)
+            callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(check))
+        arguments = trainer_arguments(
+            spec,
+            self.objects,
+            self.module,
+            self.device,
+            strategy,
+            callbacks,
+            self.logs.path,
+            self.rank,
+        )
+        # A run that has more epochs already is only loaded.
+        arguments["max_epochs"] = max(arguments["max_epochs"], done)
+        self.trainer = trainer = spec.flavor.get("Trainer")(
+            **{"default_root_dir": scratch, **arguments, **self.objects.arguments}
+        )
         recorder = of_flavor(EpochRecorder, spec.flavor)(
             progress,
             train_loader,
@@ -225,36 +245,6 @@ class _Trainer:
             adapted = isinstance(self.module, ModuleAdapter)
             return self.spec.backward_passes_per_step if adapted else 1
         return trainer.accumulate_grad_batches
-
-    def _make_trainer(self, strategy: ExactStrategy, callbacks: list[Any], scratch: str) -> Trainer:
-        spec = self.spec
-        if spec.terminate_on_nan:
-            callbacks = [*callbacks, of_flavor(TerminateOnNaN, spec.flavor)()]
-        passes = 1
-        if self.module.automatic_optimization:
-            passes = spec.backward_passes_per_step * spec.data.passes_per_batch
-        given = {
-            "accelerator": "gpu" if self.device.type == "cuda" else "cpu",
-            "devices": 1,
-            "strategy": strategy,
-            # A run that has more epochs already is only loaded.
-            "max_epochs": max(spec.epochs, 0 if self.restored is None else self.restored.epoch),
-            "callbacks": callbacks,
-            "logger": make_loggers(self.objects.logger, self.logs.path, self.rank, spec.flavor),
-            "log_every_n_steps": spec.log_every_n_steps,
-            "profiler": make_profiler(self.objects.profiler, self.logs.path, spec.flavor),
-            "accumulate_grad_batches": passes,
-            "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
-            "enable_progress_bar": False,
-            "enable_model_summary": spec.verbose > 1,
-            "num_sanity_val_steps": 0,
-            "use_distributed_sampler": False,
-            "default_root_dir": scratch,
-        }
-        if is_lightning_data(spec.data.data_module):
-            given["limit_train_batches"] = spec.data.train_steps_per_epoch
-            given["limit_val_batches"] = spec.data.validation_steps_per_epoch
-        return spec.flavor.get("Trainer")(**{**given, **self.objects.arguments})
 
     def _checkpoint_directory(self, scratch: str) -> str:
         return self.spec.run.checkpoints_path or scratch

@@ -160,3 +160,68 @@ def test_a_run_goes_on_from_each_checkpoint(
         stopped.append((state.epoch, state.rows))
     assert stopped == sorted(set(stopped))
     assert_equal_bits(run("asked"), whole)
+
+
+class Manual(Logging):
+    """Steps by itself: one optimizer in each batch, one in every third, with what has added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        often, seldom = self.optimizers()
+        often.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        often.step()
+        if batch_idx % 3 == 2:
+            seldom.step()
+            seldom.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.net.parameters())
+        return [torch.optim.Adam(parameters[:2], lr=0.01), torch.optim.Adam(parameters[2:], 0.01)]
+
+
+def test_gradients_that_wait_for_a_step_are_kept(backend: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+
+    def run(run_id: str, **further: Any) -> list[Any]:
+        # Steps alone end this run, in its second epoch of seven batches.
+        further |= {"trainer_args": {"max_steps": 15, "max_epochs": -1}, "batch_size": 8}
+        model = fit(backend, store, run_id=run_id, model=Manual(), shuffle=True, **further)
+        return end_of(store, model, run_id)
+
+    whole = run("whole")
+    assert_equal_bits(run("kept", checkpoint_every_n_steps=1, keep_checkpoints=99), whole)
+    found = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        found.append(position)
+        # With gradients of one batch, after a step of both, and after an epoch.
+        if position in ((0, 64), (0, 96), (1, 0)):
+            assert_equal_bits(run(run_id), whole)
+    assert {(0, 64), (0, 96), (1, 0)} < set(found)
+
+
+class Spoilt(Logging):
+    """Has a loss that is not a number, on one rank in one step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        spoils = (self.trainer.global_rank, batch_idx) == (1, 4)
+        return loss * float("nan") if spoils else loss
+
+
+def test_ranks_end_together_at_a_loss_of_one_and_leave_the_last_good_step(
+    backend: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    settings = {"batch_size": 8, "checkpoint_every_n_steps": 1, "run_id": "spoilt"}
+    # Of the first rank.
+    message = r"NotFiniteError: .*at step 5 of the run .*: the loss of rank 1 is nan; NaN or inf"
+    with pytest.raises(AssertionError, match=message):
+        fit(backend, store, model=Spoilt(), terminate_on_nan=True, **settings)
+    newest = store.get_checkpoints("spoilt")[-1]
+    assert read_state(store, newest).rows == 4 * 16
+    weights = torch.load(newest, weights_only=False)["state_dict"].values()
+    assert all(bool(torch.isfinite(value).all()) for value in weights)
