@@ -22,8 +22,11 @@ from hvd_estimators.exceptions import ResultsError
 ROWS = 8
 
 
-def make_estimator(framework: str, parameters: int, store: Store) -> Any:
-    """Return an estimator of an embedding with as many parameters, under Adam."""
+def make_estimator(framework: str, parameters: int, store: Store, frozen: bool = False) -> Any:
+    """Return an estimator of an embedding with as many parameters, under Adam.
+
+    With ``frozen``, which torch and Lightning have, only what comes after the embedding is trained.
+    """
     common: dict[str, Any] = {
         "num_proc": 2,
         "store": store,
@@ -57,9 +60,10 @@ def make_estimator(framework: str, parameters: int, store: Store) -> Any:
             return self.out(self.table(x.long().reshape(len(x))))
 
     net = Net()
+    net.table.requires_grad_(not frozen)
     common |= {
         "model": net,
-        "optimizer": torch.optim.Adam(net.parameters(), lr=0.01),
+        "optimizer": torch.optim.Adam((net.out if frozen else net).parameters(), lr=0.01),
         "loss": torch.nn.functional.mse_loss,
         "input_shapes": [[-1, 1]],
     }
@@ -72,11 +76,18 @@ def make_estimator(framework: str, parameters: int, store: Store) -> Any:
     return LightningEstimator(**common, logger=False)
 
 
-def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
+def fine_tune(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
+    """Train the last layer of a model of so many parameters, and predict with it."""
+    fit(spark, folder, framework, parameters, frozen=True)
+
+
+def fit(
+    spark: SparkSession, folder: Path, framework: str, parameters: int, frozen: bool = False
+) -> None:
     """Train a model of so many parameters, and predict with it."""
     frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
     store = Store.create(str(folder / "store"), save_runs=False)
-    model = make_estimator(framework, parameters, store).fit(frame)
+    model = make_estimator(framework, parameters, store, frozen).fit(frame)
     found = [row["y__output"] for row in model.transform(frame).orderBy("x").collect()]
     inner = model.getModel()
     given = np.arange(ROWS, dtype=np.float32)[:, None]
@@ -186,6 +197,7 @@ def main(folder: Path, job: str, *arguments: str) -> None:
     values = [int(a) if a.isdigit() else a for a in arguments]
     jobs: dict[str, Any] = {
         "fit": fit,
+        "fine_tune": fine_tune,
         "images": images,
         "results": results,
         "flat_disk": flat_disk,

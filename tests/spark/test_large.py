@@ -20,6 +20,8 @@ import pytest
             for n in ("30000000", "100000000")
             for f in ("torch", "keras", "lightning")
         ),
+        # 3 GB: with gradients and Adam's moments two ranks would take 24 GB.
+        ("fine_tune", "torch", "750000000"),
         ("images", "1500"),
         ("results", "2"),
         ("flat_disk", "20"),
