@@ -43,8 +43,8 @@ from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.store.local_file import LocalFile
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards

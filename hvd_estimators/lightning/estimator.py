@@ -27,7 +27,12 @@ from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.torch.serialization import dump_module, load_module, load_state
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    load_module,
+    load_state,
+    module_file,
+)
 from hvd_estimators.training.handover import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
@@ -141,7 +146,7 @@ class LightningEstimator(LightningParams):
         return LightningTrainSpec(
             **vars(common),
             flavor=flavor,
-            module=dump_module(self._lightning_module(flavor)),
+            module=module_file(self._lightning_module(flavor)),
             objects=cloudpickle.dumps(objects),
             dtypes=get("column_dtypes") if self._is_lightning else {},
             log_every_n_steps=get("log_every_n_steps"),

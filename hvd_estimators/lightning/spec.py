@@ -8,6 +8,7 @@ from typing import Any
 
 from hvd_estimators.lightning.flavor import Flavor
 from hvd_estimators.lightning.users_data import UsersDataOptions
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["LightningTrainSpec", "TrainerObjects"]
@@ -47,7 +48,7 @@ class LightningTrainSpec(TrainSpec):
     flavor : Flavor
         Lightning's package.
     module : bytes
-        The LightningModule, see `dump_module`.
+        The LightningModule, see `module_file`.
     objects : bytes
         A pickled `TrainerObjects`.
     dtypes : mapping
@@ -59,7 +60,7 @@ class LightningTrainSpec(TrainSpec):
     """
 
     flavor: Flavor
-    module: bytes
+    module: LocalFile
     objects: bytes
     dtypes: Mapping[str, str]
     log_every_n_steps: int

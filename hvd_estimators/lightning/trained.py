@@ -9,6 +9,7 @@ import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.flavor import is_lightning
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.serialization import dump_module, load_module
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheck
             return
 
 
-def state_of(module: LightningModule, given: bytes) -> dict[str, Any]:
+def state_of(module: LightningModule, given: LocalFile) -> dict[str, Any]:
     """Return the module as training has left it; its weights alone where it cannot be pickled."""
     trained: torch.nn.Module = module.module if isinstance(module, ModuleAdapter) else module
     try:

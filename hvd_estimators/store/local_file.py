@@ -1,41 +1,19 @@
-"""Large content as a file of this machine, which is gone when nobody holds it any more."""
+"""Copies of a store's files on this machine, and their digests."""
 
 from __future__ import annotations
 
 import hashlib
 import io
-import os
-import shutil
-import tempfile
-import weakref
 from typing import IO, Any
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store.files import Files
+from hvd_estimators.temporary import LocalFile
 
-__all__ = ["CHUNK_BYTES", "HashingWriter", "LocalFile", "copy_from", "fetch"]
+__all__ = ["CHUNK_BYTES", "HashingWriter", "copy_from", "fetch"]
 
 CHUNK_BYTES = 2**22
 """What is copied at a time."""
-
-
-class LocalFile:
-    """A temporary file that is deleted with the object. It does not cross between processes.
-
-    Attributes
-    ----------
-    path : str
-        The file, which is not there yet, in a folder of its own.
-    """
-
-    def __init__(self) -> None:
-        directory = tempfile.mkdtemp(prefix="hvd_estimators-")
-        self.path = os.path.join(directory, "content")
-        self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-
-    def close(self) -> None:
-        """Delete the file."""
-        self._delete()
 
 
 class HashingWriter(io.RawIOBase):

@@ -15,10 +15,10 @@ from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.objective import Metrics
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
-    dump_module,
     load_module,
     load_optimizer,
     load_state,
+    module_file,
     plain_module,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
@@ -79,7 +79,7 @@ class TorchEstimator(TorchParams):
         get = self.getOrDefault
         return TorchTrainSpec(
             **vars(common),
-            module=dump_module(get("model")),
+            module=module_file(get("model")),
             optimizer=self._dump_optimizer(),
             objective=self._objective(),
         )

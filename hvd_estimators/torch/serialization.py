@@ -6,13 +6,15 @@ import copy
 import io
 import logging
 import pickle
-from typing import Any
+import zipfile
+from typing import IO, Any
 
 import cloudpickle
 import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.plain import plain
+from hvd_estimators.temporary import LocalFile
 
 __all__ = [
     "dump_module",
@@ -20,13 +22,13 @@ __all__ = [
     "load_module",
     "load_optimizer",
     "load_state",
+    "module_file",
     "plain_module",
     "save_state",
+    "state_file",
 ]
 
 logger = logging.getLogger(__name__)
-
-_SCRIPT, _PICKLE = b"S", b"P"
 
 
 def plain_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -45,14 +47,40 @@ def dump_module(module: torch.nn.Module) -> bytes:
     One that ``torch.compile`` has made is compiled again, with the same options, when it is first
     called there; where its options cannot be pickled it comes back as the plain module.
     """
+    buffer = io.BytesIO()
+    _write_module(module, buffer)
+    return buffer.getvalue()
+
+
+def module_file(module: torch.nn.Module) -> LocalFile:
+    """Return a file with what `dump_module` returns, which may be more than fits in memory."""
+    local = LocalFile()
+    with open(local.path, "wb") as file:
+        _write_module(module, file)
+    return local
+
+
+def load_module(document: bytes | LocalFile) -> torch.nn.Module:
+    """Return the module that `dump_module` or `module_file` wrote, on the CPU."""
+    with _opened(document) as file:
+        with zipfile.ZipFile(file) as archive:
+            is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
+        file.seek(0)
+        if is_script:
+            return torch.jit.load(file, map_location="cpu")
+        module: torch.nn.Module = torch.load(file, map_location="cpu", weights_only=False)
+        return module
+
+
+def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
     if isinstance(module, torch.jit.ScriptModule):
-        buffer = io.BytesIO()
-        torch.jit.save(module, buffer)
-        return _SCRIPT + buffer.getvalue()
+        torch.jit.save(module, file)
+        return
     plain = plain_module(module)
     if plain is not module:
         try:
-            return _PICKLE + cloudpickle.dumps(module)
+            _pickle(module, file)
+            return
         except Exception as error:
             logger.warning(
                 "model: what torch.compile was told cannot be sent to other processes (%s: %s). "
@@ -60,20 +88,22 @@ def dump_module(module: torch.nn.Module) -> bytes:
                 type(error).__name__,
                 error,
             )
+            file.seek(0)
+            file.truncate()
     # If Lightning is imported, torch.compile notes its arguments on the module that it is given.
     if "_compile_kwargs" in vars(plain):
         plain = copy.copy(plain)
         del vars(plain)["_compile_kwargs"]
-    return _PICKLE + cloudpickle.dumps(plain)
+    _pickle(plain, file)
 
 
-def load_module(document: bytes) -> torch.nn.Module:
-    """Return the module that `dump_module` wrote, on the CPU."""
-    kind, content = document[:1], document[1:]
-    if kind == _SCRIPT:
-        return torch.jit.load(io.BytesIO(content), map_location="cpu")
-    module: torch.nn.Module = pickle.loads(content)
-    return module
+def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
+    """Pickle a module; tensors are written from where they are, and read to where they will be."""
+    torch.save(module, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _opened(document: bytes | LocalFile) -> IO[bytes]:
+    return open(document.path, "rb") if isinstance(document, LocalFile) else io.BytesIO(document)
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
@@ -128,7 +158,15 @@ def save_state(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def load_state(document: bytes) -> dict[str, Any]:
-    """Return what `save_state` wrote, on the CPU; runs no code from the file."""
-    state: dict[str, Any] = torch.load(io.BytesIO(document), map_location="cpu", weights_only=True)
+def state_file(state: dict[str, Any]) -> LocalFile:
+    """Return a file with what `save_state` returns."""
+    local = LocalFile()
+    torch.save(plain(state), local.path)
+    return local
+
+
+def load_state(document: bytes | LocalFile) -> dict[str, Any]:
+    """Return what `save_state` or `state_file` wrote, on the CPU; runs no code from the file."""
+    with _opened(document) as file:
+        state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state

@@ -15,6 +15,7 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.checkpoint import (
     callback_states,
@@ -35,7 +36,7 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     plain_module,
-    save_state,
+    state_file,
 )
 from hvd_estimators.torch.shards import BufferState, average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
@@ -62,13 +63,15 @@ class TorchTrainSpec(TrainSpec):
 
     Attributes
     ----------
-    module, optimizer : bytes
-        See `dump_module` and `dump_optimizer`.
+    module : LocalFile
+        See `module_file`.
+    optimizer : bytes
+        See `dump_optimizer`.
     objective : Objective
         Losses, metrics, and how columns become the tensors that they take.
     """
 
-    module: bytes
+    module: LocalFile
     optimizer: bytes
     objective: Objective
 
@@ -177,7 +180,7 @@ class _Trainer:
                 if epoch + 1 < spec.epochs and self.stop_request.after_step():
                     raise interrupted(epoch + 1, 0, self._keeps_checkpoints)
             self._callbacks("on_train_end")
-        state = save_state(self._state()) if self.rank == 0 else None
+        state = state_file(self._state()) if self.rank == 0 else None
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
         return TrainResult(
             weights_digest(self.plain), state, tuple(self.history), output_shapes=shapes

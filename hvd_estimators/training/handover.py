@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
+import posixpath
 import shutil
 import tempfile
 import uuid
@@ -27,10 +28,10 @@ from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.local_file import (
     CHUNK_BYTES,
     HashingWriter,
-    LocalFile,
     copy_from,
     fetch,
 )
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.timeline import gather_timeline
 
@@ -80,7 +81,7 @@ def train_stored(call: StoredCall) -> TrainResult:
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)
         file.seek(0)
-        train, spec = _Unpickler(file, call.store).load()
+        train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
     gather_timeline(spec.store, spec.run.logs_path)
     result: TrainResult = train(spec)
     state = result.state
@@ -136,7 +137,9 @@ class Handover:
             if exc is None or not self._is_only_copy():
                 self._store.delete(self._folder)
             else:
-                self._store.delete(f"{self._folder}/call")
+                for name in self._store.names(self._folder):
+                    if name != posixpath.basename(self._state_path):
+                        self._store.delete(f"{self._folder}/{name}")
 
     def delete_others(self) -> None:
         """Delete what fits have left that were killed; for a run that has checkpoints."""
@@ -153,7 +156,7 @@ class Handover:
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
             writer = HashingWriter(file)
-            _Pickler(writer, self._store).dump((train, self._spec))
+            _Pickler(writer, self._store, self._folder).dump((train, self._spec))
         module = getattr(train, "__module__", "")
         return StoredCall(self._store, path, writer.digest, self._state_path, module)
 
@@ -240,22 +243,45 @@ def _append(error: HvdEstimatorsError, hint: str) -> None:
 
 
 # The store's options may be secrets. They travel with the call itself, like everything that Spark
-# is given, and not in a file that others may read.
+# is given, and not in a file that others may read. Files of the spec become files of the store.
 
 
 class _Pickler(cloudpickle.Pickler):
-    def __init__(self, file: Any, store: Store) -> None:
+    def __init__(self, file: Any, store: Store, folder: str) -> None:
         super().__init__(file)
+        self._store = store
+        self._folder = folder
         self._names = {id(store): "store", id(store.storage_options): "storage_options"}
+        self._files: dict[int, tuple[str, str]] = {}
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: Any) -> str | tuple[str, str] | None:
+        if isinstance(obj, LocalFile):
+            if id(obj) not in self._files:
+                self._files[id(obj)] = self._put(obj)
+            return self._files[id(obj)]
         return self._names.get(id(obj))
+
+    def _put(self, local: LocalFile) -> tuple[str, str]:
+        """Copy a file to the store, and return its name there and its digest."""
+        name = f"file-{len(self._files)}"
+        with (
+            open(local.path, "rb") as source,
+            self._store.open_atomic(f"{self._folder}/{name}") as target,
+        ):
+            writer = HashingWriter(target)
+            shutil.copyfileobj(source, writer, CHUNK_BYTES)
+        return name, writer.digest
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], store: Store) -> None:
+    def __init__(self, file: IO[bytes], store: Store, folder: str) -> None:
         super().__init__(file)
-        self._values = {"store": store, "storage_options": store.storage_options}
+        self._store = store
+        self._folder = folder
+        self._values: dict[Any, Any] = {"store": store, "storage_options": store.storage_options}
 
     def persistent_load(self, pid: Any) -> Any:
+        if pid not in self._values:
+            name, digest = pid
+            self._values[pid] = fetch(self._store, f"{self._folder}/{name}", digest)[0]
         return self._values[pid]

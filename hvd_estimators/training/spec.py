@@ -13,7 +13,7 @@ import numpy as np
 
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
-from hvd_estimators.store.local_file import LocalFile
+from hvd_estimators.temporary import LocalFile
 
 __all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
 

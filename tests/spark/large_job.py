@@ -77,17 +77,28 @@ def make_estimator(framework: str, parameters: int, store: Store, frozen: bool =
 
 
 def fine_tune(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
-    """Train the last layer of a model of so many parameters, and predict with it."""
-    fit(spark, folder, framework, parameters, frozen=True)
+    """Train the last layer of a model of so many parameters."""
+    import torch
+
+    frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
+    store = Store.create(str(folder / "store"), save_runs=False)
+    estimator = make_estimator(framework, parameters, store, frozen=True)
+    given = estimator.getModel()
+    trained = estimator.fit(frame).getModel()
+    assert torch.equal(trained.table.weight, given.table.weight)
+    # Two ranks of four rows each: one step of Adam moves every weight by the learning rate.
+    rows = given.table.weight[:ROWS]
+    outputs = given.out(rows)
+    gradient = torch.autograd.grad(torch.mean((outputs - 1) ** 2), given.out.weight)[0]
+    expected = given.out.weight - 0.01 * gradient.sign()
+    torch.testing.assert_close(trained.out.weight, expected, atol=1e-5, rtol=0)
 
 
-def fit(
-    spark: SparkSession, folder: Path, framework: str, parameters: int, frozen: bool = False
-) -> None:
+def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
     """Train a model of so many parameters, and predict with it."""
     frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
     store = Store.create(str(folder / "store"), save_runs=False)
-    model = make_estimator(framework, parameters, store, frozen).fit(frame)
+    model = make_estimator(framework, parameters, store).fit(frame)
     found = [row["y__output"] for row in model.transform(frame).orderBy("x").collect()]
     inner = model.getModel()
     given = np.arange(ROWS, dtype=np.float32)[:, None]

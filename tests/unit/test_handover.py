@@ -13,7 +13,7 @@ import torch
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.store.base import RunPaths
-from hvd_estimators.store.local_file import LocalFile
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch import TorchModel
 from hvd_estimators.training.handover import Handover, train_stored
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
@@ -31,6 +31,7 @@ class Spec:
     run: RunPaths
     options: dict[str, Any]
     scale: int = 3
+    files: tuple[LocalFile, ...] = ()
 
 
 def trainer(spec: Spec) -> TrainResult:
@@ -96,6 +97,30 @@ def test_a_state_that_is_a_file_stays_one(tmp_path: Path) -> None:
     assert path.read_bytes() == STATE * 3
     del state
     assert not path.parent.exists()
+    assert files(tmp_path) == set()
+
+
+def reads_files(spec: Spec) -> TrainResult:
+    first, second, again = spec.files
+    assert again is first
+    content = [Path(local.path).read_bytes() for local in (first, second)]
+    return TrainResult(" and ".join(c.decode() for c in content), None, ())
+
+
+def test_files_of_a_spec_come_to_the_ranks_and_are_checked(tmp_path: Path) -> None:
+    locals_ = [LocalFile(), LocalFile()]
+    for local, text in zip(locals_, ("a model", "another"), strict=True):
+        Path(local.path).write_text(text)
+    spec = make_spec(tmp_path)
+    spec.files = (*locals_, locals_[0])
+    with Handover(spec, "a hammer") as handover:  # type: ignore[arg-type]
+        call = handover.put(reads_files)
+        assert train_stored(call).weights_digest == "a model and another"
+        stored = {Path(name).name: tmp_path / name for name in files(tmp_path)}
+        assert {*stored} == {"call", "file-0", "file-1"}
+        stored["file-1"].write_text("somebody")
+        with pytest.raises(StoreError, match="something else than what was written"):
+            train_stored(call)
     assert files(tmp_path) == set()
 
 

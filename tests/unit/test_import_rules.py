@@ -34,6 +34,7 @@ ROOMS = {
     "model": "estimator",
     "params": "estimator",
     "plain": "base",
+    "temporary": "base",
     "remedies": "base",
     "saving": "estimator",
 }
