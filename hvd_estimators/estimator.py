@@ -193,7 +193,11 @@ class HorovodEstimator(EstimatorHooks):
                             train_stored,
                             args=(call,),
                             kwargs={},
-                            env={**({} if spec.use_gpu else HIDDEN), **self._rank_environment()},
+                            env={
+                                **({} if spec.use_gpu else HIDDEN),
+                                **restarts.environment(),
+                                **self._rank_environment(),
+                            },
                             on_event=handler,
                         )
 

@@ -26,6 +26,7 @@ from hvd_estimators.fitting.reached import Reached
 from hvd_estimators.launch.arguments import seconds_given
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.relaunching import for_good, slots_again, summary
+from hvd_estimators.launch.stalls import PATIENCE_VARIABLE
 from hvd_estimators.store.checkpoint_names import Position, pointer_of
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.training.spec import TrainSpec
@@ -34,6 +35,8 @@ __all__ = ["Restarts", "comes_back"]
 
 logger = logging.getLogger(__name__)
 
+# Half an hour, see `hvd_estimators.launch.stalls`.
+_STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 # What ranks raise for reasons that lie outside of them: a peer that is gone, a machine that is
@@ -129,6 +132,10 @@ class Restarts:
                     raise self._too_few(current, str(error)) from self.failures[-1]
                 time.sleep(_FIRST_PAUSE)
                 current = self._for_slots(backend, current)
+
+    def environment(self) -> dict[str, str]:
+        """Return environment variables of the ranks, so that one that hangs is noticed."""
+        return {PATIENCE_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}
 
     def _add(self, error: WorkerFailedError) -> None:
         """Note a launch that failed; raise its error if it was the last one."""

@@ -10,6 +10,10 @@ or its validation. Horovod warns of it after a minute, and ends the ranks only w
 said for how long a rank may hold up the others: ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That is
 then the limit for processes that are stopped as well. ``HOROVOD_STALL_CHECK_DISABLE=1`` turns both
 off.
+
+A fit that launches its ranks again where one is lost has such a limit without the user, in
+`PATIENCE_VARIABLE`: as long as no first batch, validation or checkpoint takes, since a hang that is
+never noticed would cost the whole run, and one that is noticed late costs that time.
 """
 
 from __future__ import annotations
@@ -19,7 +23,17 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["StallWatch", "is_stopped", "stall_environment", "stall_limit", "stalled_ranks"]
+__all__ = [
+    "PATIENCE_VARIABLE",
+    "StallWatch",
+    "is_stopped",
+    "stall_environment",
+    "stall_limit",
+    "stalled_ranks",
+]
+
+PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
+"""Environment variable of ranks: how long one may hold up others where the user sets no limit."""
 
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
@@ -46,6 +60,9 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
 
     Horovod looks for stalled ranks once a minute, and shuts down only after as long at least.
     """
+    if _SHUTDOWN not in env and _whole(env.get(PATIENCE_VARIABLE)):
+        env = {**env, _SHUTDOWN: env[PATIENCE_VARIABLE]}
+        return {_SHUTDOWN: env[_SHUTDOWN], **stall_environment(env)}
     limit = _whole(env.get(_SHUTDOWN))
     if 0 < limit < 2 * _HOROVODS_CHECK_SECONDS and _CHECK not in env:
         return {_CHECK: str(max(limit // 2, 1))}

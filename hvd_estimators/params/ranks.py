@@ -18,9 +18,12 @@ class RankParams(DeclaredParams):
         "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
     )
     max_restarts = declare(
-        "How often the ranks are launched again where one is lost: killed, stalled, without its "
-        "executor, its peers or its store. They go on from the run's newest checkpoint. An "
-        "exception of the training code ends the fit.",
+        "How often the ranks are launched again where one is lost: killed, without its executor, "
+        "its peers or its store; or stalled: stopped for a minute, or holding up the others for "
+        "half an hour (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets another "
+        "limit for both, 0 none for the latter). They go on from the run's newest checkpoint. Task "
+        "slots for them are waited for as run_elastic does (HOROVOD_ELASTIC_TIMEOUT, 600 seconds). "
+        "An exception of the training code ends the fit.",
         default=0,
         convert=integer(0),
     )

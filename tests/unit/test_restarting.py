@@ -24,6 +24,7 @@ from hvd_estimators.fitting.reached import Reached
 from hvd_estimators.fitting.restarting import Restarts, comes_back
 from hvd_estimators.launch import relaunching
 from hvd_estimators.launch.events import Event, RankEpoch, RankOutput, RankProgress
+from hvd_estimators.launch.stalls import PATIENCE_VARIABLE
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
 
@@ -168,6 +169,8 @@ def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: l
     with pytest.raises(WorkerFailedError) as unlimited:
         Fit(tmp_path, max_restarts=0).fit(FakeBackend(killed))
     assert unlimited.value is killed
+    assert Fit(tmp_path, max_restarts=0).restarts.environment() == {}
+    assert Fit(tmp_path).restarts.environment() == {PATIENCE_VARIABLE: "1800"}
     assert pauses == []
 
 

@@ -12,6 +12,7 @@ from processes import wait_until
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.stalls import (
+    PATIENCE_VARIABLE,
     StallWatch,
     is_stopped,
     stall_environment,
@@ -48,6 +49,11 @@ Traceback (most recent call last):
         ({SHUTDOWN: "3600"}, 3600, {}),
         ({DISABLE: "1"}, math.inf, {}),
         ({DISABLE: "0", SHUTDOWN: "9"}, 9, {CHECK: "4"}),
+        # A fit's own limit is not that of a process that is stopped, and gives way to the user's.
+        ({PATIENCE_VARIABLE: "1800"}, 60, {SHUTDOWN: "1800"}),
+        ({PATIENCE_VARIABLE: "100"}, 60, {SHUTDOWN: "100", CHECK: "50"}),
+        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, 60, {}),
+        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "5"}, 5, {CHECK: "2"}),
     ],
 )
 def test_horovods_variables_set_the_limits(env, limit, added):
