@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hvd_estimators.lightning.attributes import Attributes
 from hvd_estimators.lightning.flavor import Flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
 from hvd_estimators.lightning.metric_states import metric_states, restore_metrics
@@ -51,6 +52,11 @@ class PartialEpoch:
         self.rank = rank
         self._size = size
         self._flavor = flavor
+        self._attributes = Attributes(flavor)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note what there is before hooks of a beginning change it."""
+        self._attributes.begin(trainer)
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what there is on this rank, as values that can be pickled."""
@@ -60,6 +66,7 @@ class PartialEpoch:
             "logged": logged_so_far(trainer),
             "metrics": metric_states(module),
             "stand_in": None if self._loader is None else self._loader.stand_in(),
+            "attributes": self._attributes.changed(trainer),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -90,6 +97,7 @@ class PartialEpoch:
             lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
             self._loader.lend(lent[0] if lent else None)
         _restore_module(module, first)
+        self._attributes.restore(trainer, states[self.rank % len(states)]["attributes"])
         trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
 

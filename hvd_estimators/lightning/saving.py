@@ -145,6 +145,7 @@ class RunCheckpoint(Callback):
             # Lightning has set a handler, by which this rank alone would end after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
+        self._partial.begin(trainer)
         own, buffers = BufferState(pl_module), self._buffers
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))

@@ -37,6 +37,11 @@ class Logging(LightningModule):
         # They share their states until the collection is asked.
         self.errors = MetricCollection([MeanAbsoluteError(), MeanSquaredError()])
 
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[torch.Tensor] = []
+        # Lightning lets modules do this, and sets it back after a validation.
+        self.net.norm.eval()
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         output = self.net(batch["features"])[:, 0]
         loss = torch.nn.functional.mse_loss(output, batch["label"])
@@ -47,6 +52,7 @@ class Logging(LightningModule):
         self.log("most", loss.detach(), reduce_fx="max", on_step=False, on_epoch=True)
         self.log("total", loss.detach(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
         self.log("of_step", float(batch_idx))
+        self.losses.append(loss.detach())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -54,6 +60,7 @@ class Logging(LightningModule):
 
     def on_train_epoch_end(self) -> None:
         self.log_dict(self.errors.compute())
+        self.log("plain_mean", torch.stack(self.losses).mean())
         self.errors.reset()
 
     def configure_optimizers(self) -> Any:
@@ -80,8 +87,12 @@ class Counting(Callback):
     def __init__(self) -> None:
         self.batches = 0
 
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.of_epoch = 0
+
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         self.batches += 1
+        self.of_epoch += 1
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         pl_module.log("batches", float(self.batches))
