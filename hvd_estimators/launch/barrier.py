@@ -9,7 +9,6 @@ import contextlib
 import os
 import pickle
 import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
@@ -27,29 +26,22 @@ from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.job import Job
 from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.outcome import ABORTED, NOT_STARTED, RankOutcome
-from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.process import RankProcess
 from hvd_estimators.launch.reachability import Offer, ProbeListener, agree
-from hvd_estimators.launch.rendezvous import (
-    assign_ranks,
-    child_environment,
-    python_path,
-    rank_environment,
-)
+from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
 from hvd_estimators.launch.rendezvous_client import Link, LocalLink, RemoteLink
 from hvd_estimators.launch.rendezvous_server import RendezvousServer
 from hvd_estimators.launch.supervisor import failure_of, supervise
+from hvd_estimators.launch.task_environment import task_environment, warm_start
 from hvd_estimators.launch.task_output import TaskOutput
-from hvd_estimators.launch.warm import WarmStart, wanted
-from hvd_estimators.store.errors import redacted
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
 
-__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "hosts_without", "outcomes", "run_task"]
+__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "hosts_without", "outcomes", "run_rank"]
 
 OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
-"""Columns of what `run_task` yields, as a Spark DDL string."""
+"""Columns of what `run_rank` yields, as a Spark DDL string."""
 
 LESS_RESULTS = (
     "Return less, or write it to storage and return where; the driver collects more with a larger "
@@ -70,6 +62,9 @@ def hosts_without(
     try:
         problem = None if store.exists(path) else "does not see it"
     except Exception as error:  # a package may be missing here, credentials, a route
+        # Tasks that run ranks need no store.
+        from hvd_estimators.store.errors import redacted
+
         problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
     if problem is not None:
         yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()], "problem": [problem]})
@@ -106,10 +101,8 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
     return found
 
 
-def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
+def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
-    for _ in batches:
-        pass
     outcome = _run_rank(BarrierTaskContext.get(), job)
     document = pickle.dumps(asdict(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
@@ -127,10 +120,6 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
 
 def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
     task = context.partitionId()
-    start = _warm_start(job)
-    if start is not None:
-        # It imports while the tasks find each other.
-        start.prepare(job.executable or sys.executable, _environment(job))
     with contextlib.ExitStack() as stack:
         with _probe_listener(context, job) as probes:
             offer = probes.offer()
@@ -181,7 +170,7 @@ def _linked_outcome(
 ) -> RankOutcome:
     """Run the rank."""
     with GlooProxy(link) as proxy:
-        env = _environment(
+        env = task_environment(
             job,
             rank_environment(slot),
             listening_environment(address),
@@ -190,26 +179,6 @@ def _linked_outcome(
             gpu_variables(context, job, slot),
         )
         return _supervise(slot.rank, slot.hostname, job, env, link)
-
-
-def _environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of a rank, with what is its own."""
-    return child_environment(
-        {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT},
-        os.environ,
-        job.driver_env,
-        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
-        *own,
-        job.events,
-        job.env,
-    )
-
-
-def _warm_start(job: Job) -> WarmStart | None:
-    """Return how this rank is forked; None if it is to have a fresh process."""
-    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
-        return None
-    return WarmStart.of_executor(job.modules)
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
@@ -242,7 +211,7 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
     call = job.call if isinstance(job.call, bytes) else job.call.value
-    start = _warm_start(job)
+    start = warm_start(job)
     with (
         TaskOutput(rank, job) as output,
         RankProcess(

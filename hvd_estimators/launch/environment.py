@@ -1,11 +1,12 @@
-"""Which of the driver's environment variables the ranks see. Runs on the driver."""
+"""Environment variables of ranks: which of the driver's they see, and how they are put together."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-__all__ = ["shared_environment"]
+__all__ = ["child_environment", "python_path", "shared_environment"]
 
 # Parts of a name; some only at the end of a word, so that TOKENIZERS_PARALLELISM is none of them.
 _SECRET = re.compile(
@@ -67,3 +68,19 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
             or _OF_THE_DRIVER.fullmatch(name)
         )
     }
+
+
+def child_environment(
+    base: Mapping[str, str], *overlays: Mapping[str, str | None] | None
+) -> dict[str, str]:
+    """Lay environments over each other; None deletes a variable."""
+    env: dict[str, str | None] = dict(base)
+    for overlay in overlays:
+        env.update(overlay or {})
+    return {name: str(value) for name, value in env.items() if value is not None}
+
+
+def python_path(*paths: Sequence[str]) -> str:
+    """Join import paths for ``PYTHONPATH``, each once."""
+    merged = dict.fromkeys(path for group in paths for path in group if path)
+    return os.pathsep.join(merged)

@@ -15,6 +15,7 @@ from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
+from hvd_estimators.launch.environment import child_environment, python_path
 from hvd_estimators.launch.events import Handler, RankOutput, one_by_one, receive_events
 from hvd_estimators.launch.gloo_proxy import GlooProxy
 from hvd_estimators.launch.gpu import rank_gpus
@@ -26,12 +27,7 @@ from hvd_estimators.launch.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import RankProcess, pickle_call
 from hvd_estimators.launch.relay import Relay
-from hvd_estimators.launch.rendezvous import (
-    assign_ranks,
-    child_environment,
-    python_path,
-    rank_environment,
-)
+from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
 from hvd_estimators.launch.rendezvous_client import LocalLink
 from hvd_estimators.launch.supervisor import supervise
 from hvd_estimators.launch.warm import WarmStart, wanted

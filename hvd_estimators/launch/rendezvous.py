@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
-from horovod.runner.gloo_run import create_slot_env_vars
 
-__all__ = ["assign_ranks", "child_environment", "python_path", "rank_environment"]
+__all__ = ["assign_ranks", "rank_environment"]
 
 
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
@@ -51,23 +49,13 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
     address they listen by `hvd_estimators.launch.addresses.listening_environment`.
     """
     return {
-        **create_slot_env_vars(slot),
+        "HOROVOD_HOSTNAME": str(slot.hostname),
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
     }
-
-
-def child_environment(
-    base: Mapping[str, str], *overlays: Mapping[str, str | None] | None
-) -> dict[str, str]:
-    """Lay environments over each other; None deletes a variable."""
-    env: dict[str, str | None] = dict(base)
-    for overlay in overlays:
-        env.update(overlay or {})
-    return {name: str(value) for name, value in env.items() if value is not None}
-
-
-def python_path(*paths: Sequence[str]) -> str:
-    """Join import paths for ``PYTHONPATH``, each once."""
-    merged = dict.fromkeys(path for group in paths for path in group if path)
-    return os.pathsep.join(merged)

@@ -21,7 +21,7 @@ from hvd_estimators.launch.arguments import (
     seconds_given,
 )
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes, run_task
+from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.cluster import Cluster
 from hvd_estimators.launch.environment import shared_environment
@@ -37,6 +37,7 @@ from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import pickle_call
 from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
 from hvd_estimators.launch.slots import await_slots
+from hvd_estimators.launch.task import run_task
 from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.launch.warm import wanted
 

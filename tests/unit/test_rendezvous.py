@@ -5,10 +5,9 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators.launch.environment import child_environment, python_path
 from hvd_estimators.launch.rendezvous import (
     assign_ranks,
-    child_environment,
-    python_path,
     rank_environment,
 )
 
