@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
+from hvd_estimators.fitting.interruption import ending_by_sigterm
 from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.record import RunRecord
@@ -48,6 +49,7 @@ class HorovodEstimator(EstimatorHooks):
         super().__init__()
         self.setParams(**kwargs)
 
+    @ending_by_sigterm()
     def fit_on_parquet(
         self, params: Mapping[Any, Any] | None = None, dataset_idx: str | None = None
     ) -> HorovodModel:
@@ -89,6 +91,7 @@ class HorovodEstimator(EstimatorHooks):
                 )
             return self._train(manifest, backend)
 
+    @ending_by_sigterm()
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         backend = self._ready_backend()

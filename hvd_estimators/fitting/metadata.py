@@ -14,13 +14,18 @@ from importlib import metadata
 from typing import Any
 
 import hvd_estimators
+from hvd_estimators.exceptions import (
+    JobCancelledError,
+    TrainingInterruptedError,
+    WorkerFailedError,
+)
 from hvd_estimators.fitting.runs import RowOrder, as_json, named
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.errors import redacted
 
-__all__ = ["begun", "ended", "noted_params", "now", "versions"]
+__all__ = ["begun", "ended", "is_interrupt", "noted_params", "now", "versions"]
 
 _PACKAGES = (
     *("horovod", "keras", "lightning", "numpy", "pandas", "petastorm", "pyarrow", "pyspark"),
@@ -94,9 +99,17 @@ def ended(document: Mapping[str, Any], error: BaseException | None, store: Store
     state: dict[str, Any] = {"state": "finished", "ended": now()}
     if error is not None:
         told = {"class": type(error).__name__, "message": _message(error, store)}
-        state = {**state, "state": "failed", "error": told}
+        how = "interrupted" if is_interrupt(error) else "failed"
+        state = {**state, "state": how, "error": told}
     *earlier, fit = document["fits"]
     return {**document, **state, "fits": [*earlier, {**fit, **state}]}
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error says that somebody wanted a fit to end, and not that it failed."""
+    if isinstance(error, WorkerFailedError):
+        return error.error_type == TrainingInterruptedError.__name__
+    return isinstance(error, (JobCancelledError, KeyboardInterrupt, SystemExit))
 
 
 def _over(fit: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
 from hvd_estimators.launch.channel import Channel, new_secret
+from hvd_estimators.launch.grace import AwaitedRanks
 from hvd_estimators.launch.listener import Listener
 
 __all__ = [
@@ -160,6 +161,7 @@ _KINDS: dict[str, Callable[..., Event]] = {
     kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage)
 }
 _SEVERAL = "several"
+_AWAITED = "awaited"
 
 
 def _encoded(event: Event) -> dict[str, Any]:
@@ -189,6 +191,8 @@ def one_by_one(handler: Handler) -> Handler:
 def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
+    Where an error or an interrupt ends it, ranks that have asked for time are waited for.
+
     Parameters
     ----------
     handler : callable
@@ -204,6 +208,7 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     secret = new_secret()
     lock = threading.Lock()
     ended = threading.Event()
+    awaited = AwaitedRanks()
     handled = 0
 
     def handle(message: Mapping[str, Any]) -> None:
@@ -221,9 +226,15 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
         channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
         proved()
-        while not ended.is_set():
-            message, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
-            handle(message)
+        try:
+            while not ended.is_set():
+                message, _ = channel.receive(_IDLE_SECONDS, _SILENCE_SECONDS)
+                if message.get("kind") == _AWAITED:
+                    awaited.add(id(channel), message["seconds"])
+                else:
+                    handle(message)
+        finally:
+            awaited.discard(id(channel))
 
     def drain(listener: Listener) -> None:
         """Wait for what is on its way, for as long as some of it comes."""
@@ -241,6 +252,9 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
         listener.listen()
         try:
             yield {EVENTS_VARIABLE: f"{listener.place}:{secret.hex()}"}
+        except BaseException:
+            awaited.wait()
+            raise
         finally:
             # Ranks that have ended have closed their connections: what is on its way is taken.
             drain(listener)
@@ -289,6 +303,13 @@ class EventSender:
     def send_all(self, events: Sequence[Event]) -> None:
         """Send some events at once."""
         self._send({"kind": _SEVERAL, "events": [_encoded(event) for event in events]})
+
+    def ask_to_wait(self, seconds: float) -> None:
+        """Have the driver wait, when it is interrupted, until this is closed; for so long at most.
+
+        To be told by ranks that save something when they are asked to end.
+        """
+        self._send({"kind": _AWAITED, "seconds": seconds})
 
     def _send(self, message: Mapping[str, Any]) -> None:
         if self._socket is None:

@@ -2,21 +2,26 @@
 
 A rank that nobody waits for any more is killed. One that asks for grace is told by SIGTERM first,
 and killed when its seconds are over. It asks by a file in its directory, which its guardian and its
-parent look for. Read and written on one machine; imports neither PySpark nor a framework.
+parent look for. The driver, which may be on another machine, is told by an event that it is worth
+waiting for such a rank. Imports neither PySpark nor a framework.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import select
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 __all__ = [
     "DIRECTORY_VARIABLE",
     "GRACE_VARIABLE",
+    "AwaitedRanks",
     "asking_for_grace",
     "deny_grace",
     "grace_asked",
@@ -33,6 +38,11 @@ DIRECTORY_VARIABLE = "HVD_ESTIMATORS_RANK_DIRECTORY"
 # Schedulers that preempt leave 15 to 30 seconds, of which one to notice is gone.
 _SECONDS = 15.0
 _FILE = "grace"
+# Spark looks every two seconds whether a task was cancelled, and ends its Python two seconds later.
+_UNTIL_ASKED_SECONDS = 10.0
+_SILENT_SECONDS = 0.5
+
+logger = logging.getLogger(__name__)
 
 
 def grace_seconds(env: Mapping[str, str]) -> float:
@@ -89,3 +99,38 @@ def mute_if_unheard() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+class AwaitedRanks:
+    """Ranks that may have something to save when a job is interrupted. On the driver."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._seconds: dict[int, float] = {}
+
+    def add(self, key: int, seconds: float) -> None:
+        """Note a rank, by any key, and for how many seconds it asks."""
+        with self._changed:
+            self._seconds[key] = seconds
+
+    def discard(self, key: int) -> None:
+        """Note that a rank has ended, or has nothing to save any more."""
+        with self._changed:
+            self._seconds.pop(key, None)
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        """Wait until all have ended, for as long as they ask and it may take until they are told.
+
+        Another interrupt ends the waiting.
+        """
+        with self._changed:
+            longest = max(self._seconds.values(), default=0.0)
+            if not longest or self._changed.wait_for(lambda: not self._seconds, _SILENT_SECONDS):
+                return
+            deadline = time.monotonic() + longest + _UNTIL_ASKED_SECONDS
+            logger.warning(
+                "Waiting until the ranks have saved where they are (at most %g s).", longest
+            )
+            if not self._changed.wait_for(lambda: not self._seconds, deadline - time.monotonic()):
+                logger.warning("The ranks have not ended in time.")

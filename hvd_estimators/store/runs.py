@@ -56,8 +56,8 @@ class RunInfo:
     framework : str
         ``"torch"``, ``"keras"``, ``"lightning"``, or what an estimator of somebody else's says.
     state : str
-        ``"running"``, ``"finished"``, ``"failed"``, or ``"interrupted"``: its driver has ended
-        without a word.
+        ``"running"``, ``"finished"``, ``"failed"``, or ``"interrupted"``: somebody wanted it to
+        end, or its driver has ended without a word.
     started : datetime.datetime
         When its first fit began to train, in UTC.
     ended : datetime.datetime or None

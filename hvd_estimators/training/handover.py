@@ -190,6 +190,11 @@ class Handover:
             if hint:
                 _append(error, hint)
             raise
+        except (KeyboardInterrupt, SystemExit):
+            hint = self._hint()
+            if hint:
+                logger.warning("%s", hint)
+            raise
         except Exception as error:
             if not trained:
                 hint = self._hint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Mapping
 from types import TracebackType
@@ -11,6 +12,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.launch.events import EventSender, RankEpoch, RankOutput, RankProgress
+from hvd_estimators.launch.grace import grace_seconds
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["Progress", "tell_driver"]
@@ -31,6 +33,9 @@ def tell_driver(line: str, verbose: int) -> None:
 class Progress:
     """Reports rank 0's steps and epochs to the driver, as a context manager on every rank.
 
+    A driver that is interrupted waits for the end of the block, which is to be around the writing
+    of checkpoints.
+
     Parameters
     ----------
     spec : TrainSpec
@@ -49,6 +54,8 @@ class Progress:
         self._started = self._reported = 0.0
 
     def __enter__(self) -> Self:
+        if self._sender is not None:
+            self._sender.ask_to_wait(grace_seconds(os.environ))
         return self
 
     def __exit__(

@@ -1,0 +1,139 @@
+"""What the driver does when a fit is interrupted: it waits for ranks that save, and notes how."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
+from hvd_estimators.fitting.interruption import ending_by_sigterm
+from hvd_estimators.fitting.metadata import ended
+from hvd_estimators.launch import events, grace
+from hvd_estimators.launch.events import (
+    EVENTS_VARIABLE,
+    EventSender,
+    RankMessage,
+    receive_events,
+)
+from hvd_estimators.store import LocalStore
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: Any) -> None:
+    monkeypatch.setattr(events, "_DRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(grace, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(grace, "_UNTIL_ASKED_SECONDS", 0.0)
+
+
+def interrupted(error: BaseException | None, seconds: float | None, save_after: float) -> bool:
+    """End a job whose rank asks for so many seconds; return whether the rank had saved by then."""
+    saved = threading.Event()
+    received: queue.Queue[Any] = queue.Queue()
+
+    def save() -> None:
+        saved.set()
+        sender.close()
+
+    timer = threading.Timer(save_after, save)
+    try:
+        with contextlib.suppress(BaseException), receive_events(received.put, "127.0.0.1") as env:
+            sender = EventSender(env[EVENTS_VARIABLE])
+            if seconds is not None:
+                sender.ask_to_wait(seconds)
+            sender.send(RankMessage(0, "asked"))
+            received.get(timeout=10)
+            timer.start()
+            if error is not None:
+                raise error
+        return saved.is_set()
+    finally:
+        timer.cancel()
+        sender.close()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), WorkerFailedError("no")])
+def test_an_interrupted_driver_waits_for_a_rank_that_asks(caplog: Any, error: Any) -> None:
+    assert interrupted(error, seconds=600.0, save_after=0.3)
+    assert "Waiting until the ranks have saved where they are (at most 600 s)" in caplog.text
+    assert "not ended in time" not in caplog.text
+
+
+def test_it_does_not_wait_for_others_nor_longer_than_they_ask(caplog: Any) -> None:
+    assert not interrupted(KeyboardInterrupt(), seconds=None, save_after=60.0)
+    # A job that has ended well has nothing to save.
+    assert not interrupted(None, seconds=600.0, save_after=60.0)
+    assert caplog.text == ""
+    assert not interrupted(KeyboardInterrupt(), seconds=0.2, save_after=60.0)
+    assert "not ended in time" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(143), "interrupted"),
+        (JobCancelledError("by its group"), "interrupted"),
+        (WorkerFailedError("told to end", error_type="TrainingInterruptedError"), "interrupted"),
+        (WorkerFailedError("no", error_type="ValueError"), "failed"),
+        (StoreError("no"), "failed"),
+        (None, "finished"),
+    ],
+)
+def test_the_state_of_a_run_tells_interrupts_from_failures(
+    tmp_path: Path, error: BaseException | None, state: str
+) -> None:
+    document = ended({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
+    assert document["state"] == document["fits"][0]["state"] == state
+    assert ("error" in document) == (error is not None)
+
+
+def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> None:
+    cleaned = []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+    @ending_by_sigterm()
+    def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            # A second one ends the process on the spot.
+            cleaned.append(signal.getsignal(signal.SIGTERM))
+
+    with pytest.raises(SystemExit) as raised:
+        work()
+    assert raised.value.code == 143
+    assert cleaned == [signal.SIG_DFL]
+    with ending_by_sigterm(), ending_by_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
+    def own(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, own)
+    try:
+        with ending_by_sigterm():
+            assert signal.getsignal(signal.SIGTERM) is own
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    found = []
+
+    def work() -> None:
+        with ending_by_sigterm():
+            found.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert found == [before]
