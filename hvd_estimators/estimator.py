@@ -12,8 +12,10 @@ from pyspark.sql import DataFrame
 from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.interruption import ending_by_sigterm
+from hvd_estimators.fitting.launching import Launch
 from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
+from hvd_estimators.fitting.reading_order import check_reading, reading_identity
 from hvd_estimators.fitting.record import RunRecord
 from hvd_estimators.fitting.restarting import Restarts
 from hvd_estimators.fitting.results import RunResults
@@ -33,7 +35,7 @@ from hvd_estimators.prepare.reuse import hold
 from hvd_estimators.prepare.schema import known_columns
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_whole, find_whole
-from hvd_estimators.training.handover import Handover, train_stored
+from hvd_estimators.training.handover import Handover
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["HorovodEstimator"]
@@ -117,7 +119,7 @@ class HorovodEstimator(EstimatorHooks):
         )
         store, given = self.getOrDefault("store"), self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
-        with HeldRun(store, run) as held:
+        with HeldRun(store, run, patient=self.getOrDefault("max_restarts") > 0) as held:
             found = find_run(store, run)
             check_run(found)
             self._check_found(found, tried)
@@ -172,6 +174,7 @@ class HorovodEstimator(EstimatorHooks):
             What there is of the run already.
         """
         spec = spec_for(backend.num_processes())
+        check_reading(found, spec.data)
         with Handover(spec, self._state_reader) as handover:
             with handover.naming_what_is_kept(trained=False):
                 call = handover.put(self._rank_function())
@@ -186,27 +189,17 @@ class HorovodEstimator(EstimatorHooks):
                 ):
                     restarts = self._restarts(spec, held, record)
                     handler = restarts.reached.handler(record.handler(shown))
-
-                    def launch(backend: Backend) -> list[Any]:
-                        nonlocal spec, call
-                        if backend.num_processes() != spec.data.num_ranks:
-                            spec = spec_for(backend.num_processes())
-                            call = handover.put(self._rank_function(), spec)
-                        return backend.run(
-                            train_stored,
-                            args=(call,),
-                            kwargs={},
-                            env={
-                                **({} if spec.use_gpu else HIDDEN),
-                                **restarts.environment(),
-                                **self._rank_environment(),
-                            },
-                            on_event=handler,
-                        )
-
+                    env = {
+                        **({} if spec.use_gpu else HIDDEN),
+                        **restarts.environment(),
+                        **self._rank_environment(),
+                    }
+                    launch = Launch(
+                        *(handover, self._rank_function(), spec_for, spec, call, env, handler)
+                    )
                     answers = restarts.run(backend, launch)
                 with handover.naming_what_is_kept(trained=True):
-                    results = RunResults(handover.read(answers), spec)
+                    results = RunResults(handover.read(answers), launch.spec)
                     model = self._wrap(results, trial)
                     record.complete(results.history, model, results[0].stopped)
                     return model
@@ -222,7 +215,9 @@ class HorovodEstimator(EstimatorHooks):
         order = RowOrder(spec.data.num_shards, spec.data.random_seed)
         data = spec.data
         document = begun(
-            self, self._framework, spec.run, order, data.columns, data.num_ranks, found.notes
+            *(self, self._framework, spec.run, order, data.columns, data.num_ranks),
+            found.notes,
+            reading_identity(data),
         )
         tracking = self._make_tracking(spec.run.run_id, document["params"])
         return RunRecord(spec.store, spec.run, document, bool(found.checkpoints), tracking)

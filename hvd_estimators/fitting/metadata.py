@@ -45,6 +45,7 @@ def begun(
     columns: Sequence[ColumnSpec],
     num_ranks: int,
     before: Mapping[str, Any] | None,
+    reading: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what is noted when a fit begins to train.
 
@@ -64,6 +65,8 @@ def begun(
         Ranks of this fit.
     before : mapping or None
         What an earlier fit has noted of the run, which is kept.
+    reading : mapping, optional
+        What the order of rows depends on, see `hvd_estimators.fitting.reading_order`.
     """
     fit = {
         "started": now(),
@@ -71,6 +74,7 @@ def begun(
         "epochs": estimator.getOrDefault("epochs"),
         "num_ranks": num_ranks,
         "versions": versions(),
+        **({} if reading is None else {"reading": as_json(reading)}),
     }
     document = {
         "run_id": run.run_id,

@@ -24,7 +24,7 @@ from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import first_rows
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.store import RunPaths
-from hvd_estimators.store.lease import require_free
+from hvd_estimators.store.lease import await_free, require_free
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]
@@ -59,7 +59,7 @@ class TrainPlanning(
             return num_ranks
         run = store.run_paths(run_id)
         if store.saving_runs():
-            require_free(store, run)
+            (await_free if self.getOrDefault("max_restarts") else require_free)(store, run)
         order = find_run(store, run).row_order
         if order is None:
             return num_ranks

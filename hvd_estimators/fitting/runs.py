@@ -35,6 +35,7 @@ __all__ = [
     "as_json",
     "check_run",
     "data_identity",
+    "differences",
     "digest",
     "find_run",
     "named",
@@ -116,11 +117,11 @@ def check_run(found: FoundRun) -> None:
             path,
         )
         return
-    differences = _differences(notes.get("fingerprint", {}), as_json(run.fingerprint))
-    if differences:
+    differing = differences(notes.get("fingerprint", {}), as_json(run.fingerprint))
+    if differing:
         raise ParamError(
             f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
-            f"trained with {'; '.join(differences)}. Set another run_id (or none: each fit then "
+            f"trained with {'; '.join(differing)}. Set another run_id (or none: each fit then "
             "has a run of its own), or what it was trained with. To go on from it all the same, "
             f"delete {path!r}."
         )
@@ -135,6 +136,8 @@ class HeldRun:
         Keeps the run. Where it keeps no runs there is nothing to keep others from.
     run : RunPaths
         The run.
+    patient : bool
+        Whether to wait where the other fit may have been killed.
 
     Raises
     ------
@@ -142,10 +145,10 @@ class HeldRun:
         If another fit has it.
     """
 
-    def __init__(self, store: Store, run: RunPaths) -> None:
+    def __init__(self, store: Store, run: RunPaths, *, patient: bool = False) -> None:
         self._store = store
         self._run = run
-        self._lease = RunLease(store, run) if store.saving_runs() else None
+        self._lease = RunLease(store, run, patient=patient) if store.saving_runs() else None
 
     def __enter__(self) -> Self:
         if self._lease is not None:
@@ -253,13 +256,13 @@ def as_json(fingerprint: Mapping[str, Any]) -> Any:
     return json.loads(json.dumps(plain(dict(fingerprint)), default=named))
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Return what differs, the old before the new, among what both tell."""
     told = []
     for name in wanted.keys() & found.keys():
         old, new = found[name], wanted[name]
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            told += [f"{name}: {difference}" for difference in _differences(old, new)]
+            told += [f"{name}: {difference}" for difference in differences(old, new)]
             told += [f"{name}: {key} (now without)" for key in old.keys() - new.keys()]
             told += [f"{name}: no {key} (now with)" for key in new.keys() - old.keys()]
         elif json.dumps(old) != json.dumps(new):

@@ -23,7 +23,8 @@ class RankParams(DeclaredParams):
         "half an hour (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets another "
         "limit for both, 0 none for the latter). They go on from the run's newest checkpoint. Task "
         "slots for them are waited for as run_elastic does (HOROVOD_ELASTIC_TIMEOUT, 600 seconds). "
-        "An exception of the training code ends the fit.",
+        "An exception of the training code ends the fit. A run_id whose driver was killed on "
+        "another machine is waited for, for five minutes.",
         default=0,
         convert=integer(0),
     )

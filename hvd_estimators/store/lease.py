@@ -14,6 +14,7 @@ Runs on the driver. ``runs/<run_id>/lease.json`` names the process that holds th
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import datetime, timezone
 from types import TracebackType
@@ -22,6 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.claims import (
+    HEARTBEAT_SECONDS,
     STALE_SECONDS,
     Claim,
     Heartbeat,
@@ -29,10 +31,23 @@ from hvd_estimators.store.claims import (
     read_claim,
 )
 from hvd_estimators.store.files import Files
-from hvd_estimators.store.owners import Owner, this_process
+from hvd_estimators.store.owners import Owner, is_here, this_process
 from hvd_estimators.store.paths import RunPaths
 
-__all__ = ["SETTLE_SECONDS", "RunLease", "holder", "lease_path", "read_if_there", "require_free"]
+__all__ = [
+    "SETTLE_SECONDS",
+    "RunLease",
+    "await_free",
+    "holder",
+    "lease_path",
+    "read_if_there",
+    "require_free",
+]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 5.0
+
 
 SETTLE_SECONDS = 1.0
 """Time in which a file that was written is seen by all."""
@@ -79,6 +94,33 @@ def require_free(store: Files, run: RunPaths) -> None:
         raise _refused(run, held)
 
 
+def await_free(store: Files, run: RunPaths) -> None:
+    """Make sure that nobody holds a run's lease; wait where its holder may be gone.
+
+    One that was killed on another machine counts as gone `STALE_SECONDS` after its last heartbeat.
+    One that lives is told by its next heartbeat, within half a minute.
+
+    Raises
+    ------
+    ParamError
+        If somebody holds it, and lives.
+    """
+    first = held = holder(store, run.run_path)
+    deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
+    while held is not None and first is not None:
+        has_beaten = (held.token, held.beaten) != (first.token, first.beaten)
+        if has_beaten or is_here(held.owner) or time.monotonic() > deadline:
+            raise _refused(run, held)
+        if held is first:
+            logger.warning(
+                "run_id: %r was being trained by %s. Whether that process still lives is seen by "
+                "its heartbeats; without any the run is free after %g minutes.",
+                *(run.run_id, held.owner, STALE_SECONDS / 60),
+            )
+        time.sleep(_POLL_SECONDS)
+        held = holder(store, run.run_path)
+
+
 class RunLease:
     """A run's lease, until the block ends.
 
@@ -88,6 +130,8 @@ class RunLease:
         Keeps the run.
     run : RunPaths
         The run.
+    patient : bool
+        Whether to wait where the holder may be gone, see `await_free`.
 
     Raises
     ------
@@ -95,9 +139,10 @@ class RunLease:
         By `__enter__` and `confirm`, if somebody else holds it.
     """
 
-    def __init__(self, store: Files, run: RunPaths) -> None:
+    def __init__(self, store: Files, run: RunPaths, *, patient: bool = False) -> None:
         self._store = store
         self._run = run
+        self._require_free = await_free if patient else require_free
         self._path = lease_path(run.run_path)
         self._heartbeat = Heartbeat(store, self._path, {"run_id": run.run_id})
         self._certain_at: float | None = None
@@ -107,7 +152,7 @@ class RunLease:
         self._heartbeat.announce()
         try:
             if not self._created():
-                require_free(self._store, self._run)
+                self._require_free(self._store, self._run)
                 self._certain_at = time.monotonic() + SETTLE_SECONDS
             self._heartbeat.start()
         except BaseException:

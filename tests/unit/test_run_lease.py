@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ import pytest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import FilesystemStore, LocalStore, lease
 from hvd_estimators.store.claims import STALE_SECONDS, Claim, Heartbeat, read_claim
-from hvd_estimators.store.lease import RunLease, holder, lease_path, require_free
+from hvd_estimators.store.lease import RunLease, await_free, holder, lease_path, require_free
 from hvd_estimators.store.owners import this_process
 
 HOLDER = """
@@ -114,6 +116,39 @@ def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
     with RunLease(store, run) as taken:
         taken.confirm()
     assert not store.exists(path_of(store))
+
+
+def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_it_lives(
+    store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, slept = store.run_paths("mine"), list[float]()
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    # One that runs here, and is seen to.
+    with pytest.raises(ParamError, match=f"by process {other.pid}"):
+        await_free(store, run)
+
+    def age(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            path = Path(path_of(store))
+            os.utime(path, (path.stat().st_mtime - 200,) * 2)
+
+    clock = SimpleNamespace(sleep=age, monotonic=time.monotonic)
+    monkeypatch.setattr(lease, "time", clock)
+    leave_lease_of_another_machine(store, STALE_SECONDS - 100)
+    with RunLease(store, run, patient=True):
+        claim = read_claim(store, path_of(store))
+        assert claim is not None
+        assert claim.owner.pid == os.getpid()
+    assert slept == [5.0] * 3
+
+    def beat(seconds: float) -> None:
+        leave_lease_of_another_machine(store, 0)
+
+    clock.sleep = beat
+    leave_lease_of_another_machine(store, STALE_SECONDS - 100)
+    with pytest.raises(ParamError, match="on node7"):
+        await_free(store, run)
 
 
 def test_a_lease_that_is_damaged_is_judged_by_its_age(

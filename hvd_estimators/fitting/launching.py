@@ -1,0 +1,59 @@
+"""The launches of a fit's ranks: each is told what it is to do. Runs on the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.events import Handler
+from hvd_estimators.training.handover import Handover, StoredCall, Trainer, train_stored
+from hvd_estimators.training.spec import TrainSpec
+
+__all__ = ["Launch"]
+
+
+@dataclass
+class Launch:
+    """Launches the ranks of a fit; called with a backend, once or several times.
+
+    Attributes
+    ----------
+    handover : Handover
+        Holds what they are told.
+    train : callable
+        What every rank calls.
+    spec_for : callable
+        Returns what ranks are told, given how many of them there are.
+    spec : TrainSpec
+        What the ranks of the current launch are told.
+    call : StoredCall
+        The same, where they read it.
+    env : mapping
+        Their environment variables.
+    handler : callable
+        Gets what they report.
+    """
+
+    handover: Handover
+    train: Trainer
+    spec_for: Callable[[int], TrainSpec]
+    spec: TrainSpec
+    call: StoredCall
+    env: Mapping[str, str | None]
+    handler: Handler
+
+    def __call__(self, backend: Backend) -> list[Any]:
+        """Return what the ranks return."""
+        num_ranks = backend.num_processes()
+        if num_ranks != self.spec.data.num_ranks:
+            self.spec = self.spec_for(num_ranks)
+            self.call = self.handover.put(self.train, self.spec)
+        return backend.run(
+            train_stored,
+            args=(self.call,),
+            kwargs={},
+            env=dict(self.env),
+            on_event=self.handler,
+        )

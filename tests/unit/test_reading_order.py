@@ -1,0 +1,67 @@
+"""A run that was interrupted within an epoch is gone on with only in the same order of rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.reading_order import check_reading, reading_identity
+from hvd_estimators.fitting.runs import FoundRun, as_json
+from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.sharding import RowRange, ShardPlan
+from hvd_estimators.loading.spec import DataSpec, ReaderOptions
+from hvd_estimators.store.base import RunPaths
+from hvd_estimators.store.checkpoint_names import Position
+
+
+class Own(DataModule):
+    """Reads in an order of its own."""
+
+
+def data(folder: str = "file:/a", stop: int = 5, **changed: Any) -> DataSpec:
+    shards = [(RowRange(f"{folder}/1", 0, 0, 8), RowRange(f"{folder}/2", 0, 0, stop))]
+    spec = DataSpec(
+        *((), folder, None, ShardPlan(tuple(shards)), None, 1, ("x",), ("y",), None, 4, 4, 4, 0),
+        *(7, None, ReaderOptions(shuffle=True)),
+    )
+    options = {name: changed.pop(name) for name in list(changed) if name in vars(spec.options)}
+    return replace(spec, options=replace(spec.options, **options), **changed)
+
+
+def found(position: Position, **notes: Any) -> FoundRun:
+    run = RunPaths("mine", "runs/mine", "runs/mine/checkpoints", None)
+    return FoundRun(run, (Position(0, 4), position), {"fits": [{}, notes]})
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (data(stop=6), "row groups of the files"),
+        (data(shuffle_buffer_size=2**20), r"shuffle_buffer_size null \(now 1048576\)"),
+        (data(inmemory_cache_all=True), "inmemory_cache_all"),
+        (data(data_module=Own), r"data_module null \(now .*Own\)"),
+    ],
+)
+def test_another_order_within_an_epoch_is_refused(other: DataSpec, told: str) -> None:
+    reading = as_json(reading_identity(data()))
+    with pytest.raises(ParamError, match=told) as caught:
+        check_reading(found(Position(2, 16), reading=reading), other)
+    assert "within epoch 3" in str(caught.value)
+    assert "runs/mine/checkpoints/checkpoint-000002-16.ckpt" in str(caught.value)
+    # From an epoch's beginning rows may come in any order.
+    check_reading(found(Position(3), reading=reading), other)
+
+
+def test_the_same_rows_in_other_files_are_in_the_same_order() -> None:
+    reading = as_json(reading_identity(data()))
+    for same in (data(), data("s3://b"), data(data_module="arrow"), data(cache_size_limit=3)):
+        check_reading(found(Position(2, 16), reading=reading), same)
+    # Nothing was noted by an earlier version.
+    check_reading(found(Position(2, 16)), data(stop=6))
+    assert data(shuffle=False, shuffle_buffer_size=3) != data(shuffle=False)
+    assert reading_identity(data(shuffle=False, shuffle_buffer_size=3)) == reading_identity(
+        data(shuffle=False)
+    )
