@@ -33,8 +33,11 @@ def note(folder: str, rank: int, ids: Any) -> None:
         file.write(json.dumps(np.asarray(ids).reshape(-1).astype(int).tolist()) + "\n")
 
 
-def noted_steps(folder: Path, ranks: int) -> list[list[int]]:
-    """Return the ids of each step of all ranks, in the order of the shards."""
+def noted_steps(folder: Path, ranks: int, ended: bool = True) -> list[list[int]]:
+    """Return the ids of each step of all ranks, in the order of the shards.
+
+    Of ranks that have not ``ended`` but were killed, those steps that all had begun.
+    """
     of_shards: dict[int, Iterator[list[int]]] = {}
     for rank in range(ranks):
         shards = played_shards(SHARDS, rank, ranks)
@@ -43,7 +46,7 @@ def noted_steps(folder: Path, ranks: int) -> list[list[int]]:
         batches = [batch for batch in map(json.loads, lines) if batch]
         for turn, shard in enumerate(shards):
             of_shards[shard] = iter(batches[turn :: len(shards)])
-    steps = zip(*(of_shards[shard] for shard in range(SHARDS)), strict=True)
+    steps = zip(*(of_shards[shard] for shard in range(SHARDS)), strict=ended)
     return [[number for batch in batches for number in batch] for batches in steps]
 
 

@@ -123,32 +123,40 @@ def _strike(folder: str, rank: int) -> None:
 
 def was_killed(folder: Path) -> bool:
     """Return whether a rank was killed."""
-    return (folder / "killed").exists()
+    return bool(list(folder.glob("launch-*/killed")))
 
 
 def events_of(folder: Path, kind: str) -> list[int]:
     """Return how many events of a kind each process has told of."""
-    return [len(path.read_text()) for path in folder.glob(f"*.{kind}")]
+    return [len(path.read_text()) for path in folder.glob(f"launch-*/*.{kind}")]
 
 
 class KillingBackend(LocalBackend):
-    """Runs ranks of one thread each, one of which is killed.
+    """Runs ranks of one thread each, and kills one of them in a launch.
 
     Parameters
     ----------
     folder : Path
-        Gets what they tell.
-    kill : Kill, optional
-        Default: none is killed.
-    ranks : int
-        Number of ranks.
+        Gets a folder for each launch, with what its ranks tell.
+    *kills : Kill
+        Of the first launch, the second, and so on. Default: none.
+    slots : sequence of int
+        Ranks of each launch.
     """
 
-    def __init__(self, folder: Path, kill: Kill | None = None, ranks: int = RANKS) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        told = {} if kill is None else {_KILL: json.dumps(asdict(kill))}
-        super().__init__(ranks, env={**_QUIET, _FOLDER: str(folder), **told})
-        self.launches = 0
+    def __init__(self, folder: Path, *kills: Kill, slots: Sequence[int] = ()) -> None:
+        super().__init__(slots[0] if slots else RANKS, env=_QUIET)
+        self._folder, self._kills, self._slots = folder, kills, slots
+        # Shared with those that are made for another number of ranks.
+        self._launches: list[int] = []
+
+    @property
+    def launches(self) -> int:
+        """How many there were."""
+        return len(self._launches)
+
+    def task_slots(self) -> int | None:
+        return self._slots[self.launches] if self._slots else None
 
     def run(
         self,
@@ -159,8 +167,14 @@ class KillingBackend(LocalBackend):
         on_event: Any = None,
         **unknown: Any,
     ) -> list[Any]:
-        self.launches += 1
-        return super().run(_tell_and_run, (fn, *args), kwargs, env, on_event, **unknown)
+        folder = self._folder / f"launch-{self.launches}"
+        folder.mkdir(parents=True)
+        told = {_FOLDER: str(folder)}
+        if self.launches < len(self._kills):
+            told[_KILL] = json.dumps(asdict(self._kills[self.launches]))
+        self._launches.append(self.num_processes())
+        arguments = ((fn, *args), kwargs, {**(env or {}), **told}, on_event)
+        return super().run(_tell_and_run, *arguments, **unknown)
 
 
 def _tell_and_run(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,254 @@
+"""Steps per second with checkpoints within epochs beside none, and seconds from a kill to a step.
+
+Two ranks on a local disk, for each framework, with a small network and with one of 400 MB. With and
+without take turns; the best of each counts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import HIDDEN, WIDTH, write_regression_data
+from benchmarks.figures import parser, show_result, show_table
+from hvd_estimators import Store
+from hvd_estimators.launch.local import LocalBackend
+
+TARGET = 0.97
+EVERY = 100
+RANKS = 2
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
+# Steps that are not measured: while threads, buffers and graphs are made.
+WARM_UP = 20
+# 10,000 squared weights are 400 MB.
+LARGE = 10_000
+
+
+class Clock:
+    """Takes down when steps begin, on the first rank, and writes it to a file at the end.
+
+    Parameters
+    ----------
+    path : str
+        The file.
+    kill_at : int
+        The step in which the last rank kills itself, in the first launch; 0 for none.
+    """
+
+    def __init__(self, path: str, kill_at: int = 0) -> None:
+        self.path, self.kill_at = path, kill_at
+        self.moments: list[float] = []
+
+    def step(self) -> None:
+        rank = int(os.environ["HOROVOD_RANK"])
+        self.moments.append(time.time())
+        if self.kill_at == len(self.moments) and rank == RANKS - 1:
+            killed = Path(f"{self.path}.killed")
+            if not killed.exists():
+                killed.write_text(f"{time.time()}")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def end(self) -> None:
+        if os.environ["HOROVOD_RANK"] == "0":
+            np.save(self.path, self.moments)
+
+
+class TorchClock(Clock):
+    """The same as a callback of `TorchEstimator`; a hook of the module tells of steps."""
+
+    def on_train_begin(self, module: torch.nn.Module, **_: Any) -> None:
+        module.register_forward_pre_hook(lambda *_: self.step())
+
+    def on_train_end(self, **_: Any) -> None:
+        self.end()
+
+
+def torch_net(width: int) -> torch.nn.Sequential:
+    """Return a network with a hidden layer, or with two that are as wide."""
+    torch.manual_seed(1)
+    hidden = width or HIDDEN
+    layers = [torch.nn.Linear(WIDTH, hidden), torch.nn.ReLU()]
+    if width:
+        layers += [torch.nn.Linear(width, width, bias=False), torch.nn.ReLU()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(hidden, 1), torch.nn.Flatten(0))
+
+
+def torch_estimator(clock: tuple[str, int], width: int, **params: Any) -> Any:
+    from hvd_estimators.torch import TorchEstimator
+
+    net = torch_net(width)
+    return TorchEstimator(
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=1e-4),
+        loss=torch.nn.functional.mse_loss,
+        callbacks=[TorchClock(*clock)],
+        **params,
+    )
+
+
+def keras_estimator(clock: tuple[str, int], width: int, **params: Any) -> Any:
+    import keras
+
+    from hvd_estimators.keras import KerasEstimator
+
+    class KerasClock(keras.callbacks.Callback, Clock):
+        def __init__(self, *given: Any) -> None:
+            keras.callbacks.Callback.__init__(self)
+            Clock.__init__(self, *given)
+
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            self.step()
+
+        def on_train_end(self, logs: Any = None) -> None:
+            self.end()
+
+    hidden = [keras.layers.Dense(width or HIDDEN, activation="relu")]
+    if width:
+        hidden.append(keras.layers.Dense(width, activation="relu", use_bias=False))
+    return KerasEstimator(
+        model=keras.Sequential([keras.Input((WIDTH,)), *hidden, keras.layers.Dense(1)]),
+        optimizer=keras.optimizers.SGD(1e-4),
+        loss="mse",
+        callbacks=[KerasClock(*clock)],
+        **params,
+    )
+
+
+def lightning_estimator(clock: tuple[str, int], width: int, **params: Any) -> Any:
+    import pytorch_lightning as lightning
+
+    from hvd_estimators.lightning import LightningEstimator
+
+    class LightningClock(lightning.Callback, Clock):
+        def __init__(self, *given: Any) -> None:
+            lightning.Callback.__init__(self)
+            Clock.__init__(self, *given)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.step()
+
+        def on_train_end(self, *_: Any) -> None:
+            self.end()
+
+    class Net(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch_net(width)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return torch.nn.functional.mse_loss(self.layers(batch["features"]), batch["label"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+    return LightningEstimator(
+        model=Net(), logger=False, callbacks=[LightningClock(*clock)], **params
+    )
+
+
+ESTIMATORS: Mapping[str, Callable[..., Any]] = {
+    "torch": torch_estimator,
+    "keras": keras_estimator,
+    "lightning": lightning_estimator,
+}
+
+
+def fit(framework: str, folder: Path, name: str, width: int, batch_size: int, **how: Any) -> Path:
+    """Train an epoch, and return the file with the moments of its steps."""
+    store = Store.create(f"{folder}/store")
+    path = folder / f"{name}.npy"
+    estimator = ESTIMATORS[framework](
+        (str(path), how.pop("kill_at", 0)),
+        width,
+        backend=LocalBackend(RANKS, env=QUIET),
+        store=store,
+        run_id=name,
+        feature_cols=["features"],
+        label_cols=["label"],
+        batch_size=batch_size,
+        epochs=1,
+        random_seed=1,
+        verbose=0,
+        **how,
+    )
+    estimator.fit_on_parquet()
+    store.delete_run(name)
+    return path
+
+
+def speed(moments: Sequence[float]) -> float:
+    """Return the steps per second."""
+    measured = moments[WARM_UP:]
+    return (len(measured) - 1) / (measured[-1] - measured[0])
+
+
+def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> list[float]:
+    """Return the steps per second without checkpoints within the epoch, and with them."""
+    without, with_them = [], []
+    for turn in range(repeats):
+        arguments = (framework, folder, f"{framework}-{width}-{turn}", width, batch_size)
+        without.append(speed(np.load(fit(*arguments))))
+        with_them.append(speed(np.load(fit(*arguments, checkpoint_every_n_steps=EVERY))))
+    return [max(without), max(with_them)]
+
+
+def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float:
+    """Return how long no rank trains after one was killed: until the first step of the next."""
+    kill_at = 2 * EVERY + EVERY // 2
+    name = f"{framework}-killed"
+    how = {"kill_at": kill_at, "max_restarts": 1, "checkpoint_every_n_steps": EVERY}
+    path = fit(framework, folder, name, 0, batch_size, **how)
+    return float(np.load(path)[0]) - float(Path(f"{path}.killed").read_text())
+
+
+def main() -> None:
+    arguments = parser(__doc__, rows=1_000_000, repeats=3)
+    arguments.add_argument("--batch-size", type=int, default=256, help="rows of a rank's batch")
+    arguments.add_argument("--large-steps", type=int, default=150, help="steps of the large one")
+    arguments.add_argument("--large-repeats", type=int, default=1, help="times for the large one")
+    arguments.add_argument("--frameworks", nargs="+", default=list(ESTIMATORS))
+    given = arguments.parse_args()
+    rates: dict[str, dict[str, list[float]]] = {"small": {}, "400 MB": {}}
+    restart: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="hvd_estimators-checkpoint-") as directory:
+        folder, large = Path(directory, "small"), Path(directory, "large")
+        for place, rows in ((folder, given.rows), (large, given.large_steps * RANKS * 16)):
+            place.mkdir()
+            target = Path(Store.create(f"{place}/store").get_train_data_path())
+            write_regression_data(place, target, rows)
+        for name in given.frameworks:
+            rates["small"][name] = price(name, folder, 0, given.batch_size, given.repeats)
+            restart[name] = statistics.median(
+                [seconds_to_next_step(name, folder, given.batch_size) for _ in range(3)]
+            )
+            if given.large_repeats:
+                rates["400 MB"][name] = price(name, large, LARGE, 16, given.large_repeats)
+    ratios = {
+        size: {name: w / without for name, (without, w) in of.items()} for size, of in rates.items()
+    }
+    show_table(
+        f"Steps per second, {RANKS} ranks",
+        ["", "without", f"every {EVERY} steps", "ratio"],
+        [
+            [f"{name}, {size}", *of[name], ratios[size][name]]
+            for size, of in rates.items()
+            for name in of
+        ],
+    )
+    show_table("Seconds from a kill to the next step", ["", "s"], [[*r] for r in restart.items()])
+    print(f"\nwith / without: target {TARGET}")
+    figures = {"steps_per_second": rates, "ratio": ratios, "seconds_from_kill_to_step": restart}
+    show_result("checkpoint", vars(given), figures)
+
+
+if __name__ == "__main__":
+    main()

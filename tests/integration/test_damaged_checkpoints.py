@@ -1,0 +1,130 @@
+"""Checkpoints that are damaged anywhere: a fit goes on from the one before, or says it cannot."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kill_fits
+import pytest
+from kill_fits import assert_equal_bits, end_of, make_estimator, write_data
+from lightning_reference import InThisProcess
+
+from hvd_estimators import load_checkpoint
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store.checkpoint_names import pointer_of
+
+pytestmark = pytest.mark.integration
+
+EPOCHS = 3
+
+
+def fit(store: Any, run_id: str, epochs: int = EPOCHS) -> dict[str, Any]:
+    estimator = make_estimator(
+        "torch",
+        store=store,
+        backend=InThisProcess(),
+        run_id=run_id,
+        epochs=epochs,
+        batch_size=32,
+        keep_checkpoints=9,
+        # Of which the first epoch has the least.
+        checkpoint_monitor="loss",
+        checkpoint_mode="max",
+    )
+    return end_of("torch", estimator.fit_on_parquet())
+
+
+def damaged(whole: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield what a file is that is cut, or in which a bit has changed, at a tenth of its length."""
+    for tenth in range(11):
+        place = min(len(whole) * tenth // 10, len(whole) - 1)
+        if tenth % 2:
+            yield f"cut-{tenth}", whole[:place]
+        else:
+            yield f"bit-{tenth}", whole[:place] + bytes([whole[place] ^ 16]) + whole[place + 1 :]
+
+
+def files_of(folder: str) -> dict[str, bytes]:
+    """Return what there is of a run but for the notes on its fits, of which one has failed."""
+    paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+    return {str(path): path.read_bytes() for path in paths if path.name != "metadata.json"}
+
+
+@pytest.fixture
+def trained(store: Any) -> dict[str, Any]:
+    """Leave a run of two of three epochs in the store; return what a run of three ends with."""
+    write_data(store)
+    whole = fit(store, "whole")
+    fit(store, "parts", epochs=EPOCHS - 1)
+    return whole
+
+
+def copied(store: Any, name: str) -> list[str]:
+    """Copy the run of two epochs, and return its checkpoints."""
+    shutil.copytree(store.get_run_path("parts"), store.get_run_path(name))
+    return [str(path) for path in store.get_checkpoints(name)]
+
+
+def test_a_fit_goes_on_from_the_one_before(
+    store: Any, trained: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for which in ("file", "pointer"):
+        newest = store.get_checkpoints("parts")[-1]
+        content = Path(newest if which == "file" else pointer_of(newest)).read_bytes()
+        # Of pointers unit tests damage each; here they cost a fit.
+        for how, bad in list(damaged(content))[:: 1 if which == "file" else 5]:
+            name = f"{which}-{how}"
+            older, newest = copied(store, name)
+            Path(newest if which == "file" else pointer_of(newest)).write_bytes(bad)
+            caplog.clear()
+            assert_equal_bits(fit(store, name), trained)
+            # A bit of a pointer may be one of a metric, which nothing goes on from.
+            assert which == "pointer" or f"The one before, {older!r}, is taken" in caplog.text
+            # Its epoch was written anew.
+            assert load_checkpoint(store, name).epoch == EPOCHS
+            assert [load_checkpoint(path).epoch for path in store.get_checkpoints(name)] == [
+                1,
+                2,
+                3,
+            ]
+            shutil.rmtree(store.get_run_path(name))
+
+
+def test_the_best_that_is_damaged_is_not_needed_to_go_on(
+    store: Any, trained: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    for how, bad in damaged(Path(store.get_checkpoints("parts")[0]).read_bytes()):
+        best, second = copied(store, how)
+        assert load_checkpoint(store, how, which="best").path == best
+        Path(best).write_bytes(bad)
+        assert load_checkpoint(store, how, which="best").path == second
+        assert f"The best checkpoint, {best!r}, is skipped" in caplog.text
+        caplog.clear()
+    assert_equal_bits(fit(store, how), trained)
+    # It is left as it was found.
+    assert Path(best).read_bytes() == bad
+
+
+def test_where_all_are_damaged_a_fit_says_so_and_overwrites_nothing(
+    store: Any, trained: dict[str, Any]
+) -> None:
+    both = [list(damaged(Path(path).read_bytes())) for path in store.get_checkpoints("parts")]
+    for (how, first), (_, second) in zip(*both, strict=True):
+        for path, content in zip(copied(store, how), (first, second), strict=True):
+            Path(path).write_bytes(content)
+        before = files_of(store.get_run_path(how))
+        with pytest.raises(
+            StoreError, match=f"No checkpoint of the run '{how}' is whole"
+        ) as raised:
+            fit(store, how)
+        assert "Set another run_id" in str(raised.value)
+        assert files_of(store.get_run_path(how)) == before
+    with pytest.raises(StoreError, match="is whole"):
+        load_checkpoint(store, how)
+
+
+def setup_module() -> None:
+    kill_fits.send_by_value()
