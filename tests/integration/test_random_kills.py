@@ -41,7 +41,7 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
     write_data(store)
 
     def fit(name: str, kill: kills.Kill | None = None, **params: Any) -> Any:
-        backend = KillingBackend(folder / name, kill)
+        backend = KillingBackend(folder / name, *([kill] if kill else []))
         estimator = make_estimator(
             framework,
             store=store,
