@@ -1,0 +1,129 @@
+"""Fits on two executors that lose what runs them, in the end this process; run by test_restarts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from pyspark.sql import SparkSession
+
+from hvd_estimators import Store
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.torch import TorchEstimator
+
+RANKS, EPOCHS, STEPS = 2, 3, 12
+
+
+class FaultyLoss(torch.nn.Module):
+    """Squared error, and things that happen to ranks, each once.
+
+    Parameters
+    ----------
+    folder : Path
+        Where it is noted what has happened.
+    faults : mapping
+        What happens, by rank and number of the call in its process, from 1.
+    driver : int
+        The process of the driver.
+    """
+
+    def __init__(self, folder: Path, faults: Mapping[tuple[int, int], str], driver: int) -> None:
+        super().__init__()
+        self.folder, self.faults, self.driver = folder, faults, driver
+        self.calls = 0
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        fault = self.faults.get((int(os.environ["HOROVOD_RANK"]), self.calls))
+        if fault is not None and not (self.folder / fault).exists():
+            (self.folder / fault).touch()
+            self.act(fault)
+        return ((output.squeeze(-1) - label) ** 2).mean()
+
+    def act(self, fault: str) -> None:
+        if fault == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif fault == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif fault == "driver":
+            os.kill(self.driver, signal.SIGKILL)
+        else:
+            # A rank works in the folder of its executor.
+            javas = [process for process in psutil.process_iter() if process.name() == "java"]
+            next(java for java in javas if java.cwd() == os.getcwd()).kill()
+            time.sleep(300)
+
+
+def fit(
+    spark: Any,
+    folder: Path,
+    run_id: str,
+    faults: Mapping[tuple[int, int], str] | None = None,
+    **params: Any,
+) -> Any:
+    """Train with dropout, momentum and a schedule of the learning rate."""
+    x = np.random.default_rng(0).normal(size=(4 * STEPS * RANKS, 3))
+    rows = [(row.tolist(), float(row.sum())) for row in x]
+    frame = spark.createDataFrame(rows, "x array<float>, y float").coalesce(1)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)]
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    # The limit for a process that is stopped.
+    env = {"OMP_NUM_THREADS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    return TorchEstimator(
+        store=Store.create(str(folder / "store")),
+        run_id=run_id,
+        model=model,
+        optimizer=optimizer,
+        loss=FaultyLoss(folder, faults or {}, os.getpid()),
+        feature_cols=["x"],
+        label_cols=["y"],
+        batch_size=4,
+        epochs=EPOCHS,
+        random_seed=3,
+        dry_run=False,
+        backend=SparkBackend(RANKS, env=env),
+        checkpoint_every_n_steps=2,
+        verbose=0,
+        **params,
+    ).fit(frame)
+
+
+def main(folder: Path) -> None:
+    os.environ["PYSPARK_PYTHON"] = sys.executable
+    spark = (
+        SparkSession.builder.master(f"local-cluster[{RANKS},1,1024]")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.sql.shuffle.partitions", "2")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("OFF")
+    alone = fit(spark, folder, "undisturbed")
+    # In the first epoch, then in the second one, and in the last.
+    faults = {(0, 6): "executor", (1, 9): "stopped", (0, 17): "killed"}
+    disturbed = fit(spark, folder, "disturbed", faults, max_restarts=3)
+    for weight, expected in zip(
+        disturbed.getModel().parameters(), alone.getModel().parameters(), strict=True
+    ):
+        assert torch.equal(weight, expected), (weight, expected)
+    assert disturbed.getHistory() == alone.getHistory()
+    (folder / "histories.json").write_text(json.dumps(alone.getHistory()))
+    fit(spark, folder, "left alone", {(1, 17): "driver"})
+
+
+if __name__ == "__main__":
+    import restart_job
+
+    # Under a name that ranks and another application know.
+    restart_job.main(Path(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""Runs that lose executors, ranks and their driver end as if they had not, in a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import restart_job
+import torch
+
+from hvd_estimators import Store, load_checkpoint
+from hvd_estimators.store.runs import read_metadata
+
+pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
+
+
+def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_path: Path) -> None:
+    output = tmp_path / "output.txt"
+    with open(output, "wb") as file:
+        ended = subprocess.run(
+            [sys.executable, restart_job.__file__, str(tmp_path)],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=400,
+            check=False,
+        )
+    assert ended.returncode == -signal.SIGKILL, output.read_text()[-8000:]
+
+    # What was lost is noted, and told in a line each.
+    store = Store.create(str(tmp_path / "store"))
+    (fit,) = notes(store, "disturbed")["fits"]
+    restarts = fit["restarts"]
+    assert [restart["cause"] for restart in restarts] == ["lost", "stalled", "killed"]
+    assert [restart["rank"] for restart in restarts] == [None, 1, 0]
+    places = [(restart["epoch"], restart["step"]) for restart in restarts]
+    assert places == sorted(places)
+    assert {0, 1} <= {epoch for epoch, _ in places}
+    lines = [line for line in output.read_text().splitlines() if "launched again" in line]
+    assert len(lines) == 3
+    for number, line in enumerate(lines, 1):
+        assert f"restart {number} of at most 3" in line
+        assert "from the checkpoint of epoch" in line
+
+    # Another application goes on with the run whose driver is gone, from the middle of its epoch.
+    assert notes(store, "left alone")["state"] == "running"
+    model = restart_job.fit(spark, tmp_path, "left alone")
+    assert json.loads((tmp_path / "histories.json").read_text()) == model.getHistory()
+    alone = load_checkpoint(store, run_id="undisturbed").content["model"]
+    for weight, expected in zip(model.getModel().parameters(), alone.values(), strict=True):
+        assert torch.equal(weight, expected)
+    states = [fit["state"] for fit in notes(store, "left alone")["fits"]]
+    assert states == ["interrupted", "finished"]
+
+
+def notes(store: Store, run_id: str) -> Any:
+    return read_metadata(store, store.run_paths(run_id).run_path)
