@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
-import io
-import logging
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -17,14 +16,13 @@ from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.shards import ShardStates
 
 __all__ = [
-    "callback_states",
+    "ShardBuffers",
+    "copied",
+    "fleeting_buffers",
     "load_file",
-    "restore_callbacks",
     "save_file",
     "unequal_buffers",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 def save_file(saved: Mapping[str, Any], file: IO[bytes]) -> None:
@@ -41,6 +39,29 @@ def load_file(file: IO[bytes]) -> dict[str, Any]:
     return saved
 
 
+def copied(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
+    """Return a copy on the CPU of the tensors in a value, of its dicts, lists and tuples.
+
+    Tensors that are one in memory, such as weights that layers share, are one in the copy.
+    """
+    memo = {} if memo is None else memo
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided:
+            return value.detach().to("cpu", copy=True)
+        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+        if place not in memo or not value.numel():
+            memo[place] = value.detach().to("cpu", copy=True)
+        return memo[place]
+    if isinstance(value, dict):
+        # With what is noted on it, as Module.state_dict() notes versions of layers.
+        made = copy.copy(value)
+        made.update((key, copied(entry, memo)) for key, entry in value.items())
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(copied(entry, memo) for entry in value)
+    return value
+
+
 def unequal_buffers(
     module: torch.nn.Module, shards: ShardStates
 ) -> list[Mapping[str, torch.Tensor]]:
@@ -55,64 +76,72 @@ def unequal_buffers(
     shards : ShardStates
         The shards that this rank plays.
     """
-    # A rank that plays several has one module for them.
-    copies = BufferState(module).capture
-    own = captured(shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers()))
+    own = ShardBuffers(module, shards)
+    return own.unequal(exchange.gather(own.digests, "checkpoint.digests"))
+
+
+def fleeting_buffers(module: torch.nn.Module) -> dict[str, bytes]:
+    """Return digests of the buffers that a module's ``state_dict()`` leaves out, by name."""
     saved = module.state_dict().keys()
-    digests = {
-        shard: {name: _digest(value) for name, value in buffers.items() if name in saved}
-        for shard, buffers in own.items()
-    }
-    gathered = of_shards(exchange.gather(digests, "checkpoint.digests"), shards.num_shards)
-    unequal = [name for name in gathered[0] if len({found[name] for found in gathered}) > 1]
-    if not unequal:
-        return [{} for _ in gathered]
-    needed = {
-        shard: {name: buffers[name].cpu() for name in unequal} for shard, buffers in own.items()
-    }
-    return list(of_shards(exchange.gather(needed, "checkpoint.buffers"), shards.num_shards))
+    return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
 
 
-def callback_states(callbacks: Sequence[Any]) -> list[Any]:
-    """Return what the ``state_dict()`` of each callback gives; None for one that has none.
+class ShardBuffers:
+    """The buffers of the shards that a rank plays, at one moment.
 
-    What is neither tensors nor plain values is left out with a warning: nobody would load it.
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Has them.
+    shards : ShardStates
+        The shards.
+    fleeting : mapping
+        What `fleeting_buffers` returned when training began: of those buffers, too, what has
+        changed since is saved.
+
+    Attributes
+    ----------
+    digests : mapping
+        Shard to digests of its buffers by name; what `unequal` wants of all ranks.
     """
-    states: list[Any] = []
-    for callback in callbacks:
-        state = callback.state_dict() if _has_state(callback) else None
-        if state is not None and not _loads(state):
-            logger.warning(
-                "callbacks: what %s.state_dict() returns holds more than tensors and plain values. "
-                "It is not kept: a resumed run begins without it.",
-                type(callback).__name__,
-            )
-            state = None
-        states.append(state)
-    return states
 
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        shards: ShardStates,
+        fleeting: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._shards = shards
+        self._fleeting = fleeting or {}
+        # A rank that plays several has one module for them.
+        copies = BufferState(module).capture
+        self._own = captured(
+            shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers())
+        )
+        kept = module.state_dict().keys() | self._fleeting.keys()
+        self.digests = {
+            shard: {name: _digest(value) for name, value in buffers.items() if name in kept}
+            for shard, buffers in self._own.items()
+        }
 
-def restore_callbacks(callbacks: Sequence[Any], states: Sequence[Any]) -> None:
-    """Give each callback the state back that it had."""
-    for callback, state in zip(callbacks, states, strict=False):
-        if state is not None and _has_state(callback):
-            callback.load_state_dict(state)
-
-
-def _has_state(callback: Any) -> bool:
-    return hasattr(callback, "state_dict") and hasattr(callback, "load_state_dict")
-
-
-def _loads(state: Any) -> bool:
-    file = io.BytesIO()
-    try:
-        save_file({"state": state}, file)
-        file.seek(0)
-        load_file(file)
-    except Exception as error:
-        logger.debug("A callback's state cannot be loaded", exc_info=error)
-        return False
-    return True
+    def unequal(
+        self, gathered: Sequence[Mapping[int, Mapping[str, bytes]]]
+    ) -> list[Mapping[str, torch.Tensor]]:
+        """Return those that differ, by shard, given the digests of all ranks. Called by all."""
+        shards = self._shards
+        found = of_shards(gathered, shards.num_shards)
+        needed = [
+            name
+            for name, first in found[0].items()
+            if any(of_shard[name] != self._fleeting.get(name, first) for of_shard in found)
+        ]
+        if not needed:
+            return [{} for _ in found]
+        own = {
+            shard: {name: buffers[name].cpu() for name in needed}
+            for shard, buffers in self._own.items()
+        }
+        return list(of_shards(exchange.gather(own, "checkpoint.buffers"), shards.num_shards))
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

@@ -164,6 +164,11 @@ class RankObjective:
         """Whether `run_minibatch` is to be called for training."""
         return self._train_minibatch_fn is not None
 
+    @property
+    def users_objects(self) -> dict[str, Any]:
+        """What may have state that training goes on from, by name of its param."""
+        return {"train_minibatch_fn": self._train_minibatch_fn, "loss": self._loss.functions}
+
     def evaluate(self, module: torch.nn.Module, batch: Batch) -> Evaluation:
         """Return a batch's loss, for a backward pass."""
         return self._compared(self._tensors.call(module, batch.inputs), batch)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -17,44 +15,31 @@ from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.averaging import GradientAverager
-from hvd_estimators.torch.checkpoint import (
-    callback_states,
-    load_file,
-    restore_callbacks,
-    save_file,
-    unequal_buffers,
-)
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
+from hvd_estimators.torch.run_checkpoints import RunCheckpoints
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     plain_module,
     state_file,
 )
-from hvd_estimators.torch.shards import BufferState, average_shards
+from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
-from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session, seed_rank
-from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["TorchTrainSpec", "train"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -111,9 +96,17 @@ class _Trainer:
             size=self.size,
             spec=spec,
         )
+        self.checkpoints = RunCheckpoints(
+            spec, self.rank, self.size, self.plain, self.optimizer, self.device
+        )
+        self.checkpoints.hold({"callbacks": spec.callbacks, **self.objective.users_objects})
+        self.shards = self.checkpoints.shards
         self.history: list[EpochMetrics] = []
         self.output_shapes: list[list[int]] | None = None
-        self.restored, saved = self._restore()
+        self.restored = self.checkpoints.state
+        if self.restored is not None:
+            self.history = list(self.restored.history)
+            self.output_shapes = self.restored.parts["output_shapes"]
         hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
@@ -123,14 +116,7 @@ class _Trainer:
             self.passes,
             spec.gradient_compression,
         )
-        self.streams, self.buffers = TorchStreams(self.device), BufferState(self.plain)
-        parts = (self.streams, self.buffers)
-        self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
-        self.callback_states: Sequence[Any] = saved.get("callbacks", ())
-        if self.restored is not None and self.restored.canonical_shards == spec.data.num_shards:
-            self.shards.for_each(lambda shard: self.buffers.restore(saved["buffers"][shard]))
         self.progress = Progress(spec, self.rank)
-        self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.stop_request = StopRequest(
             functools.partial(sum_over_ranks, name="stop_request"), self.size
         )
@@ -159,7 +145,7 @@ class _Trainer:
             logs,
             EventWriter(logs.path) as writer,
             self.progress,
-            self.checkpoints,
+            self.checkpoints.writer,
         ):
             batches = WeightedBatches(
                 tensor_batches(data.train_chunks(), self.device),
@@ -176,19 +162,19 @@ class _Trainer:
                 writer.scalars(epoch, epoch_scalars(record))
                 self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
                 logs.sync()
-                self._save_checkpoint(epoch + 1)
+                is_saved = self._save_checkpoint(epoch + 1)
                 if epoch + 1 < spec.epochs and self.stop_request.after_step():
-                    raise interrupted(epoch + 1, 0, self._keeps_checkpoints)
+                    raise interrupted(epoch + 1, 0, is_saved)
             self._callbacks("on_train_end")
-        state = state_file(self._state()) if self.rank == 0 else None
+        state = state_file(self.checkpoints.content()) if self.rank == 0 else None
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
         return TrainResult(
             weights_digest(self.plain), state, tuple(self.history), output_shapes=shapes
         )
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
-        self.progress.start_epoch(epoch)
         train, done = self._begin_epoch(epoch)
+        self.progress.start_epoch(epoch, done)
         self._train_epoch(epoch, batches, train, done)
         average_shards(self.plain, self.shards)
         means = train.reduced("train")
@@ -201,22 +187,36 @@ class _Trainer:
         self.progress.end_epoch(means)
         return record
 
-    def _begin_epoch(self, epoch: int) -> tuple[Measures, int]:
-        """Return what has been measured in an epoch so far, and the steps that are done."""
-        measures = Measures(self.objective.metrics)
+    def _begin(self) -> None:
+        """Tell callbacks that training begins; where it goes on, set what it goes on from."""
+        self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
         state = self.restored
-        if state is None or not state.rows or state.epoch != epoch:
+        if state is None:
+            return
+        if self._is_within(state.epoch):
+            # What a callback has changed when the epoch began, other than states.
+            self._callbacks("on_epoch_begin", epoch=state.epoch)
+        self.checkpoints.restore()
+
+    def _is_within(self, epoch: int) -> bool:
+        """Return whether this part of the run begins within an epoch."""
+        state = self.restored
+        return state is not None and state.rows > 0 and state.epoch == epoch < self.spec.epochs
+
+    def _begin_epoch(self, epoch: int) -> tuple[Measures, int]:
+        """Return what has been measured in an epoch so far, and the batches that are done."""
+        measures = Measures(self.objective.metrics)
+        if not self._is_within(epoch):
             seed = self.spec.data.random_seed
             self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
             self._callbacks("on_epoch_begin", epoch=epoch)
             return measures, 0
-        # Where there are fewer ranks than there were, each goes on with the sums of several.
-        # Where there are more, some have none.
-        sums = state.parts["measures"][self.rank :: self.size]
-        if sums:
-            measures.restore(sum(sums[1:], sums[0]))
-        self.shards.for_each(lambda shard: self.streams.restore(state.random[shard]))
-        return measures, self.spec.data.batches_before(epoch, state.rows)
+        measured = self.checkpoints.measured()
+        if measured is not None:
+            measures.restore(measured)
+        self.checkpoints.restore_streams()
+        assert self.restored is not None
+        return measures, self.spec.data.batches_before(epoch, self.restored.rows)
 
     def _train_epoch(
         self, epoch: int, batches: WeightedBatches, measures: Measures, done: int
@@ -251,10 +251,11 @@ class _Trainer:
         Called by all ranks.
         """
         is_asked = self.stop_request.after_step()
+        is_saved = False
         if is_asked or self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches)):
-            self._save_checkpoint(epoch, batches, measures)
+            is_saved = self._save_checkpoint(epoch, batches, measures)
         if is_asked:
-            raise interrupted(epoch, batches, self._keeps_checkpoints)
+            raise interrupted(epoch, batches, is_saved)
 
     def _minibatch(
         self, batch: Batch, factor: float, index: int, measures: Measures
@@ -297,69 +298,18 @@ class _Trainer:
                 measures.add(self.objective.evaluate(self.module, batch))
         return measures
 
-    def _restore(self) -> tuple[RunState | None, Mapping[str, Any]]:
-        """Load the newest checkpoint of the run on all ranks, where there is one."""
-        saved: dict[str, Any] = {}
-
-        def load(file: IO[bytes]) -> None:
-            saved.update(load_file(file))
-            self.plain.load_state_dict(saved.pop("model"))
-            self.optimizer.load_state_dict(saved.pop("optimizer"))
-
-        run = self.spec.run
-        state = restore(self.spec.store, run, exchange, self.rank, load)
-        if state is not None:
-            self.output_shapes = state.parts["output_shapes"]
-            self.history = list(state.history)
-            if self.rank == 0:
-                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
-        return state, saved
-
-    def _begin(self) -> None:
-        """Tell callbacks that training begins; where it goes on they then get their states back."""
-        groups = self.optimizer.param_groups
-        before = [{name: v for name, v in group.items() if name != "params"} for group in groups]
-        self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
-        if self.restored is not None:
-            restore_callbacks(self.spec.callbacks, self.callback_states)
-            # A scheduler that is made there sets the rate of the first epoch.
-            for group, options in zip(groups, before, strict=False):
-                group.update(options)
-
     def _save_checkpoint(
         self, epoch: int, batches: int = 0, measures: Measures | None = None
-    ) -> None:
-        """Save the run after so many epochs, and batches of the next one. Called by all ranks."""
-        data = self.spec.data
-        if not self._keeps_checkpoints:
-            return
-        streams = captured(self.shards, self.streams.capture)
-        measured = None if measures is None else measures.state()
-        gathered = exchange.gather((streams, measured), "checkpoint.streams")
-        unequal = unequal_buffers(self.plain, self.shards)
-        if self.rank != 0:
-            return
-        state = RunState(
+    ) -> bool:
+        """Save the run, and return whether it could be. Called by all ranks."""
+        return self.checkpoints.save(
             epoch,
-            data.rows_after(epoch, batches),
-            data.num_shards,
+            batches,
             tuple(self.history),
-            of_shards([of_rank for of_rank, _ in gathered], data.num_shards),
-            {"output_shapes": self.output_shapes, "measures": [sums for _, sums in gathered]},
+            self.output_shapes,
+            None if measures is None else measures.state(),
+            self.averager.pending,
         )
-        callbacks = callback_states(self.spec.callbacks)
-        saved = {**self._state(), "buffers": unequal, "callbacks": callbacks}
-        self.checkpoints.save(state, lambda file: save_file(saved, file))
-
-    @property
-    def _keeps_checkpoints(self) -> bool:
-        return self.spec.run.checkpoints_path is not None
-
-    def _state(self) -> dict[str, Any]:
-        return {
-            "model": self.plain.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-        }
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:
         for callback in self.spec.callbacks:

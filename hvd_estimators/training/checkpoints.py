@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from typing_extensions import Self
 
@@ -43,9 +43,9 @@ logger = logging.getLogger(__name__)
 class CheckpointWriter:
     """Writes the checkpoints of a run, and deletes those that are not to be kept. On rank 0.
 
-    What is saved is written to a local file at once. The rest (digest, upload, pointer, deleting
-    old ones) is done by a thread while training goes on; the next save waits for it, and so does
-    the end of the block, also by an error. Used as a context manager.
+    What is saved is written to a local file at once, unless it is a copy. The rest (digest, upload,
+    pointer, deleting old ones) is done by a thread while training goes on; the next save waits for
+    it, and so does the end of the block, also by an error. Used as a context manager.
 
     Parameters
     ----------
@@ -92,6 +92,8 @@ class CheckpointWriter:
         state: RunState,
         write_model: Callable[[IO[bytes]], None],
         first: Callable[[], None] | None = None,
+        *,
+        is_copy: bool = False,
     ) -> None:
         """Save a state, which may change as soon as this has returned.
 
@@ -103,6 +105,9 @@ class CheckpointWriter:
             Writes the framework's file, a zip archive, to a file object.
         first : callable, optional
             Called by the thread before there is the checkpoint: uploads what belongs to it.
+        is_copy : bool
+            Whether what ``write_model`` writes is a copy that nobody changes, which the thread may
+            write. ``state`` then has to be one, too.
 
         Raises
         ------
@@ -114,18 +119,7 @@ class CheckpointWriter:
         self.finish()
         metrics = measured(state.history[-1]) if state.history and not state.rows else {}
         path = checkpoint_path(self._run, Position(state.epoch, state.rows))
-        with _told(path), contextlib.ExitStack() as stack:
-            target = stack.enter_context(self._store.open_atomic(path))
-            file = target
-            if not (target.seekable() and target.readable()):
-                # As adding to an archive takes. In the end it is copied.
-                file = stack.enter_context(tempfile.TemporaryFile())
-            noting: Any = _NotingErrors(file)
-            try:
-                write_archive(noting, state, write_model)
-            except Exception as error:
-                raise (noting.error or error) from error.__cause__
-            opened = stack.pop_all()
+        written = None if is_copy else self._write(path, state, write_model)
         if self._thread is None:
             self._thread = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators checkpoint")
         monitor = monitored(self._options.monitor, metrics)
@@ -140,7 +134,11 @@ class CheckpointWriter:
             monitor,
             "min" if monitor is None else mode_of(monitor, self._options.mode),
         )
-        self._upload = self._thread.submit(self._publish, opened, file, target, info, first)
+
+        def publish() -> None:
+            self._publish(written or self._write(path, state, write_model), info, first)
+
+        self._upload = self._thread.submit(publish)
         if metrics:
             check_monitor(self._options.monitor, metrics)
 
@@ -156,14 +154,26 @@ class CheckpointWriter:
         if upload is not None:
             upload.result()
 
+    def _write(
+        self, path: str, state: RunState, write_model: Callable[[IO[bytes]], None]
+    ) -> _Written:
+        with _told(path), contextlib.ExitStack() as stack:
+            target = stack.enter_context(self._store.open_atomic(path))
+            file = target
+            if not (target.seekable() and target.readable()):
+                # As adding to an archive takes. In the end it is copied.
+                file = stack.enter_context(tempfile.TemporaryFile())
+            noting: Any = _NotingErrors(file)
+            try:
+                write_archive(noting, state, write_model)
+            except Exception as error:
+                raise (noting.error or error) from error.__cause__
+            return _Written(stack.pop_all(), file, target)
+
     def _publish(
-        self,
-        opened: contextlib.ExitStack,
-        file: IO[bytes],
-        target: IO[bytes],
-        info: CheckpointInfo,
-        first: Callable[[], None] | None,
+        self, written: _Written, info: CheckpointInfo, first: Callable[[], None] | None
     ) -> None:
+        opened, file, target = written
         with _told(info.path):
             with opened:
                 if first is not None:
@@ -225,6 +235,14 @@ class CheckpointWriter:
             del stored[position]
         while self._leftovers:
             self._store.delete(f"{self._run.checkpoints_path}/{self._leftovers.pop()}")
+
+
+class _Written(NamedTuple):
+    """A local file that is written, and what it goes to when its context ends."""
+
+    opened: contextlib.ExitStack
+    file: IO[bytes]
+    target: IO[bytes]
 
 
 class _NotingErrors:

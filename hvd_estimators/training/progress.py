@@ -50,7 +50,7 @@ class Progress:
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
         self._rows_per_step = spec.data.batch_size * spec.data.num_shards
-        self._epoch = 0
+        self._epoch = self._steps_before = 0
         self._started = self._reported = 0.0
 
     def __enter__(self) -> Self:
@@ -67,9 +67,9 @@ class Progress:
         if self._sender is not None:
             self._sender.close()
 
-    def start_epoch(self, epoch: int) -> None:
-        """Note the time at which an epoch begins; epochs count from 0."""
-        self._epoch = epoch
+    def start_epoch(self, epoch: int, steps_before: int = 0) -> None:
+        """Note the time at which an epoch begins, or goes on after some steps; the first is 0."""
+        self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
 
     @property
@@ -107,7 +107,7 @@ class Progress:
                 epochs=self._epochs,
                 step=step,
                 steps=self._steps,
-                rows_per_second=step * self._rows_per_step / seconds,
+                rows_per_second=(step - self._steps_before) * self._rows_per_step / seconds,
                 means=dict(means),
                 done=done,
             )

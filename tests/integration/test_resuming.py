@@ -48,13 +48,52 @@ class Plateaus:
             scheduler.load_state_dict(of_scheduler)
 
 
+class Stepping:
+    """Holds what changes in each step, and says nothing of its state."""
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        self.module = module
+        self.rates = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)]
+        self.average = torch.optim.swa_utils.AveragedModel(module)
+        # A run that goes on has the weights that it had, not these.
+        torch.nn.init.zeros_(module.last.weight)
+        optimizer.register_step_post_hook(self.after_step)
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        # As a callback does that thaws layers: no state tells that it was done.
+        self.module.nudge = 0.01 * epoch
+
+    def after_step(self, *_: Any) -> None:
+        self.rates[0].step()
+        self.average.update_parameters(self.module)
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        logs["train"]["average"] = float(self.average.module.last.weight.sum())
+
+
+class Fleeting(DataDependent):
+    """Has a buffer that its state_dict leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nudge = 0.0
+        self.register_buffer("recent", torch.zeros(()), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = super().forward(x)
+        if self.training:
+            self.recent = 0.5 * self.recent + output.detach().mean()
+            output = output + 0.1 * self.recent + self.nudge
+        return output
+
+
 def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, **params: Any) -> Any:
-    net = DataDependent()
+    net = Fleeting()
     settings = {
         "model": net,
         "optimizer": torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True),
         "backend": backend,
-        "callbacks": [Plateaus()],
+        "callbacks": [Plateaus(), Stepping()],
         "shuffle": True,
         "scale_learning_rate": True,
         # Seven steps; the ranks' last batches differ.

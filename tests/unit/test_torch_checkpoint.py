@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,10 @@ import torch
 
 from hvd_estimators.torch import checkpoint
 from hvd_estimators.torch.checkpoint import (
-    callback_states,
+    ShardBuffers,
+    copied,
+    fleeting_buffers,
     load_file,
-    restore_callbacks,
     save_file,
     unequal_buffers,
 )
@@ -55,6 +55,7 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(2)
         self.register_buffer("table", torch.arange(3).bfloat16())
         self.register_buffer("passing", torch.zeros(2), persistent=False)
+        self.register_buffer("constant", torch.ones(2), persistent=False)
         self.register_buffer("none", None)
 
 
@@ -79,6 +80,14 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
         shards.for_each(lambda shard: None)
         shards.for_each(train)
         found = unequal_buffers(net, shards)
+        of_step = ShardBuffers(net, shards, fleeting_buffers(Net()))
+        with_fleeting = of_step.unequal(threads.gather(of_step.digests, "digests"))
+        assert [buffers["passing"].tolist() for buffers in with_fleeting] == [
+            [0, 0],
+            [1, 1],
+            [2, 2],
+        ]
+        assert "constant" not in with_fleeting[0]
         again = Net()
         resumed = ShardStates(num_shards, rank, size, (BufferState(again),))
         resumed.for_each(lambda shard: BufferState(again).restore(found[shard]))
@@ -94,31 +103,26 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
     assert equal == [[{}] * num_shards] * size
 
 
-class Scheduled:
-    """A callback that keeps state."""
-
-    def __init__(self, **state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-
-def test_states_of_callbacks_go_by_position_and_others_are_told(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    given = [object(), Scheduled(rate=0.1, best=torch.ones(2)), Scheduled(lock=object())]
-    with caplog.at_level(logging.WARNING):
-        states = callback_states(given)
-    assert caplog.text.count("Scheduled.state_dict() returns holds more than tensors") == 1
+def test_a_copy_changes_no_more_and_has_what_is_shared_once() -> None:
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    second.weight = first.weight
+    net = torch.nn.Sequential(first, second, torch.nn.BatchNorm1d(2))
+    given = {
+        "model": net.state_dict(),
+        "list": [(torch.ones(2), 1.5), torch.zeros(0), torch.zeros(0)],
+        "sparse": torch.eye(2).to_sparse(),
+    }
+    made = copied(given)
+    expected = [value.clone() for value in made["model"].values()]
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter += 1
+    assert [v.tolist() for v in made["model"].values()] == [v.tolist() for v in expected]
+    assert made["model"]["0.weight"] is made["model"]["1.weight"]
+    assert made["model"]._metadata == given["model"]._metadata
     file = io.BytesIO()
-    save_file({"callbacks": states}, file)
+    save_file(made, file)
     file.seek(0)
-    fresh = [object(), Scheduled(rate=1.0), Scheduled(rate=2.0)]
-    restore_callbacks(fresh, load_file(file)["callbacks"])
-    assert fresh[1].state["rate"] == 0.1  # type: ignore[attr-defined]
-    assert torch.equal(fresh[1].state["best"], torch.ones(2))  # type: ignore[attr-defined]
-    assert fresh[2].state == {"rate": 2.0}  # type: ignore[attr-defined]
+    loaded = load_file(file)
+    assert loaded["list"][0][1] == 1.5
+    assert torch.equal(loaded["sparse"].to_dense(), torch.eye(2))

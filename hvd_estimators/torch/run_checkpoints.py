@@ -1,0 +1,205 @@
+"""The checkpoints of a torch run: what is saved of the ranks, and given back to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import IO, Any
+
+import torch
+
+from hvd_estimators.parquet.columns import Array
+from hvd_estimators.torch.checkpoint import (
+    ShardBuffers,
+    copied,
+    fleeting_buffers,
+    load_file,
+    save_file,
+)
+from hvd_estimators.torch.held_states import HeldStates
+from hvd_estimators.torch.objects import exchange
+from hvd_estimators.torch.randomness import TorchStreams
+from hvd_estimators.torch.shards import BufferState
+from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.randomness import captured, of_shards
+from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec
+from hvd_estimators.training.state import RunState
+
+__all__ = ["RunCheckpoints"]
+
+logger = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """Saves a run, and restores it. On every rank; the context in which saves are written.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        The job.
+    rank, size : int
+        This rank, and the number of ranks.
+    module : torch.nn.Module
+        What is trained.
+    optimizer : torch.optim.Optimizer
+        Its optimizer.
+    device : torch.device
+        Where they are.
+
+    Attributes
+    ----------
+    state : RunState or None
+        What the run goes on from; None for one that begins.
+    writer : CheckpointWriter
+        The context in which `save` is to be called.
+    shards : ShardStates
+        The shards that the rank plays.
+    """
+
+    def __init__(
+        self,
+        spec: TrainSpec,
+        rank: int,
+        size: int,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+    ) -> None:
+        self._spec = spec
+        self._rank, self._size = rank, size
+        self._module = module
+        self._optimizer = optimizer
+        self._fleeting = fleeting_buffers(module)
+        self._streams, self._buffers = TorchStreams(device), BufferState(module)
+        parts = (self._streams, self._buffers)
+        self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
+        self._held = HeldStates({})
+        self._saved: dict[str, Any] = {}
+        self.state = self._load()
+        self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+
+    def hold(self, owners: Mapping[str, Any]) -> None:
+        """Save the states of these objects of the user's, too, by the names of their params."""
+        known = (*self._module.modules(), self._module, self._optimizer)
+        self._held = HeldStates(owners, known)
+
+    def restore(self) -> None:
+        """Set what the run goes on from, whatever callbacks have done when training began."""
+        saved, self._saved = self._saved, {}
+        if not saved:
+            return
+        if "model" in saved:
+            self._module.load_state_dict(saved["model"])
+        # As old as a version that kept no more than states of callbacks.
+        old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
+        self._held.restore({**old, **saved.get("held", {})})
+        # Schedulers that are made when training begins set the rates of the first epoch.
+        groups = self._optimizer.param_groups
+        for group, options in zip(groups, saved["options"], strict=False):
+            group.update(options)
+        buffers = saved["buffers"]
+        if len(buffers) == self._spec.data.num_shards:
+            self.shards.for_each(lambda shard: self._buffers.restore(buffers[shard]))
+
+    def restore_streams(self) -> None:
+        """Set the random streams of each shard to what they were within the epoch."""
+        assert self.state is not None
+        random = self.state.random
+        self.shards.for_each(lambda shard: self._streams.restore(random[shard]))
+
+    def measured(self) -> Array | None:
+        """Return what this rank is to go on adding up in an epoch; None if nothing."""
+        assert self.state is not None
+        # Where there are fewer ranks than there were, each goes on with the sums of several. Where
+        # there are more, some have none.
+        sums = self.state.parts["measures"][self._rank :: self._size]
+        return sum(sums[1:], sums[0]) if sums else None
+
+    def save(
+        self,
+        epoch: int,
+        batches: int,
+        history: tuple[EpochMetrics, ...],
+        output_shapes: Any,
+        measured: Array | None,
+        is_adding_up: bool,
+    ) -> bool:
+        """Save the run after so many epochs, and batches of the next one. Called by all ranks.
+
+        Parameters
+        ----------
+        epoch, batches : int
+            The position.
+        history : tuple of EpochMetrics
+            Of the epochs that are done.
+        output_shapes : list or None
+            What `TrainResult.output_shapes` is made of.
+        measured : ndarray or None
+            What this rank has added up in the epoch.
+        is_adding_up : bool
+            Whether this rank has gradients that no step has used, which are not saved.
+
+        Returns
+        -------
+        bool
+            Whether it was saved; the same on all ranks.
+        """
+        if self._spec.run.checkpoints_path is None:
+            return False
+        data = self._spec.data
+        streams = captured(self.shards, self._streams.capture)
+        buffers = ShardBuffers(self._module, self.shards, self._fleeting)
+        own = streams, measured, buffers.digests, is_adding_up
+        gathered = exchange.gather(own, "checkpoint")
+        of_streams, of_measured, digests, pending = zip(*gathered, strict=True)
+        if any(pending):
+            # A train_minibatch_fn that steps less often than backward_passes_per_step says.
+            logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
+            return False
+        unequal = buffers.unequal(digests)
+        if self._rank != 0:
+            return True
+        state = RunState(
+            epoch,
+            data.rows_after(epoch, batches),
+            data.num_shards,
+            history,
+            of_shards(of_streams, data.num_shards),
+            {"output_shapes": output_shapes, "measures": list(of_measured)},
+        )
+        saved: Any = {**self.content(), "buffers": unequal, "held": self._held.capture()}
+        if batches:
+            saved = copied(saved)
+        self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
+        return True
+
+    def content(self) -> dict[str, Any]:
+        """Return the states of module and optimizer, which are not copies."""
+        return {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def _load(self) -> RunState | None:
+        """Load the newest checkpoint of the run on all ranks, where there is one."""
+        spec, saved = self._spec, self._saved
+
+        def load(file: IO[bytes]) -> None:
+            saved.update(load_file(file))
+            self._module.load_state_dict(saved["model"])
+            if not spec.callbacks:
+                del saved["model"]
+            self._optimizer.load_state_dict(saved.pop("optimizer"))
+
+        state = restore(spec.store, spec.run, exchange, self._rank, load)
+        if state is None:
+            return None
+        saved["options"] = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        if self._rank == 0:
+            within = ""
+            if state.rows:
+                batches = spec.data.batches_before(state.epoch, state.rows)
+                within = f" and {batches} batches of the next"
+            logger.info("Resuming run %s after %d epochs%s", spec.run.run_id, state.epoch, within)
+        return state
