@@ -78,8 +78,10 @@ def fit(
     layers = [torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)]
     model = torch.nn.Sequential(*layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    # The limit for a process that is stopped.
-    env = {"OMP_NUM_THREADS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    # The limit for a process that is stopped; Horovod's own look for slow ranks is an hour away.
+    stalls = {"SHUTDOWN": "3", "CHECK": "3600"}
+    env = {f"HOROVOD_STALL_{name}_TIME_SECONDS": value for name, value in stalls.items()}
+    env["OMP_NUM_THREADS"] = "1"
     return TorchEstimator(
         store=Store.create(str(folder / "store")),
         run_id=run_id,
@@ -105,6 +107,7 @@ def main(folder: Path) -> None:
         SparkSession.builder.master(f"local-cluster[{RANKS},1,1024]")
         .config("spark.ui.enabled", "false")
         .config("spark.driver.host", "127.0.0.1")
+        .config("spark.ui.showConsoleProgress", "false")
         .config("spark.sql.shuffle.partitions", "2")
         .getOrCreate()
     )
