@@ -22,7 +22,7 @@ STEPS = 7
 """Of an epoch, on two ranks."""
 
 # Those that save within epochs, too.
-WITHIN_EPOCHS: tuple[str, ...] = ()
+WITHIN_EPOCHS: tuple[str, ...] = ("torch", "lightning")
 
 
 def length(framework: str) -> Length:

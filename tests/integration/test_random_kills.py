@@ -15,6 +15,7 @@ import kill_fits
 import kills
 import pytest
 from kill_fits import (
+    EVERY,
     assert_equal_bits,
     end_of,
     length,
@@ -23,6 +24,8 @@ from kill_fits import (
     write_data,
 )
 from kills import KillingBackend, TellingStore, events_of, was_killed
+
+from hvd_estimators.exceptions import HvdEstimatorsError
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -58,15 +61,23 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
     whole = fit("whole")
     assert events_of(folder / "whole", "step") == [length(framework).steps] * kills.RANKS
     drawn = kills.draw_kills(f"{seed} {framework} {reader}", number, length(framework))
+    failed: list[str] = []
     for index, kill in enumerate(drawn):
         name = f"killed-{index}"
-        print(f"seed {seed}, {framework}, {reader}, {index}: {kill}", flush=True)
-        found = fit(name, kill)
-        assert was_killed(folder / name), "the run has ended before it"
-        assert_equal_bits(found, whole)
-        # What came before the last checkpoint but one is not trained again, nor what is finished.
-        again = sum(events_of(folder / name, "step")) - kills.RANKS * length(framework).steps
-        assert again <= kills.RANKS * most_lost(framework), again
+        told = f"seed {seed}, {framework}, {reader}, {index}: {kill}"
+        print(told, flush=True)
+        try:
+            found = fit(name, kill, checkpoint_every_n_steps=EVERY)
+            assert was_killed(folder / name), "the run has ended before it"
+            assert_equal_bits(found, whole)
+            # What came before the last checkpoint but one is not trained again.
+            again = sum(events_of(folder / name, "step")) - kills.RANKS * length(framework).steps
+            assert again <= kills.RANKS * most_lost(framework), again
+        except (AssertionError, HvdEstimatorsError) as error:
+            # The others may tell more of what is wrong.
+            failed.append(f"{told}: {type(error).__name__}: {error}")
+            print(failed[-1], flush=True)
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
