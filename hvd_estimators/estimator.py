@@ -187,7 +187,7 @@ class HorovodEstimator(EstimatorHooks):
                     handover.naming_what_is_kept(trained=False),
                     show_progress(spec) as shown,
                 ):
-                    restarts = self._restarts(spec, held, record)
+                    restarts = self._restarts(spec, held, record, found)
                     handler = restarts.reached.handler(record.handler(shown))
                     env = {
                         **({} if spec.use_gpu else HIDDEN),
@@ -204,11 +204,13 @@ class HorovodEstimator(EstimatorHooks):
                     record.complete(results.history, model, results[0].stopped)
                     return model
 
-    def _restarts(self, spec: TrainSpec, held: HeldRun, record: RunRecord) -> Restarts:
+    def _restarts(
+        self, spec: TrainSpec, held: HeldRun, record: RunRecord, found: FoundRun
+    ) -> Restarts:
         """Return what decides on further launches of the ranks."""
-        get = self.getOrDefault
-        limit, least = get("max_restarts"), get("min_num_proc")
-        return Restarts(spec, limit, least, lambda: held.lost, record.restarted)
+        limit, least = (self.getOrDefault(name) for name in ("max_restarts", "min_num_proc"))
+        newest = max(found.checkpoints, default=None)
+        return Restarts(spec, limit, least, lambda: held.lost, record.restarted, newest)
 
     def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
         """Return what notes this fit while the ranks train."""

@@ -38,10 +38,13 @@ logger = logging.getLogger(__name__)
 # Half an hour, see `hvd_estimators.launch.stalls`.
 _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+# An executor that is about to go still counts among the task slots.
+_LEAVING_PAUSE = 10.0
 
 # What ranks raise for reasons that lie outside of them: a peer that is gone, a machine that is
 # about to go, a store that does not answer.
-_PASSING = {"HorovodInternalError", "StoreUnavailableError", "TrainingInterruptedError"}
+_LEAVING = "TrainingInterruptedError"
+_PASSING = {"HorovodInternalError", "StoreUnavailableError", _LEAVING}
 # Horovod says so of calls that do not fit each other.
 _MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 
@@ -77,6 +80,8 @@ class Restarts:
         Returns whether somebody else trains the run by now.
     note : callable
         Called with what is noted of each restart.
+    newest : Position or None
+        The checkpoint that the first launch goes on from.
     reached : Reached
         How far the ranks have come.
     failures : list of WorkerFailedError
@@ -88,6 +93,7 @@ class Restarts:
     least: int | None
     is_lost: Callable[[], bool]
     note: Callable[[Mapping[str, Any]], None]
+    newest: Position | None = None
     reached: Reached = field(default_factory=Reached)
     failures: list[WorkerFailedError] = field(default_factory=list)
     _deadline: float = math.inf
@@ -109,7 +115,7 @@ class Restarts:
         SlotsError
             If there were too few task slots for too long.
         """
-        current, before, pauses = backend, None, _pauses()
+        current, before, pauses = backend, self.newest, _pauses()
         while True:
             started = time.monotonic()
             try:
@@ -119,9 +125,12 @@ class Restarts:
                 lost_after = time.monotonic() - started
                 position = self._newest()
                 if position != before:
-                    before, pauses = position, _pauses()
+                    before, pauses = position, _pauses(0.0)
                 lost = self._lost(position, lost_after)
-                time.sleep(next(pauses))
+                pause = next(pauses)
+                if error.error_type == _LEAVING:
+                    pause = max(pause, _LEAVING_PAUSE)
+                time.sleep(pause)
                 current = self._for_slots(backend, current)
                 self._tell(lost, position, current.num_processes())
             except (SlotsError, UnreachableError) as error:
@@ -249,8 +258,9 @@ class Restarts:
         )
 
 
-def _pauses() -> Iterator[float]:
-    """Yield the seconds before the restarts that follow on a checkpoint."""
+def _pauses(*first: float) -> Iterator[float]:
+    """Yield the seconds before restarts between which there is no new checkpoint."""
+    yield from first
     pause = _FIRST_PAUSE
     while True:
         yield pause

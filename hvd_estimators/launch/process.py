@@ -182,7 +182,7 @@ class RankProcess:
         self._kill()
         path = Path(self._directory) / OUTCOME_FILE
         if not path.exists():
-            how = "killed" if status < 0 else "exit"
+            how = "killed" if _signal_of(status) else "exit"
             return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
         kind, *values = pickle.loads(path.read_bytes())
         if kind == "error":
@@ -278,9 +278,18 @@ def _memory_file() -> IO[bytes]:
     return tempfile.TemporaryFile()
 
 
+def _signal_of(status: int) -> str:
+    """Return the signal that ended a process; a shell that ran it adds 128. Empty without one."""
+    with contextlib.suppress(ValueError):
+        if status < 0 or status > 128:
+            return signal.Signals(-status if status < 0 else status - 128).name
+    return ""
+
+
 def _describe_exit(status: int) -> str:
+    name = _signal_of(status)
+    hint = "; the machine may have run out of memory" if name == "SIGKILL" else ""
     if status < 0:
-        name = signal.Signals(-status).name
-        hint = "; the machine may have run out of memory" if name == "SIGKILL" else ""
-        return f"was killed by {name}{hint}"
-    return f"exited with status {status} without a result"
+        return f"was killed by {name or -status}{hint}"
+    told = f" ({name}{hint})" if name else ""
+    return f"exited with status {status}{told} without a result"

@@ -24,6 +24,7 @@ from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.channel import new_secret
 from hvd_estimators.launch.cluster import Cluster
+from hvd_estimators.launch.dynamic import ask_for_executors
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, receive_events
 from hvd_estimators.launch.exchange import ExchangeServer
@@ -50,6 +51,8 @@ __all__ = ["SparkBackend"]
 
 # Well below the size at which PySpark makes a broadcast variable of a function.
 _INLINE_BYTES = 2**19
+# Executors that are asked for come within this time, or need to be asked for again.
+_ASKING_SECONDS = 30.0
 
 
 class SparkBackend(Backend):
@@ -155,8 +158,14 @@ class SparkBackend(Backend):
         return self._num_proc or self._all_slots()
 
     def task_slots(self) -> int:
-        """Return how many ranks the executors that are registered now can run at the same time."""
-        return Cluster.current(self._resources).task_slots()
+        """Return how many ranks the executors that are registered now can run at the same time.
+
+        With dynamic allocation executors for so many as there are to be are asked for first.
+        """
+        cluster = Cluster.current(self._resources)
+        if cluster.allocates_dynamically and self._num_proc:
+            return ask_for_executors(cluster, self._num_proc, _ASKING_SECONDS)
+        return cluster.task_slots()
 
     def resized(self, num_proc: int) -> SparkBackend:
         """Return a backend like this one for another number of ranks."""

@@ -99,9 +99,7 @@ class Fit:
         )
         spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data)
         limit, least = options.get("max_restarts", 9), options.get("min_num_proc")
-        self.restarts = Restarts(
-            spec, limit, least, lambda: self.has_lost_run, self.notes.append, Reached()
-        )
+        self.restarts = Restarts(spec, limit, least, lambda: self.has_lost_run, self.notes.append)
 
     def checkpoint(self, epoch: int, step: int = 0) -> None:
         path = checkpoint_path(self.run_paths, Position(epoch, step * ROWS_OF_A_STEP))
@@ -154,8 +152,16 @@ def test_a_lost_rank_is_launched_again_and_a_line_says_what_was_lost(
         (1, 4, 3),
         (1, 4, None),
     ]
-    # A new checkpoint lets the pauses begin anew.
-    assert pauses == [1.0, 1.0, 2.0]
+    # After a new checkpoint there is no pause, and then they begin anew.
+    assert pauses == [1.0, 0.0, 1.0]
+
+
+def test_pauses_grow_while_nothing_is_won(tmp_path: Path, pauses: list[float]) -> None:
+    leaving = lost("raised", "TrainingInterruptedError")
+    failures = [*[lost()] * 3, leaving, *[lost()] * 4]
+    assert Fit(tmp_path).fit(FakeBackend(*failures)) == [2]
+    # The fourth waits for the machine of its ranks to go.
+    assert pauses == [1.0, 2.0, 4.0, 10.0, 16.0, 32.0, 60.0, 60.0]
 
 
 def test_errors_that_come_back_end_the_fit_as_they_are(tmp_path: Path, pauses: list[float]) -> None:
