@@ -12,7 +12,7 @@ import collections
 import hmac
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import cloudpickle
@@ -26,6 +26,7 @@ __all__ = ["ObjectExchange"]
 Bytes = npt.NDArray[np.uint8]
 
 _TAG_BYTES = 32
+_LENGTH_BYTES = 8
 
 
 class ObjectExchange:
@@ -33,24 +34,21 @@ class ObjectExchange:
 
     Parameters
     ----------
-    rank : callable
-        Returns the number of this rank.
+    rank, size : callable
+        Return the number of this rank, and how many there are.
     gather : callable
-        Called with bytes and a name; returns the bytes of all ranks, one after the other. Called
-        for the lengths first.
-    gather_lengths : callable
-        Called with a number and a name; returns the numbers of all ranks, in their order.
+        Called with bytes and a name; returns the bytes of all ranks, one after the other.
     """
 
     def __init__(
         self,
         rank: Callable[[], int],
+        size: Callable[[], int],
         gather: Callable[[Bytes, str], Bytes],
-        gather_lengths: Callable[[int, str], Sequence[int]],
     ) -> None:
         self._rank = rank
+        self._size = size
         self._gather = gather
-        self._gather_lengths = gather_lengths
         self._counts: collections.Counter[str] = collections.Counter()
 
     def gather(self, value: Any, name: str) -> list[Any]:
@@ -66,18 +64,21 @@ class ObjectExchange:
     def _parts(self, document: bytes, name: str) -> list[bytes]:
         place = f"{name} {self._counts[name]}"
         self._counts[name] += 1
-        sealed = np.frombuffer(_tag(place, self._rank(), document) + document, np.uint8)
-        lengths = self._gather_lengths(len(sealed), f"{name}.lengths")
+        length = len(document).to_bytes(_LENGTH_BYTES, "little")
+        sealed = np.frombuffer(length + _tag(place, self._rank(), document) + document, np.uint8)
         whole = self._gather(sealed, f"{name}.bytes").tobytes()
-        ends = np.cumsum(lengths)
-        parts = []
-        for rank, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            part = whole[end - length : end]
-            tag, content = part[:_TAG_BYTES], part[_TAG_BYTES:]
+        parts: list[bytes] = []
+        start = 0
+        for rank in range(self._size()):
+            begin = start + _LENGTH_BYTES + _TAG_BYTES
+            tag = whole[start + _LENGTH_BYTES : begin]
+            start = begin + int.from_bytes(whole[start : start + _LENGTH_BYTES], "little")
+            content = whole[begin:start]
+            # A length that somebody has changed makes another content.
             if not hmac.compare_digest(tag, _tag(place, rank, content)):
                 raise ConnectionError(
-                    f"What came as rank {rank}'s does not prove to be of this job, and was not "
-                    "used. Somebody else has a connection to this rank."
+                    f"What came as rank {rank}'s does not prove to be of this job, and was "
+                    "not used. Somebody else has a connection to this rank."
                 )
             parts.append(content)
         return parts

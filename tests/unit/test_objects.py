@@ -12,7 +12,8 @@ from hvd_estimators.training.objects import ObjectExchange
 
 pytestmark = pytest.mark.timeout(30)
 
-TAG_BYTES = 32
+LENGTH_BYTES, TAG_BYTES = 8, 32
+SEAL_BYTES = LENGTH_BYTES + TAG_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +31,7 @@ class Ranks:
         self._barrier = threading.Barrier(size)
         self._given = [None] * size
         self.exchanges = [
-            ObjectExchange(lambda rank=rank: rank, self._bytes_of(rank), self._numbers_of(rank))
+            ObjectExchange(lambda rank=rank: rank, lambda: size, self._bytes_of(rank))
             for rank in range(size)
         ]
 
@@ -56,9 +57,6 @@ class Ranks:
         gathered = list(self._given)
         self._barrier.wait()
         return gathered
-
-    def _numbers_of(self, rank):
-        return lambda value, name: self._all(rank, value)
 
     def _bytes_of(self, rank):
         def gather(document, name):
@@ -97,8 +95,9 @@ class Evil:
 
 def evil_document(length, key=b""):
     """Return as many bytes that begin with a code of what follows, made with some key."""
-    document = cloudpickle.dumps(Evil()).ljust(length - TAG_BYTES, b"\0")
-    return hmac.new(key, b"values 0 1 " + document, "sha256").digest() + document
+    document = cloudpickle.dumps(Evil()).ljust(length - LENGTH_BYTES - TAG_BYTES, b"\0")
+    size = len(document).to_bytes(LENGTH_BYTES, "little")
+    return size + hmac.new(key, b"values 0 1 " + document, "sha256").digest() + document
 
 
 @pytest.mark.parametrize(
@@ -106,10 +105,21 @@ def evil_document(length, key=b""):
     [
         lambda document: evil_document(len(document)),
         lambda document: evil_document(len(document), b"guess"),
-        lambda document: document[:TAG_BYTES] + evil_document(len(document))[TAG_BYTES:],
+        lambda document: document[:SEAL_BYTES] + evil_document(len(document))[SEAL_BYTES:],
+        lambda document: bytes(LENGTH_BYTES) + document[LENGTH_BYTES:],
+        lambda document: b"",
+        lambda document: document[: LENGTH_BYTES + 3],
         lambda document: document[:-1] + bytes([document[-1] ^ 1]),
     ],
-    ids=["no key", "another key", "another object", "a changed byte"],
+    ids=[
+        "no key",
+        "another key",
+        "another object",
+        "another length",
+        "nothing",
+        "cut",
+        "a changed byte",
+    ],
 )
 def test_what_a_stranger_says_as_a_rank_is_not_run(change):
     ranks = Ranks(2, lambda name, rank, part: change(part) if rank == 1 else part)
