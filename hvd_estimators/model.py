@@ -22,13 +22,14 @@ from hvd_estimators.history import history_rows
 from hvd_estimators.inference.batch_bytes import spread
 from hvd_estimators.inference.opaque import with_opaque
 from hvd_estimators.inference.shared import SharedBytes
-from hvd_estimators.inference.udf import Inference, Predictor, is_scalar, make_udf
+from hvd_estimators.inference.udf import Document, Inference, Predictor, is_scalar, make_udf
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.prepare.column_names import clashing, quoted, require_columns
 from hvd_estimators.prepare.schema import feature_array
 from hvd_estimators.saving.persistence import FileReadable, FileWritable
+from hvd_estimators.temporary import LocalFile
 
 __all__ = ["HorovodModel", "Predictor"]
 
@@ -118,7 +119,7 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         return [f"{label}__output" for label in self.getOrDefault("label_columns") or []]
 
     @abc.abstractmethod
-    def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
         """Return a document for the executors, and the function that makes a predictor of it."""
 
     @abc.abstractmethod

@@ -10,7 +10,7 @@ import weakref
 __all__ = ["LocalFile"]
 
 
-class LocalFile:
+class LocalFile(os.PathLike[str]):
     """A temporary file that is deleted with the object. It does not cross between processes.
 
     Attributes
@@ -23,6 +23,9 @@ class LocalFile:
         directory = tempfile.mkdtemp(prefix="hvd_estimators-")
         self.path = os.path.join(directory, "content")
         self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
+
+    def __fspath__(self) -> str:
+        return self.path
 
     def close(self) -> None:
         """Delete the file."""

@@ -13,22 +13,49 @@ import hashlib
 import os
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Union
 
 from pyspark import Broadcast
 from pyspark.sql import DataFrame
 
+from hvd_estimators.temporary import LocalFile
+
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = ["SharedBytes", "content"]
+__all__ = ["Parts", "Sent", "SharedBytes", "chunks", "size_of"]
+
+PART_BYTES = 64 * 2**20
+"""Bytes of a broadcast variable, at most. A driver's heap has 1 GiB by default."""
 
 # Less is cheaper to send with the function itself, and well below where PySpark broadcasts.
 _INLINE_BYTES = 2**18
 # The JVM notices that plans are gone when it collects garbage, which may be hours apart. It is told
 # to do so when this much is waiting for it, and then only when twice as much is as was left.
 _WAITING_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Bytes that are sent in parts: of one variable Spark holds all in the JVM's heap for a moment.
+
+    Attributes
+    ----------
+    digest : str
+        SHA-256 of all of them.
+    parts : tuple of Broadcast
+        The parts, in order.
+    """
+
+    digest: str
+    parts: tuple[Broadcast[bytes], ...]
+
+
+Sent = Union[bytes, "Broadcast[bytes]", Parts]
+"""What takes the place of bytes in a UDF."""
 
 
 class SharedBytes:
@@ -38,10 +65,10 @@ class SharedBytes:
     """
 
     def __init__(self) -> None:
-        self._last: dict[str, Broadcast[bytes]] = {}
+        self._last: dict[str, Sent] = {}
 
-    def send(self, dataset: DataFrame, role: str, document: bytes) -> bytes | Broadcast[bytes]:
-        """Return what takes the bytes' place in a UDF on a DataFrame; see `content`.
+    def send(self, dataset: DataFrame, role: str, document: bytes | LocalFile) -> Sent:
+        """Return what takes the place of bytes in a UDF on a DataFrame; see `received`.
 
         Parameters
         ----------
@@ -49,29 +76,45 @@ class SharedBytes:
             Its application needs them.
         role : str
             What they are; of each role one is kept.
-        document : bytes
-            The bytes.
+        document : bytes or LocalFile
+            The bytes, or a file that holds them.
         """
+        size = size_of(document)
         # Spark Connect has no broadcast variables.
-        if len(document) <= _INLINE_BYTES or not hasattr(dataset, "_jdf"):
-            return document
-        broadcast = _registry.get(dataset.sparkSession.sparkContext, document)
-        self._last[role] = broadcast
-        return broadcast
+        if size <= _INLINE_BYTES or not hasattr(dataset, "_jdf"):
+            return document if isinstance(document, bytes) else Path(document).read_bytes()
+        context = dataset.sparkSession.sparkContext
+        if size <= PART_BYTES:
+            whole = b"".join(chunks(document, PART_BYTES))
+            sent: Sent = _registry.get(context, whole)
+        else:
+            digest = hashlib.sha256()
+            parts = []
+            for part in chunks(document, PART_BYTES):
+                digest.update(part)
+                parts.append(_registry.get(context, bytes(part)))
+            sent = Parts(digest.hexdigest(), tuple(parts))
+        self._last[role] = sent
+        return sent
 
     def __reduce__(self) -> Any:
         return SharedBytes, ()
 
 
-def content(sent: bytes | Broadcast[bytes]) -> bytes:
-    """Return the bytes that `SharedBytes.send` was given. Runs on the executors."""
-    if isinstance(sent, bytes):
-        return sent
-    document = sent.value
-    # A worker would keep them in memory beside what is made of them; it can read the file again.
-    if getattr(sent, "_path", None):
-        vars(sent).pop("_value", None)
-    return document
+def size_of(document: bytes | LocalFile) -> int:
+    """Return how many bytes a document has."""
+    return len(document) if isinstance(document, bytes) else os.path.getsize(document)
+
+
+def chunks(document: bytes | LocalFile, size: int) -> Iterator[bytes | memoryview]:
+    """Yield a document in pieces of a size."""
+    if isinstance(document, bytes):
+        view = memoryview(document)
+        yield from (view[start : start + size] for start in range(0, len(view), size))
+        return
+    with open(document, "rb") as file:
+        while piece := file.read(size):
+            yield piece
 
 
 @dataclass(frozen=True)

@@ -7,26 +7,28 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Union
 
 import cloudpickle
 import numpy as np
 import pandas as pd
-from pyspark import Broadcast
 from pyspark.sql import Column
 from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.classification import ClassScores
-from hvd_estimators.inference.shared import content
+from hvd_estimators.inference.received import as_bytes, received
+from hvd_estimators.inference.shared import Sent, chunks
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.temporary import LocalFile
 
-__all__ = ["Inference", "Predictor", "is_scalar", "make_udf", "predictor_key"]
+__all__ = ["Document", "Inference", "Predictor", "is_scalar", "make_udf", "predictor_key"]
 
 Predictor = Callable[[list[Array]], list[Array]]
 """Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
@@ -131,13 +133,18 @@ class Inference:
         return predictor([transformed[name] for name in self.features])
 
 
-Send = Callable[[str, bytes], "bytes | Broadcast[bytes]"]
-"""The role of some bytes and these to what takes their place in a UDF; see `SharedBytes`."""
+Document = Union[bytes, "os.PathLike[str]"]
+"""What a predictor is made of: bytes, or a file that holds them."""
+
+_HASHED_BYTES = 2**24
+
+Send = Callable[[str, bytes | LocalFile], Sent]
+"""The role of a document and this to what takes its place in a UDF; see `SharedBytes`."""
 
 
 def make_udf(
-    document: bytes,
-    load: Callable[[bytes], Predictor],
+    document: bytes | LocalFile,
+    load: Callable[[Document], Predictor],
     inference: Inference,
     send: Send,
     has_empty_rows: bool = False,
@@ -146,7 +153,7 @@ def make_udf(
 
     Parameters
     ----------
-    document : bytes
+    document : bytes or LocalFile
         What the predictor is made of.
     load : callable
         Makes it.
@@ -171,7 +178,8 @@ def make_udf(
         )
 
     def predict(batches: Any) -> Any:
-        load, inference = pickle.loads(content(steps))
+        with received(steps) as pickled:
+            load, inference = pickle.loads(as_bytes(pickled))
         predictor = _cached_predictor(key, model, load)
         for batch in batches:
             # PySpark gives one column as it is, and several as a tuple.
@@ -223,26 +231,29 @@ def _spark_type(shape: tuple[int, ...]) -> T.DataType:
     return data_type
 
 
-def predictor_key(document: bytes, load: Callable[[bytes], Predictor]) -> str:
+def predictor_key(document: bytes | LocalFile, load: Callable[[Document], Predictor]) -> str:
     """Return what tells a predictor from others: a digest of all that it is made of.
 
     Of one document, models with other settings make other predictors: ``load`` is pickled with all
     that it refers to.
     """
-    return hashlib.sha256(document + cloudpickle.dumps(load)).hexdigest()
+    digest = hashlib.sha256()
+    for piece in chunks(document, _HASHED_BYTES):
+        digest.update(piece)
+    digest.update(cloudpickle.dumps(load))
+    return digest.hexdigest()
 
 
 # Python workers serve many tasks: a model is unpickled once in each of them.
 _predictors: dict[str, Predictor] = {}
 
 
-def _cached_predictor(
-    key: str, model: bytes | Broadcast[bytes], load: Callable[[bytes], Predictor]
-) -> Predictor:
+def _cached_predictor(key: str, model: Sent, load: Callable[[Document], Predictor]) -> Predictor:
     if key not in _predictors:
         gc.unfreeze()
         _predictors.clear()
-        _predictors[key] = load(content(model))
+        with received(model) as document:
+            _predictors[key] = load(document)
         # PySpark collects garbage after each task, and looks at all objects of an imported
         # framework each time, for 100 ms and more. What lives as long as the predictor is set aside
         # until another one comes.

@@ -10,6 +10,8 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.inference.received import as_bytes
+from hvd_estimators.inference.udf import Document
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.files import save_plainly
@@ -64,7 +66,7 @@ class KerasModel(HorovodModel):
         structure, floatx = self._inputs(), self.getOrDefault("_floatx")
         compares = _compares(model)
 
-        def load(document: bytes) -> Predictor:
+        def load(document: Document) -> Predictor:
             return _KerasPredictor(document, structure, columns, labels, floatx, compares)
 
         return dump_model(model, self.getOrDefault("custom_objects")), load
@@ -111,7 +113,7 @@ class _KerasPredictor:
 
     def __init__(
         self,
-        document: bytes,
+        document: Document,
         structure: Any,
         columns: list[str],
         labels: list[str],
@@ -121,7 +123,7 @@ class _KerasPredictor:
         limit_threads()
         tf.config.set_visible_devices([], "GPU")
         keras.config.set_floatx(floatx)
-        self._model = load_model(document)
+        self._model = load_model(as_bytes(document))
         self._structure = structure
         self._columns = columns
         self._labels = labels

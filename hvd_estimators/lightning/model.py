@@ -13,15 +13,17 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.inference.udf import Document
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, declare
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.prepare.column_names import quoted
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.calls import call_with_leading
 from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
+from hvd_estimators.torch.serialization import load_module, module_document, plain_module
 from hvd_estimators.torch.tensors import with_form
 
 __all__ = ["LightningModel", "TorchModel", "forward_inputs"]
@@ -88,9 +90,9 @@ class LightningModel(torch_model.TorchModel):
             return F.col(quoted(name))
         return super()._feature_column(dataset, name)
 
-    def _make_predictor(self) -> tuple[bytes, Callable[[bytes], Predictor]]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
         features = list(self.getOrDefault("feature_columns") or [])
-        document = dump_module(plain_module(self.getOrDefault("model")))
+        document = module_document(plain_module(self.getOrDefault("model")))
         if self._predicts_rows():
             function = self.get_prediction_fn()
             return document, lambda given: _RowPredictor(given, function, features)
@@ -104,7 +106,7 @@ class LightningModel(torch_model.TorchModel):
         form = self.getOrDefault("input_form")
         labels = list(self.getOrDefault("label_columns") or [])
 
-        def load(given: bytes) -> Predictor:
+        def load(given: Document) -> Predictor:
             return _BatchPredictor(given, by_step, features, labels, form, shapes, dtypes)
 
         return document, load
@@ -170,7 +172,7 @@ class _BatchPredictor:
 
     def __init__(
         self,
-        document: bytes,
+        document: Document,
         by_step: bool,
         features: list[str],
         labels: list[str],
@@ -178,7 +180,7 @@ class _BatchPredictor:
         shapes: Any,
         dtypes: Any,
     ) -> None:
-        self._module: Any = load_module(document).eval()
+        self._module: Any = load_module(document, mapped=True).eval()
         self._by_step = by_step
         self._features, self._labels, self._form = features, labels, form
         self._tensors = shapes, dtypes
@@ -198,8 +200,8 @@ class _BatchPredictor:
 class _RowPredictor:
     """Calls a prediction function row by row; lives in an executor's Python worker."""
 
-    def __init__(self, document: bytes, function: RowFunction, features: list[str]) -> None:
-        self._module = load_module(document).eval()
+    def __init__(self, document: Document, function: RowFunction, features: list[str]) -> None:
+        self._module = load_module(document, mapped=True).eval()
         self._function = function
         self._features = features
 

@@ -9,8 +9,10 @@ import cloudpickle
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference.udf import Document
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
+from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.checks import output_shapes
 from hvd_estimators.torch.predictor import TorchPredictor
 from hvd_estimators.torch.serialization import (
@@ -18,6 +20,7 @@ from hvd_estimators.torch.serialization import (
     dump_optimizer,
     load_module,
     load_optimizer,
+    module_document,
     plain_module,
     save_state,
 )
@@ -60,16 +63,16 @@ class TorchModel(HorovodModel):
             input_form=self.getOrDefault("input_form"),
         )
 
-    def _make_predictor(self) -> tuple[bytes, Any]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Any]:
         spec = self._transform_spec()
         module = self.getOrDefault("model")
         if module is None:
             raise ParamError("model is not set. Set model.")
 
-        def load(document: bytes) -> Predictor:
+        def load(document: Document) -> Predictor:
             return TorchPredictor(document, spec)
 
-        return dump_module(plain_module(module)), load
+        return module_document(plain_module(module)), load
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         known = self.getOrDefault("output_shapes")

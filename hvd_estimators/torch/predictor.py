@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from hvd_estimators.parquet.columns import Array
@@ -17,14 +19,14 @@ class TorchPredictor:
 
     Parameters
     ----------
-    document : bytes
-        What `hvd_estimators.torch.serialization.dump_module` returned.
+    document : bytes or path
+        What `hvd_estimators.torch.serialization.module_document` returned.
     spec : TensorSpec
         Which columns the module takes, and how.
     """
 
-    def __init__(self, document: bytes, spec: TensorSpec) -> None:
-        self._module = load_module(document).eval()
+    def __init__(self, document: bytes | os.PathLike[str], spec: TensorSpec) -> None:
+        self._module = load_module(document, mapped=True).eval()
         self._spec = spec
 
     def __call__(self, arrays: list[Array]) -> list[Array]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import os
 import pickle
 import zipfile
 from typing import IO, Any
 
 import cloudpickle
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.plain import plain
@@ -22,6 +24,7 @@ __all__ = [
     "load_module",
     "load_optimizer",
     "load_state",
+    "module_document",
     "module_file",
     "plain_module",
     "save_state",
@@ -29,6 +32,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_LARGE_BYTES = 2**25
 
 
 def plain_module(module: torch.nn.Module) -> torch.nn.Module:
@@ -60,14 +65,35 @@ def module_file(module: torch.nn.Module) -> LocalFile:
     return local
 
 
-def load_module(document: bytes | LocalFile) -> torch.nn.Module:
-    """Return the module that `dump_module` or `module_file` wrote, on the CPU."""
+def module_document(module: torch.nn.Module) -> bytes | LocalFile:
+    """Return what `dump_module` returns, or a file with it where that is large."""
+    tensors = (*module.parameters(), *module.buffers())
+    if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
+        return dump_module(module)
+    return module_file(module)
+
+
+def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> torch.nn.Module:
+    """Return the module that `dump_module` or `module_file` wrote, on the CPU.
+
+    Parameters
+    ----------
+    document : bytes or path
+        What was written.
+    mapped : bool
+        Leave the tensors of a file where they are until they are read, and changed: processes that
+        load the same file then have one copy of it between them.
+    """
     with _opened(document) as file:
         with zipfile.ZipFile(file) as archive:
             is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
         file.seek(0)
         if is_script:
             return torch.jit.load(file, map_location="cpu")
+        if mapped and not isinstance(document, bytes):
+            return torch.load(
+                os.fspath(document), map_location="cpu", weights_only=False, mmap=True
+            )
         module: torch.nn.Module = torch.load(file, map_location="cpu", weights_only=False)
         return module
 
@@ -102,8 +128,8 @@ def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
     torch.save(module, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
-def _opened(document: bytes | LocalFile) -> IO[bytes]:
-    return open(document.path, "rb") if isinstance(document, LocalFile) else io.BytesIO(document)
+def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:
+    return io.BytesIO(document) if isinstance(document, bytes) else open(document, "rb")
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:

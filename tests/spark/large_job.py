@@ -111,6 +111,36 @@ def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> N
     np.testing.assert_allclose(found, expected[:, 0], rtol=1e-5, atol=1e-6)
 
 
+def shared_pages(spark: SparkSession, folder: Path, workers: int) -> None:
+    """Predict with a model of 1 GB in several workers at a time, which share its pages."""
+    import torch
+
+    from hvd_estimators.torch import TorchModel
+
+    class Reads(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.ones(2**28))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = self.table.sum().item() / 2**28
+            # While the others have the table, too.
+            time.sleep(20)
+            lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+            sizes = {line.split()[0]: float(line.split()[1]) / 2**20 for line in lines[1:]}
+            return torch.tensor([[total, sizes["Rss:"], sizes["Pss:"]]]).repeat(len(x), 1)
+
+    frame = spark.range(0, workers, 1, workers).select(F.col("id").cast("double").alias("x"))
+    model = TorchModel(
+        model=Reads(), feature_columns=["x"], label_columns=["y"], output_shapes=[[3]]
+    )
+    found = np.array([row["y__output"].toArray() for row in model.transform(frame).collect()])
+    print(found)
+    np.testing.assert_allclose(found[:, 0], 1, rtol=1e-3)
+    assert (found[:, 1] > 1).all()
+    assert found[:, 2].sum() < 2.5, found
+
+
 def images(spark: SparkSession, folder: Path, rows: int) -> None:
     """Predict on many images."""
     import torch
@@ -196,7 +226,7 @@ def main(folder: Path, job: str, *arguments: str) -> None:
     """Run a job in a session with Spark's defaults."""
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = (
-        SparkSession.builder.master("local[2]")
+        SparkSession.builder.master("local[4]" if job == "shared_pages" else "local[2]")
         .config("spark.ui.enabled", "false")
         .config("spark.driver.host", "127.0.0.1")
         .getOrCreate()
@@ -209,6 +239,7 @@ def main(folder: Path, job: str, *arguments: str) -> None:
     jobs: dict[str, Any] = {
         "fit": fit,
         "fine_tune": fine_tune,
+        "shared_pages": shared_pages,
         "images": images,
         "results": results,
         "flat_disk": flat_disk,

@@ -22,6 +22,7 @@ import pytest
         ),
         # 3 GB: with gradients and Adam's moments two ranks would take 24 GB.
         ("fine_tune", "torch", "750000000"),
+        ("shared_pages", "4"),
         ("images", "1500"),
         ("results", "2"),
         ("flat_disk", "20"),
