@@ -1,0 +1,89 @@
+"""A program that fits, is interrupted as in a notebook, fits again, and is asked to end.
+
+`main` is run with a store's folder and one for what ranks tell.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+from reference import fit
+from resuming import DataDependent
+
+cloudpickle.register_pickle_by_value(sys.modules["resuming"])
+
+SLOW = "slow"
+"""A file of the folder: how many seconds a step takes, so that somebody can interrupt training."""
+
+EPOCHS = 6
+
+
+class Telling(DataDependent):
+    """Tells in a folder that it trains, in which process, and on which rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = folder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        slow = Path(self.folder, SLOW)
+        if self.training and "HOROVOD_RANK" in os.environ and slow.exists():
+            partial = Path(self.folder, f"{os.getpid()}.partial")
+            partial.write_text(os.environ["HOROVOD_RANK"])
+            partial.rename(partial.with_suffix(".rank"))
+            time.sleep(float(slow.read_text()))
+        return super().forward(x)
+
+
+def run(store: Any, backend: Any, folder: str, run_id: str) -> Any:
+    """Fit for some epochs of seven steps."""
+    net = Telling(folder)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True)
+    settings = {"shuffle": True, "scale_learning_rate": True, "batch_size": 8, "validation": 0.1}
+    model, _ = fit(
+        store,
+        2,
+        "adam",
+        model=net,
+        optimizer=optimizer,
+        epochs=EPOCHS,
+        run_id=run_id,
+        **({} if backend is None else {"backend": backend}),
+        **settings,
+    )
+    return model
+
+
+def when_training(folder: Path, act: Any) -> threading.Thread:
+    """Act, once both ranks of a fit that begins now have taken a step, in another thread."""
+    before = set(folder.glob("*.rank"))
+
+    def wait() -> None:
+        while len(set(folder.glob("*.rank")) - before) < 2:
+            time.sleep(0.01)
+        act()
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    from hvd_estimators import Store
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    store, folder = Store.create(sys.argv[1]), Path(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        when_training(folder, lambda number=number: os.kill(os.getpid(), number))
+        try:
+            run(store, None, str(folder), "asked")
+        except KeyboardInterrupt:
+            print("interrupted", [info.state for info in store.list_runs()], flush=True)

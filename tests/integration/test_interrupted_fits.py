@@ -1,0 +1,153 @@
+"""A fit that is interrupted cleans up, keeps the step that it was in, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import interrupted_job
+import psutil
+import pytest
+import resuming
+from interrupted_job import EPOCHS, SLOW, run, when_training
+from pyspark import InheritableThread
+from reference import write_rows
+from test_resuming import assert_equal_bits, end_of
+
+from hvd_estimators.exceptions import JobCancelledError
+from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.store.lease import lease_path
+from hvd_estimators.store.runs import read_metadata
+from hvd_estimators.training.state import read_state
+
+PROGRAM = "import interrupted_job; interrupted_job.main()"
+
+pytestmark = pytest.mark.integration
+
+
+@pytest.fixture
+def folder(tmp_path: Path, store: Any) -> Path:
+    """A folder for what ranks tell; there is data in the store."""
+    import cloudpickle
+
+    for module in (resuming, interrupted_job):
+        cloudpickle.register_pickle_by_value(module)
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    told = tmp_path / "told"
+    told.mkdir()
+    (told / SLOW).write_text("0.1")
+    return told
+
+
+def position(store: Any) -> tuple[int, int]:
+    state = read_state(store, store.get_checkpoints("asked")[-1])
+    return state.epoch, state.rows
+
+
+def left_over(store: Any) -> list[str]:
+    """Return what there is of the run beside what belongs there."""
+    run_path = store.run_paths("asked").run_path
+    kept = store.get_checkpoints("asked")
+    names = {Path(path).name for path in kept} | {Path(path).stem + ".json" for path in kept}
+    found = [path for path in Path(run_path).rglob("*") if path.is_file()]
+    belongs = {*names, "metadata.json", "history.json"}
+    return [str(path) for path in found if path.name not in belongs and "logs" not in path.parts]
+
+
+def states(store: Any) -> list[str]:
+    noted = read_metadata(store, store.run_paths("asked").run_path)
+    assert noted is not None
+    return [fit["state"] for fit in noted["fits"]]
+
+
+def test_sigint_and_sigterm_to_a_program_leave_nothing_but_a_run_that_goes_on(
+    backend: Any, store: Any, folder: Path, tmp_path: Path
+) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    job = subprocess.run(
+        [sys.executable, "-c", PROGRAM, store.prefix_path, str(folder)],
+        env={
+            **os.environ,
+            "TMPDIR": str(scratch),
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+    assert job.returncode == 128 + signal.SIGTERM, job.stderr[-8000:]
+    assert job.stdout == "interrupted ['interrupted']\n"
+    assert "fit() with that run_id" in job.stderr
+    assert states(store) == ["interrupted", "interrupted"]
+    ranks = [int(path.stem) for path in folder.glob("*.rank")]
+    assert len(ranks) == 4
+    assert not any(map(psutil.pid_exists, ranks))
+    assert left_over(store) == []
+    # What forks ranks ends with the program; its folder is there for the next one.
+    files = [path for path in scratch.rglob("*") if path.is_file()]
+    assert [path for path in files if "hvd-estimators-warm" not in str(path)] == []
+    assert (0, 0) < position(store) < (EPOCHS, 0)
+
+    (folder / SLOW).unlink()
+    assert_equal_bits(
+        end_of(store, run(store, backend, str(folder), "asked"), "asked"),
+        end_of(store, run(store, backend, str(folder), "whole"), "whole"),
+    )
+
+
+@pytest.mark.spark
+def test_a_cancelled_job_and_an_interrupt_on_spark_leave_a_run_that_goes_on(
+    spark: Any, backend: Any, store: Any, folder: Path
+) -> None:
+    # Spark takes up to four seconds until it ends the Python of a task that was cancelled.
+    (folder / SLOW).write_text("0.6")
+    context, on_spark = spark.sparkContext, SparkBackend(2, verbose=0)
+    raised: list[BaseException] = []
+
+    def cancelled() -> None:
+        context.setJobGroup("mine", "to be cancelled")
+        when_training(folder, lambda: context.cancelJobGroup("mine"))
+        try:
+            run(store, on_spark, str(folder), "asked")
+        except BaseException as error:
+            raised.append(error)
+
+    thread = InheritableThread(target=cancelled)
+    thread.start()
+    thread.join()
+    (error,) = raised
+    assert isinstance(error, JobCancelledError)
+    assert "fit() with that run_id" in str(error)
+    first = position(store)
+    # As soon as it is over, the run is free, and nobody writes to it.
+    assert not Path(lease_path(store.run_paths("asked").run_path)).exists()
+
+    ours = threading.Event()
+
+    def interrupt() -> None:
+        ours.set()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    when_training(folder, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run(store, on_spark, str(folder), "asked")
+    assert ours.is_set()
+    second = position(store)
+
+    assert (0, 0) < first < second < (EPOCHS, 0)
+    assert states(store) == ["interrupted", "interrupted"]
+    assert left_over(store) == []
+    (folder / SLOW).unlink()
+    assert_equal_bits(
+        end_of(store, run(store, on_spark, str(folder), "asked"), "asked"),
+        end_of(store, run(store, backend, str(folder), "whole"), "whole"),
+    )
+    assert states(store) == ["interrupted", "interrupted", "finished"]
