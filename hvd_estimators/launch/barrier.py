@@ -34,6 +34,7 @@ from hvd_estimators.launch.rendezvous_server import RendezvousServer
 from hvd_estimators.launch.supervisor import failure_of, supervise
 from hvd_estimators.launch.task_environment import task_environment, warm_start
 from hvd_estimators.launch.task_output import TaskOutput
+from hvd_estimators.launch.timeline import make_room_for_timeline, with_timeline
 
 if TYPE_CHECKING:
     from hvd_estimators.store import Store
@@ -178,7 +179,11 @@ def _linked_outcome(
             ranks_key(job.secret),
             gpu_variables(context, job, slot),
         )
-        return _supervise(slot.rank, slot.hostname, job, env, link)
+        if slot.rank or not job.timeline:
+            return _supervise(slot.rank, slot.hostname, job, env, link)
+        make_room_for_timeline(env)
+        outcome = _supervise(slot.rank, slot.hostname, job, env, link)
+        return with_timeline(outcome, env, job.max_bytes)
 
 
 def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:

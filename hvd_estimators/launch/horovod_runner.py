@@ -118,4 +118,6 @@ class HorovodRunner:
             return LocalBackend(-self._np, **options)
         from hvd_estimators.launch.spark import SparkBackend
 
-        return SparkBackend(self._np or None, **options)
+        backend = SparkBackend(self._np or None, **options)
+        backend.gathers_timeline = True
+        return backend

@@ -20,7 +20,8 @@ class Job:
     ``apart`` says whether ranks have a pipe for each. ``modules`` are what a process may
     import that forks ranks; None starts each rank in a fresh process. ``exchange`` is where the
     driver takes what tasks tell each other; empty if it does not. ``nics`` are the names of the
-    network interfaces to use; none means any.
+    network interfaces to use; none means any. ``timeline`` says whether the driver wants Horovod's
+    timeline.
     """
 
     call: bytes | Broadcast[bytes] = field(repr=False)
@@ -38,4 +39,5 @@ class Job:
     modules: tuple[str, ...] | None = None
     exchange: str = ""
     nics: tuple[str, ...] = ()
+    timeline: bool = False
     versions: dict[str, str] = field(default_factory=dict)

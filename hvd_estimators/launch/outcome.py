@@ -53,6 +53,8 @@ class RankOutcome:
         Seconds since the epoch.
     lost : (int, str), optional
         Rank and host of the one that could not be reached, where the error type is ``"lost"``.
+    timeline : (str, bytes or int), optional
+        The file of Horovod's timeline and its content, or its size where it has too much.
     """
 
     rank: int
@@ -63,6 +65,7 @@ class RankOutcome:
     output_tail: str = ""
     ended_at: float = 0.0
     lost: tuple[int, str] | None = None
+    timeline: tuple[str, bytes | int] | None = None
 
     @property
     def failed(self) -> bool:

@@ -62,6 +62,8 @@ def run(
         so where these ask for something else.
     env : mapping, optional
         Environment variables of the ranks, over the executor's; None deletes one. Default: none.
+        The file that ``HOROVOD_TIMELINE`` names is written on rank 0's machine, and in the end on
+        the driver's.
         As with ``horovod.spark.run``, and unlike `SparkBackend`, the driver's environment is not
         passed on.
     stdout, stderr
@@ -122,6 +124,7 @@ def run(
         cpus_per_task=cpus_per_task,
         warm_start=warm_start,
     )
+    backend.gathers_timeline = True
     return backend.run(call_without_notifications, call)
 
 

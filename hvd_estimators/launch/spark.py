@@ -39,6 +39,7 @@ from hvd_estimators.launch.process import pickle_call
 from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
 from hvd_estimators.launch.slots import await_slots
 from hvd_estimators.launch.task import run_task
+from hvd_estimators.launch.timeline import keep_timeline
 from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.launch.warm import wanted
 
@@ -121,6 +122,9 @@ class SparkBackend(Backend):
     ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` says for how long it may hold up the others; see
     `hvd_estimators.launch.stalls`.
     """
+
+    gathers_timeline: bool = False
+    """Whether the file that ``HOROVOD_TIMELINE`` names is brought to the driver's machine."""
 
     def __init__(
         self,
@@ -278,10 +282,13 @@ class SparkBackend(Backend):
                 modules=modules,
                 exchange=server.place,
                 nics=self._nics,
+                timeline=self.gathers_timeline and not cluster.is_local,
             )
             task = functools.partial(run_task, job=job)
             rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA)
-            return results_in_order(outcomes(rows, num_proc))
+            found = outcomes(rows, num_proc)
+            keep_timeline(found)
+            return results_in_order(found)
 
     def _collect(
         self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str

@@ -8,16 +8,12 @@ import os
 import shutil
 from pathlib import Path
 
+from hvd_estimators.launch.timeline import TIMELINE_VARIABLE, timeline_path
 from hvd_estimators.store.base import Store
 
-__all__ = ["TIMELINE_VARIABLE", "gather_timeline"]
+__all__ = ["gather_timeline"]
 
 logger = logging.getLogger(__name__)
-
-TIMELINE_VARIABLE = "HOROVOD_TIMELINE"
-"""Environment variable that tells Horovod's rank 0 which local file to write."""
-
-_ON_CALL = "DYNAMIC"
 
 
 def gather_timeline(store: Store, logs_path: str | None) -> None:
@@ -33,9 +29,9 @@ def gather_timeline(store: Store, logs_path: str | None) -> None:
     logs_path : str or None
         Their directory; None where the store keeps no runs.
     """
-    path = os.environ.get(TIMELINE_VARIABLE)
+    path = timeline_path(os.environ)
     # Horovod's rank 0 writes the events of all ranks, and the others nothing.
-    if not path or path == _ON_CALL or os.environ.get("HOROVOD_RANK", "0") != "0":
+    if path is None or os.environ.get("HOROVOD_RANK", "0") != "0":
         return
     try:
         Path(path).absolute().parent.mkdir(parents=True, exist_ok=True)
