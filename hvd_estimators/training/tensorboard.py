@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import re
 import socket
+import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -19,11 +22,16 @@ __all__ = ["EventWriter", "epoch_scalars"]
 
 logger = logging.getLogger(__name__)
 
+# Those of torch and TensorFlow end in more than a process ID.
+_OWN_NAME = re.compile(r"events\.out\.tfevents\.\d+\.\d{6}\..*\.\d+")
+
 
 class EventWriter:
     """Writes scalars that TensorBoard shows. Used as a context manager on rank 0.
 
-    Does nothing without a directory, or if the ``tensorboard`` package is not installed.
+    Does nothing without a directory, or if the ``tensorboard`` package is not installed. What an
+    earlier part of the run has written of an epoch that is trained again, with the same value, is
+    not written twice.
 
     Parameters
     ----------
@@ -35,6 +43,7 @@ class EventWriter:
         self._directory = directory
         self._file: IO[bytes] | None = None
         self._writer: Any = None
+        self._written: dict[tuple[str, int], float] = {}
 
     def __enter__(self) -> Self:
         if self._directory is None:
@@ -45,6 +54,11 @@ class EventWriter:
             logger.info("No TensorBoard logs: the tensorboard package is not installed.")
             return self
         Path(self._directory).mkdir(parents=True, exist_ok=True)
+        for path in sorted(Path(self._directory).glob("events.out.tfevents.*")):
+            if _OWN_NAME.fullmatch(path.name):
+                # A file that is damaged is no reason not to train.
+                with contextlib.suppress(Exception):
+                    self._written.update(_scalars_in(path))
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(Path(self._directory) / name, "ab")
         self._writer = RecordWriter(self._file)
@@ -69,13 +83,34 @@ class EventWriter:
         summary = Summary(
             value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
         )
-        self._write(step=step, summary=summary)
+        known = [self._written.get((entry.tag, step)) for entry in summary.value]
+        if known != [entry.simple_value for entry in summary.value]:
+            self._write(step=step, summary=summary)
 
     def _write(self, **fields: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._writer.write(Event(wall_time=time.time(), **fields).SerializeToString())
         self._writer.flush()
+
+
+def _scalars_in(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
+    """Yield tag, step and value of what a file holds, as far as it is whole.
+
+    TensorBoard's own reader imports TensorFlow where that is installed.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with open(path, "rb") as file:
+        # Of each record the length, a checksum of it, the content, and a checksum of that.
+        while len(header := file.read(12)) == 12:
+            (length,) = struct.unpack("<Q", header[:8])
+            content = file.read(length)
+            if len(content) < length or len(file.read(4)) < 4:
+                return
+            event = Event.FromString(content)
+            for value in event.summary.value:
+                yield (value.tag, event.step), value.simple_value
 
 
 def epoch_scalars(record: EpochMetrics) -> dict[str, float]:
