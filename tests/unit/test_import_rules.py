@@ -54,7 +54,7 @@ SPARK_FILES = {
             "horovod_runner",
             "job",
         ),
-        *("jobs", "machines", "preflight", "profiles", "runner", "slots", "spark"),
+        *("jobs", "machines", "preflight", "profiles", "runner", "slots", "spark", "task"),
     )
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
