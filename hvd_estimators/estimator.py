@@ -11,7 +11,7 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
-from hvd_estimators.fitting.interruption import ending_by_sigterm
+from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.launching import Launch
 from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
@@ -182,7 +182,8 @@ class HorovodEstimator(EstimatorHooks):
                 held.confirm()
             if found.checkpoints:
                 handover.delete_others()
-            with self._record(spec, found) as record:
+            tidied = without_leftovers(spec.store, spec.run, lambda: held.lost)
+            with self._record(spec, found) as record, tidied:
                 with (
                     handover.naming_what_is_kept(trained=False),
                     show_progress(spec) as shown,

@@ -1,4 +1,4 @@
-"""SIGTERM to the driver while a fit runs: it cleans up, as it does when the user interrupts it."""
+"""Fits that are interrupted, on the driver: SIGTERM, and what killed ranks have left."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
-__all__ = ["ending_by_sigterm"]
+from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store.checkpoint_names import leftovers
+
+__all__ = ["ending_by_sigterm", "without_leftovers"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,32 @@ def ending_by_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def without_leftovers(store: Store, run: RunPaths, is_lost: Callable[[], bool]) -> Iterator[None]:
+    """Delete what ranks have left of checkpoints, when the block ends by an error or interrupt.
+
+    Parameters
+    ----------
+    store : Store
+        Keeps the run.
+    run : RunPaths
+        The run, which is this fit's.
+    is_lost : callable
+        Returns whether somebody else trains it by now.
+    """
+    try:
+        yield
+    except BaseException:
+        directory = run.checkpoints_path
+        if directory is not None and not is_lost():
+            try:
+                for name in leftovers(run.checkpoint_filename, store.names(directory)):
+                    store.delete(f"{directory}/{name}")
+            except OSError as error:
+                logger.warning("What ranks have left could not be deleted: %s", error)
+        raise
 
 
 def _end(number: int, frame: FrameType | None) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
-from hvd_estimators.fitting.interruption import ending_by_sigterm
+from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.metadata import ended
 from hvd_estimators.launch import events, grace
 from hvd_estimators.launch.events import (
@@ -24,6 +24,8 @@ from hvd_estimators.launch.events import (
     receive_events,
 )
 from hvd_estimators.store import LocalStore
+from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
 
 
 @pytest.fixture(autouse=True)
@@ -137,3 +139,29 @@ def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
     thread.start()
     thread.join()
     assert found == [before]
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_half_written_checkpoints_go_unless_the_run_is_somebody_elses(
+    tmp_path: Path, is_lost: bool
+) -> None:
+    store = LocalStore(str(tmp_path))
+    run = store.run_paths("mine")
+    whole, unpointed = (checkpoint_path(run, Position(epoch)) for epoch in (1, 2))
+    partial = f"{run.checkpoints_path}/.checkpoint-000001-48.ckpt-{'0f' * 16}"
+    for path in (whole, unpointed, partial, f"{run.checkpoints_path}/of the user"):
+        store.write_text(path, "content")
+    write_pointer(store, CheckpointInfo(whole, 7, "", 1, 0, "torch"))
+    before = store.names(run.checkpoints_path)
+
+    @without_leftovers(store, run, lambda: is_lost)
+    def work(error: BaseException | None) -> None:
+        if error is not None:
+            raise error
+
+    work(None)
+    assert store.names(run.checkpoints_path) == before
+    with pytest.raises(KeyboardInterrupt):
+        work(KeyboardInterrupt())
+    gone = set(before) - set(store.names(run.checkpoints_path))
+    assert gone == (set() if is_lost else {Path(unpointed).name, Path(partial).name})
