@@ -17,6 +17,7 @@ BENCHMARKS = (
     "lightning",
     "stores",
     "launch",
+    "checkpoint",
 )
 
 
