@@ -78,6 +78,11 @@ class TrainPlanning(
         least = self.getOrDefault("min_num_proc")
         if least is None:
             return
+        if not self.getOrDefault("max_restarts"):
+            logger.warning(
+                "min_num_proc: it has no effect, since ranks are never launched again. Set "
+                "max_restarts as well."
+            )
         num_ranks = backend.num_processes()
         if least > num_ranks:
             raise ParamError(

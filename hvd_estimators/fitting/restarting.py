@@ -6,6 +6,7 @@ it is decided whether there is another launch, when, and with how many ranks.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import logging
 import math
@@ -187,7 +188,9 @@ class Restarts:
         if position is not None:
             lost["epoch"] = position.epoch
             lost["step"] = spec.data.batches_before(position.epoch, position.rows)
-            written = spec.store.modified(pointer_of(checkpoint_path(spec.run, position)))
+            written = None
+            with contextlib.suppress(OSError):  # the ranks will see whether the store is there
+                written = spec.store.modified(pointer_of(checkpoint_path(spec.run, position)))
             if written is not None:
                 moment = datetime.datetime.now(datetime.timezone.utc)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
@@ -203,6 +206,8 @@ class Restarts:
         """Return what runs as many ranks as there are slots for, once there are enough."""
         most = backend.num_processes()
         least = most if self.least is None else self.least
+        if least < most and backend.resized(least) is None:
+            least = most
         slots = backend.task_slots()
         if slots is None:
             return backend

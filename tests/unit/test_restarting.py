@@ -234,6 +234,14 @@ def test_ranks_come_back_with_their_slots(tmp_path: Path, pauses: list[float]) -
     assert [note["num_ranks"] for note in fit.notes] == [2, 4]
 
 
+def test_a_backend_of_one_size_waits_for_all_of_its_slots(
+    tmp_path: Path, pauses: list[float]
+) -> None:
+    backend: Any = FakeBackend(lost("lost"), slots=(2, 3, 4), ranks=4)
+    backend.resized = lambda num_proc: None
+    assert Fit(tmp_path, min_num_proc=2).fit(backend) == [4]
+
+
 def test_too_few_slots_are_told_after_a_while(
     tmp_path: Path, pauses: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
