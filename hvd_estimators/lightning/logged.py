@@ -113,7 +113,9 @@ def _restore(
     meta = flavor.get(f"{_RESULT}._Metadata")(**first["meta"])
     meta.sync = flavor.get(f"{_RESULT}._Sync")(fn=strategy.reduce, **first["sync"])
     metric = flavor.get(f"{_RESULT}._ResultMetric")(meta, first["is_tensor"])
-    if metric.is_tensor:
+    if not metric.is_tensor:
+        metric.value = module.get_submodule(first["metric"])
+    elif not first["has_reset"]:
         values = [entry["value"] for entry in (first, *others)]
         if meta.on_epoch and others:
             stacked = torch.stack(values)
@@ -124,11 +126,12 @@ def _restore(
         metric.value = values[0]
         if meta.is_mean_reduction:
             metric.cumulated_batch_size = sum(entry["weight"] for entry in (first, *others))
-    else:
-        metric.value = module.get_submodule(first["metric"])
+    metric.has_reset = first["has_reset"]
+    results[key] = metric
+    if metric.has_reset:
+        return
     metric._forward_cache, metric._computed = first["of_step"], first["of_epoch"]
     metric._update_count = sum(entry["updates"] for entry in (first, *others))
-    metric.has_reset = first["has_reset"]
     results[key] = metric.to(strategy.root_device)
     results.rows[key] = sum(entry["rows"] for entry in (first, *others))
     if first["last_step"] is not None:

@@ -98,7 +98,9 @@ class PartialEpoch:
             self._loader.lend(lent[0] if lent else None)
         _restore_module(module, first)
         self._attributes.restore(trainer, states[self.rank % len(states)]["attributes"])
-        trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
+        # Set by a callback in the epoch; it counts for as many shards as ranks played then.
+        if "accumulate_grad_batches" in first:
+            trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
 
 

@@ -102,7 +102,7 @@ class RunCheckpoint(Callback):
         self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
         self._gradients: Mapping[str, torch.Tensor] | None = None
-        self._states: Sequence[Mapping[str, Any]] = ()
+        self._states: Sequence[dict[str, Any]] = ()
 
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:
@@ -138,6 +138,16 @@ class RunCheckpoint(Callback):
         if own:
             # Where the loader of the user's data module was, on this rank.
             checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
+        if self._states:
+            # A rank that plays several shards takes as many batches for each of one shard.
+            passes = self._states[0]["passes"]
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                for name in counts:
+                    counts[name] = counts[name] // passes * self._shards.passes
+            if passes != self._shards.passes:
+                for state in self._states:
+                    del state["accumulate_grad_batches"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the rank the buffers back that were its own, and heed SIGTERM in our way."""
@@ -221,9 +231,14 @@ class RunCheckpoint(Callback):
         self._due = False
         checkpoint = self._checkpoint(trainer)
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
-        checkpoint[PARTIAL] = {**self._partial.state(trainer), "loaders": loaders}
+        passes = self._shards.passes
+        checkpoint[PARTIAL] = {
+            **self._partial.state(trainer),
+            "loaders": loaders,
+            "passes": passes,
+        }
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        batches //= self._shards.passes
+        batches //= passes
         self._save(checkpoint, batches)
         if self._stops:
             raise interrupted(trainer.current_epoch, batches, self._keeps)

@@ -10,6 +10,8 @@ import torch
 from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from pytorch_lightning import LightningModule
 from reference import WIDTH, RecordingBackend, write_rows
+from resuming import kept_checkpoints
+from torchmetrics import MeanSquaredError
 
 from hvd_estimators.lightning import LightningEstimator
 
@@ -27,6 +29,7 @@ class Module(LightningModule):
         super().__init__()
         torch.manual_seed(7)
         self.folder = folder
+        self.squared = MeanSquaredError()
         self.layers = torch.nn.Sequential(
             torch.nn.Linear(WIDTH, 8),
             torch.nn.BatchNorm1d(8),
@@ -43,6 +46,8 @@ class Module(LightningModule):
             note(self.folder, hvd.rank(), batch["id"])
         loss = self.loss(batch)
         self.log("train_mse", loss, on_step=False, on_epoch=True)
+        self.squared(loss.detach(), torch.zeros_like(loss))
+        self.log("squared", self.squared, on_step=False, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -64,7 +69,7 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
     write_rows(Path(store.get_train_data_path()), 58)
     write_rows(Path(store.get_val_data_path()), 7, seed=1)
 
-    def fit(ranks: int, folder: Path) -> Any:
+    def fit(ranks: int, folder: Path, run_id: str | None = None) -> Any:
         estimator = FourShardsEstimator(
             backend=RecordingBackend(ranks),
             store=store,
@@ -77,19 +82,32 @@ def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:
             backward_passes_per_step=2,
             epochs=2,
             random_seed=3,
+            run_id=run_id or f"of-{ranks}",
+            checkpoint_every_n_steps=1,
+            keep_checkpoints=9,
             dry_run=False,
             verbose=0,
         )
         return estimator.fit_on_parquet()
 
     found = fits_of_the_same_steps(tmp_path, fit)
-    module, history = found[4].getModel(), found[4].getHistory()
     for ranks in (3, 2, 1):
-        same_module, same_history = found[ranks].getModel(), found[ranks].getHistory()
-        for (name, value), same in zip(
-            module.state_dict().items(), same_module.state_dict().values(), strict=True
-        ):
-            torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-6, msg=f"{ranks}: {name}")
-        for epoch, same_epoch in zip(history, same_history, strict=True):
-            for stage in ("train", "validation"):
-                assert same_epoch[stage] == pytest.approx(epoch[stage], rel=1e-5), ranks
+        assert_same(found[ranks], found[4], f"{ranks}")
+
+    # After the first of two steps of an epoch, by 4 ranks or by 2.
+    kept = {run_id: position for run_id, position in kept_checkpoints(store, "of-4")}
+    kept |= {run_id: position for run_id, position in kept_checkpoints(store, "of-2")}
+    assert kept["of-4-at-0-40"] == (0, 40)
+    for run_id, ranks in (("of-4-at-0-40", 3), ("of-2-at-1-40", 3)):
+        folder = tmp_path / run_id
+        folder.mkdir()
+        assert_same(fit(ranks, folder, run_id), found[4], run_id)
+
+
+def assert_same(found: Any, expected: Any, told: str) -> None:
+    weights, expected_weights = found.getModel().state_dict(), expected.getModel().state_dict()
+    for (name, value), same in zip(expected_weights.items(), weights.values(), strict=True):
+        torch.testing.assert_close(same, value, rtol=1e-6, atol=1e-6, msg=f"{told}: {name}")
+    for epoch, same_epoch in zip(expected.getHistory(), found.getHistory(), strict=True):
+        for stage in ("train", "validation"):
+            assert same_epoch[stage] == pytest.approx(epoch[stage], rel=1e-5), told
