@@ -107,11 +107,11 @@ def skip_batches(trainer: Trainer, seed: Callable[[], None]) -> None:
     if all(hasattr(loader, "load_state_dict") for loader in fit._combined_loader.flattened):
         return
     fetcher = fit._data_fetcher
+    seed()
     if trainer.current_epoch:
-        # The first epoch's iterator is made before there is an epoch.
-        seed()
         iter(fetcher)
     else:
+        # The first epoch's iterator is made before there is an epoch.
         fetcher.fetched -= fit.epoch_loop.batch_progress.current.ready
     for _ in range(fit.epoch_loop.batch_progress.current.ready):
         next(fetcher)

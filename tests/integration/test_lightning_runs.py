@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from lightning_reference import InThisProcess, Regression, fit
-from pytorch_lightning import LightningDataModule
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.callbacks import LambdaCallback, ModelCheckpoint
 from reference import (
     OPTIMIZERS,
@@ -19,6 +19,7 @@ from reference import (
     train_alone,
     write_rows,
 )
+from resuming import kept_checkpoints
 
 from hvd_estimators.exceptions import ParamError
 
@@ -161,3 +162,78 @@ def test_a_users_loader_that_has_nothing_more_is_an_error(
     write_rows(Path(store.get_train_data_path()), 8)
     with pytest.raises(RuntimeError, match=message):
         fit(InThisProcess(), store, data_module=data_module, epochs=3)
+
+
+class Shuffling(LightningDataModule):
+    """Its loader draws an order in each epoch, and knows no position."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.rows = list(range(12))
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.rows, batch_size=2, shuffle=True)
+
+
+class Positioned(Shuffling):
+    """Its loader tells where it is, and has no end of its own."""
+
+    def train_dataloader(self) -> Any:
+        return Counter()
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            self.position += 1
+            yield torch.tensor([self.position, -self.position])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class Rows(LightningModule):
+    """Takes down the rows that it is given, and changes by them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+
+    def on_train_epoch_start(self) -> None:
+        self.rows: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.rows += batch.tolist()
+        return ((self.weight - batch * (batch_idx + 1)) ** 2).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("first", float(self.rows[0]))
+        self.log("rows", float(sum(row * 3**index for index, row in enumerate(self.rows))))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("data_module", [Shuffling, Positioned])
+def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 12)
+
+    def run(run_id: str, **further: Any) -> Any:
+        settings = {"model": Rows(), "data_module": data_module, "batch_size": 2, "epochs": 2}
+        fitted = fit(InThisProcess(), store, run_id=run_id, **settings, **further)
+        return fitted.getHistory(), fitted.getModel().weight.item(), fitted.getModel().rows
+
+    whole = run("whole", checkpoint_every_n_steps=4, keep_checkpoints=9)
+    assert len(whole[2]) == 12
+    found = {}
+    for run_id, position in kept_checkpoints(store, "whole"):
+        if position[1]:
+            found[position] = run(run_id)
+    # After steps 4 and 8 of twelve; the second epoch begins after six.
+    assert found == {(0, 8): whole, (1, 4): whole}
