@@ -10,12 +10,15 @@ from typing import Any
 import torch
 
 from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.sharding import played_shards
+from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.objects import exchange
+from hvd_estimators.torch.ranks import sum_over_ranks
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
-__all__ = ["Share", "TrainLoader", "ValidationLoader", "with_dtypes"]
+__all__ = ["Share", "TrainLoader", "ValidationLoader", "make_loaders", "with_dtypes"]
 
 TensorBatch = Mapping[str, torch.Tensor]
 
@@ -215,6 +218,57 @@ class ValidationLoader(_Loader):
         self._stand_in = first
         offers = exchange.gather(self.stand_in(), "validation_rows")
         self.lend(next((rows for rows in offers if rows is not None), None))
+
+
+def make_loaders(
+    module: DataModule,
+    data: DataSpec,
+    dtypes: Mapping[str, str],
+    shards: ShardStates,
+    size: int,
+    passes_per_step: Callable[[], int],
+    device: torch.device,
+    same: bool,
+    done: int,
+) -> tuple[TrainLoader, ValidationLoader | None]:
+    """Return the loaders of a data module. Called by all ranks.
+
+    Parameters
+    ----------
+    module : DataModule
+        Begins behind the batches that are done; with ``same``, with the first epoch.
+    data : DataSpec
+        What the ranks are told about data.
+    dtypes, shards, passes_per_step, same
+        See `TrainLoader`.
+    size : int
+        The number of ranks.
+    device : torch.device
+        Where batches are to be.
+    done : int
+        Batches of each shard in the first epoch that were trained on before.
+    """
+    # Batches of an epoch that are kept are too many for a GPU.
+    batches = tensor_batches(module.train_chunks(), "cpu" if same else device)
+    sizes = module.global_train_sizes()
+    turns = data.passes_per_batch
+    train = TrainLoader(
+        WeightedBatches(batches, sizes, size, 1, sum_over_ranks),
+        dtypes,
+        data.train_steps_per_epoch * turns,
+        passes_per_step,
+        shards,
+        same,
+        done * turns,
+    )
+    if data.val_plan is None:
+        return train, None
+    steps = data.validation_steps_per_epoch * turns
+    validation = ValidationLoader(module, dtypes, steps, device)
+    of_ranks = [played_shards(data.num_shards, rank, size) for rank in range(size)]
+    if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
+        validation.lend_rows()
+    return train, validation
 
 
 def _rows(batch: TensorBatch) -> int:

@@ -18,7 +18,7 @@ from hvd_estimators.lightning.arguments import trainer_arguments
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
 from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, of_flavor
-from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
 from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint
@@ -26,7 +26,6 @@ from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trained import load_best, state_of
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
 from hvd_estimators.loading.readers import open_data_module
-from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
@@ -36,7 +35,6 @@ from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
 from hvd_estimators.torch.serialization import load_module, save_state
 from hvd_estimators.torch.shards import BufferState
-from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest
@@ -47,7 +45,6 @@ from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.state import RunState
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
-from hvd_estimators.training.weighted_batches import WeightedBatches
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -128,7 +125,17 @@ class _Trainer:
                 epochs=spec.epochs - done,
                 memory=gpu_memory(self._loader_device),
             )
-            loaders = self._loaders(stack.enter_context(module), done, rows)
+            loaders = make_loaders(
+                stack.enter_context(module),
+                spec.data,
+                spec.dtypes,
+                self.shards,
+                self.size,
+                self._passes_per_step,
+                self._loader_device,
+                same=self._overfits,
+                done=spec.data.batches_before(done, rows),
+            )
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders
         strategy = of_flavor(ExactStrategy, spec.flavor)(
@@ -193,36 +200,6 @@ class _Trainer:
                 "Each rank's loader must have as many, at least one; see cur_shard and shard_count."
             )
         return self._result(recorder)
-
-    def _loaders(
-        self, data: Any, epoch: int, rows: int
-    ) -> tuple[TrainLoader, ValidationLoader | None]:
-        spec = self.spec.data
-        batches = WeightedBatches(
-            # Batches of an epoch that are kept are too many for a GPU.
-            tensor_batches(data.train_chunks(), "cpu" if self._overfits else self._loader_device),
-            data.global_train_sizes(),
-            self.size,
-            1,
-            sum_over_ranks,
-        )
-        train = TrainLoader(
-            batches,
-            self.spec.dtypes,
-            spec.train_steps_per_epoch * spec.passes_per_batch,
-            self._passes_per_step,
-            self.shards,
-            self._overfits,
-            spec.batches_before(epoch, rows) * spec.passes_per_batch,
-        )
-        if spec.val_plan is None:
-            return train, None
-        steps = spec.validation_steps_per_epoch * spec.passes_per_batch
-        validation = ValidationLoader(data, self.spec.dtypes, steps, self._loader_device)
-        of_ranks = [played_shards(spec.num_shards, rank, self.size) for rank in range(self.size)]
-        if not all(any(map(spec.val_plan.rows, shards)) for shards in of_ranks):
-            validation.lend_rows()
-        return train, validation
 
     @property
     def _loader_device(self) -> torch.device:
