@@ -13,10 +13,19 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from hvd_estimators.launch.channel import Channel, new_secret
+from hvd_estimators.launch.event_kinds import (
+    Event,
+    Handler,
+    RankEpoch,
+    RankMessage,
+    RankOutput,
+    RankProgress,
+    decoded,
+    encoded,
+)
 from hvd_estimators.launch.grace import AwaitedRanks
 from hvd_estimators.launch.listener import Listener
 
@@ -26,6 +35,7 @@ __all__ = [
     "EventSender",
     "Handler",
     "RankEpoch",
+    "RankMessage",
     "RankOutput",
     "RankProgress",
     "one_by_one",
@@ -46,131 +56,8 @@ _SILENCE_SECONDS = 60.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RankProgress:
-    """How far a rank has come; rank 0 tells it for all.
-
-    Attributes
-    ----------
-    rank : int
-        Who tells it.
-    epoch : int
-        The current epoch, from 0.
-    epochs : int
-        Epochs of the whole run.
-    step : int
-        Steps of the epoch that are done.
-    steps : int
-        Steps of an epoch.
-    rows_per_second : float
-        Rows of all ranks in a second, since the epoch began.
-    means : mapping of str to float
-        What was measured, in the mean over the epoch so far.
-    done : bool
-        Whether the epoch has ended.
-    """
-
-    kind: ClassVar[str] = "progress"
-
-    rank: int
-    epoch: int
-    epochs: int
-    step: int
-    steps: int
-    rows_per_second: float
-    means: Mapping[str, float] = field(default_factory=dict)
-    done: bool = False
-
-
-@dataclass(frozen=True)
-class RankEpoch:
-    """What was measured in an epoch that is over; rank 0 tells it for all.
-
-    Attributes
-    ----------
-    rank : int
-        Who tells it.
-    epoch : int
-        The epoch, from 0.
-    rows : sequence of (str, str, float)
-        Stage (``"train"`` or ``"validation"``), name and value of each number.
-    """
-
-    kind: ClassVar[str] = "epoch"
-
-    rank: int
-    epoch: int
-    rows: Sequence[Sequence[Any]]
-
-
-@dataclass(frozen=True)
-class RankOutput:
-    """A line that a rank has printed.
-
-    Attributes
-    ----------
-    rank : int
-        The rank.
-    line : str
-        The line with its end; of a long one the two ends only. Where lines have been left out,
-        because nobody took them for long, one says how many.
-    stream : str
-        ``"stdout"`` or ``"stderr"``; empty where the two are not told apart.
-    time : float
-        When it came to the driver, in seconds since the epoch; 0 where that is not to be shown.
-    """
-
-    kind: ClassVar[str] = "output"
-
-    rank: int
-    line: str
-    stream: str = ""
-    time: float = 0.0
-
-    def text(self) -> str:
-        """Return the line as it is shown: as ``horovod.spark.run`` does if its stream is known."""
-        when = time.asctime(time.localtime(self.time)) if self.time else ""
-        between = f"<{self.stream}>:" if self.stream else " "
-        return f"{when}[{self.rank}]{between}{self.line}"
-
-
-@dataclass(frozen=True)
-class RankMessage:
-    """A message of a rank to the driver, see `hvd_estimators.log_to_driver`.
-
-    Attributes
-    ----------
-    rank : int
-        Who sends it.
-    message : str
-        The message; of a long one the two ends only.
-    """
-
-    kind: ClassVar[str] = "message"
-
-    rank: int
-    message: str
-
-
-Event = RankProgress | RankEpoch | RankOutput | RankMessage
-
-Handler = Callable[[Event], None]
-"""Called on the driver with one event at a time, from another thread."""
-
-_KINDS: dict[str, Callable[..., Event]] = {
-    kind.kind: kind for kind in (RankProgress, RankEpoch, RankOutput, RankMessage)
-}
 _SEVERAL = "several"
 _AWAITED = "awaited"
-
-
-def _encoded(event: Event) -> dict[str, Any]:
-    return {"kind": event.kind, **asdict(event)}
-
-
-def _decoded(message: Mapping[str, Any]) -> Event:
-    values = dict(message)
-    return _KINDS[values.pop("kind")](**values)
 
 
 def one_by_one(handler: Handler) -> Handler:
@@ -219,7 +106,7 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
                     return
                 handled += 1
                 try:
-                    handler(_decoded(one))
+                    handler(decoded(one))
                 except Exception:
                     logger.exception("An event of a rank could not be handled")
 
@@ -298,11 +185,11 @@ class EventSender:
 
     def send(self, event: Event) -> None:
         """Send one event."""
-        self._send(_encoded(event))
+        self._send(encoded(event))
 
     def send_all(self, events: Sequence[Event]) -> None:
         """Send some events at once."""
-        self._send({"kind": _SEVERAL, "events": [_encoded(event) for event in events]})
+        self._send({"kind": _SEVERAL, "events": [encoded(event) for event in events]})
 
     def ask_to_wait(self, seconds: float) -> None:
         """Have the driver wait, when it is interrupted, until this is closed; for so long at most.
