@@ -74,7 +74,7 @@ class Attributes:
                     "%s of %s cannot be pickled, or has more than %d MiB. Checkpoints within an "
                     "epoch are without it: make it in on_train_start, or in __init__.",
                     place[1],
-                    place[0],
+                    place[0].rstrip("."),
                     _MOST_BYTES >> 20,
                 )
         # In one, so that what they share they share afterwards.
