@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.base import RunPaths, Store, require_store
 from hvd_estimators.store.checkpoints import (
     CheckpointInfo,
     DamagedCheckpoint,
@@ -137,6 +137,11 @@ def _opened(
         which, by_name, store = store, False, posixpath.dirname(store)
     if isinstance(store, str):
         store = Store.create(store)
+    require_store(store)
+    if not isinstance(which, str):
+        raise ParamError(
+            f"which: expected 'newest', 'best' or a path of a checkpoint, found {which!r}."
+        )
     with contextlib.ExitStack() as stack:
         if by_name:
             if run_id is None:

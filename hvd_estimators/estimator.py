@@ -9,7 +9,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import ParamError, ShapeError, StoreError
+from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.launching import Launch
@@ -28,7 +28,7 @@ from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.prepare.column_names import require_columns
+from hvd_estimators.prepare.column_names import require_columns, require_frame
 from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
 from hvd_estimators.prepare.properties import column_metadata
 from hvd_estimators.prepare.reuse import hold
@@ -75,13 +75,14 @@ class HorovodEstimator(EstimatorHooks):
         backend = self._ready_backend()
         store, validation = self.getOrDefault("store"), self.getOrDefault("validation")
         if dataset_idx is None:
-            manifest = read_manifest(
-                store,
-                store.get_train_data_path(),
-                store.get_val_data_path() if validation else None,
-                self._needed_columns(),
-                allow_text=self._allowed_text(),
-            )
+            with self._naming_params():
+                manifest = read_manifest(
+                    store,
+                    store.get_train_data_path(),
+                    store.get_val_data_path() if validation else None,
+                    self._needed_columns(),
+                    allow_text=self._allowed_text(),
+                )
             return self._train(manifest, backend)
         with hold(store, dataset_idx):
             manifest = load_manifest(store, dataset_idx)
@@ -96,10 +97,11 @@ class HorovodEstimator(EstimatorHooks):
     @ending_by_sigterm()
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
+        require_frame("dataset", dataset)
         backend = self._ready_backend()
         self._check_monitored(self.getOrDefault("validation") is not None)
         with contextlib.ExitStack() as stack:
-            with jobs_on(dataset):
+            with jobs_on(dataset), self._naming_params():
                 trial = self._try_frame(dataset)
                 num_shards = self._shards_of_named_run(backend.num_processes())
                 prepared = self._prepare(dataset, num_shards)
@@ -111,7 +113,9 @@ class HorovodEstimator(EstimatorHooks):
         self, manifest: DatasetManifest, backend: Backend, trial: Trial | None = None
     ) -> HorovodModel:
         """Train on a dataset and return the model; ``trial`` is of the DataFrame's schema."""
-        tried = self._try_rows(manifest) if trial is None else trial
+        self._check_weights(manifest)
+        with self._naming_params():
+            tried = self._try_rows(manifest) if trial is None else trial
         self._check_trial(tried, manifest)
         self._check_monitored(manifest.validation is not None)
         run = self._run_paths(
@@ -132,6 +136,16 @@ class HorovodEstimator(EstimatorHooks):
                 return self._make_spec(common, tried)
 
             return self._run(backend, spec_for, tried, held, found)
+
+    def _check_weights(self, manifest: DatasetManifest) -> None:
+        """Make sure that weights of rows are a number each, where no transformation makes them."""
+        name = self.getOrDefault("sample_weight_col")
+        kinds = {column.name: column.kind for column in manifest.columns}
+        if self._transformation() is None and kinds.get(name, "scalar") != "scalar":
+            raise ColumnError(
+                f"sample_weight_col: expected a column of numbers, found {name!r}, whose rows are "
+                "several numbers each. Set a column with one for each row."
+            )
 
     def _check_monitored(self, has_validation: bool) -> None:
         """Make sure that what tells the best checkpoint is measured, as far as that is known."""
@@ -239,6 +253,7 @@ class HorovodEstimator(EstimatorHooks):
     def _ready_backend(self) -> Backend:
         """Check everything that needs no data, and return the backend."""
         self._check_params()
+        self._check_sent()
         backend = as_backend(self._get_or_create_backend())
         store: Store = self.getOrDefault("store")
         self._check_restarts(backend)

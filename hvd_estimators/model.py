@@ -26,7 +26,7 @@ from hvd_estimators.inference.udf import Document, Inference, Predictor, is_scal
 from hvd_estimators.params import declare, integer, names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.transformation import TransformationParams
-from hvd_estimators.prepare.column_names import clashing, quoted, require_columns
+from hvd_estimators.prepare.column_names import clashing, quoted, require_columns, require_frame
 from hvd_estimators.prepare.schema import feature_array
 from hvd_estimators.saving.persistence import FileReadable, FileWritable
 from hvd_estimators.temporary import LocalFile
@@ -128,6 +128,7 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns. Lazy: nothing runs before the result is used."""
+        require_frame("dataset", dataset)
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
         outputs = self.getOutputCols()

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.planning import TrainPlanning
 from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.sending import check_sendable, functions_in
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.classification import ClassificationParams
@@ -32,6 +33,15 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
     _state_reader: ClassVar[str] = "hvd_estimators.load_checkpoint(store, which=path)"
     """What opens a trained state, for messages."""
 
+    _sent: ClassVar[tuple[str, ...]] = (
+        *("callbacks", "data_module", "gradient_compression"),
+        *("transformation_fn", "transformation_batch_fn"),
+    )
+    """Params that are pickled for the ranks."""
+
+    _sent_functions: ClassVar[tuple[str, ...]] = ()
+    """Params of which at least the functions are pickled for the ranks."""
+
     def _check_params(self) -> None:
         """Check the params together, before anything else is done; extends ours.
 
@@ -52,6 +62,22 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
         self._check_classification(labels)
         self._check_reading()
         self._transformation()
+
+    def _check_sent(self) -> None:
+        """Make sure that what the params hold can be sent to the ranks; extends ours.
+
+        Raises
+        ------
+        ParamError
+            If something cannot.
+        """
+        get = self.getOrDefault
+        for name in self._sent:
+            if get(name) is not None:
+                check_sendable(name, get(name))
+        for name in self._sent_functions:
+            for function in functions_in(get(name)):
+                check_sendable(name, function)
 
     def _can_dry_run(self) -> bool:
         """Return whether a model may be called on the driver, on rows that the readers give."""

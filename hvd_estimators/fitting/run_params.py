@@ -11,14 +11,14 @@ from typing import Any, ClassVar
 from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.runs import Fits, data_identity, digest, named
 from hvd_estimators.fitting.tracking import Tracking, TrackingRun, active_run
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import boolean, declare, text
 from hvd_estimators.params.columns import ColumnParams
 from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.store import RunPaths, Store
+from hvd_estimators.store import RunPaths
+from hvd_estimators.store.base import require_store
 
 __all__ = ["RunParams"]
 
@@ -62,8 +62,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
             If the store is none, or the run's name is no name of a folder.
         """
         store, run_id = self.getOrDefault("store"), self.getOrDefault("run_id")
-        if not isinstance(store, Store):
-            raise ParamError(f"store: expected a Store, found {store!r}. Set Store.create(prefix).")
+        require_store(store)
         if run_id is not None:
             store.run_paths(run_id)
 

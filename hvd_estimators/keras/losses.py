@@ -17,6 +17,7 @@ __all__ = [
     "NO_LOSS",
     "added_losses",
     "compares_elements",
+    "find_metric",
     "has_loss",
     "has_own_step",
     "losses_by_output",
@@ -76,6 +77,19 @@ def weights_by_samples(loss: Any) -> bool | None:
     if found <= {"sum_over_batch_size", "mean"}:
         return False
     return True if found == {"mean_with_sample_weight"} else None
+
+
+def find_metric(name: Any) -> Any:
+    """Return a metric as ``compile`` finds it.
+
+    Raises
+    ------
+    ValueError
+        If Keras knows none.
+    """
+    # Which of several is meant by these, outputs and labels tell.
+    meant = name in ("acc", "accuracy", "ce", "crossentropy")
+    return name if meant else keras.metrics.get(name)
 
 
 def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:

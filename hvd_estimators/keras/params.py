@@ -17,6 +17,7 @@ from hvd_estimators.keras.converters import class_weights, environment, label_we
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
+    find_metric,
     has_loss,
     has_own_step,
     may_add_loss,
@@ -25,11 +26,29 @@ from hvd_estimators.keras.losses import (
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import copy_model, dump
 from hvd_estimators.keras.trial_calls import kept_random_state
-from hvd_estimators.params import declare, integer
+from hvd_estimators.params import declare, integer, objects
 
 __all__ = ["KerasParams"]
 
 logger = logging.getLogger(__name__)
+
+
+def _callbacks(name: str, value: Any) -> list[Any]:
+    if isinstance(value, keras.callbacks.CallbackList):
+        raise ParamError(
+            f"{name}: a CallbackList holds callbacks that run on different ranks. Give them as a "
+            "plain list."
+        )
+    return objects(name, value)
+
+
+def _custom_objects(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ParamError(
+            f"{name}: expected a dict of name to class or function, found {value!r}. Set "
+            "{'MyLayer': MyLayer}."
+        )
+    return dict(value)
 
 
 class KerasParams(HorovodEstimator):
@@ -52,10 +71,11 @@ class KerasParams(HorovodEstimator):
         "dict like that of loss. Default: what the model is compiled with, where loss is not set.",
         default=[],
     )
-    callbacks = declare("Keras callbacks.", default=[])
+    callbacks = declare("Keras callbacks.", default=[], convert=_callbacks)
     custom_objects = declare(
         "Name to custom class or function of the model, beside those that can be found in it.",
         default={},
+        convert=_custom_objects,
     )
     checkpoint_callback = declare(
         "A keras.callbacks.ModelCheckpoint that decides which model is returned, such as "
@@ -77,6 +97,9 @@ class KerasParams(HorovodEstimator):
     )
 
     _run_settings = (*HorovodEstimator._run_settings, "class_weight")
+    _sent = (*HorovodEstimator._sent, "checkpoint_callback")
+    # Objects of Keras's travel in ways of their own.
+    _sent_functions = ("loss", "metrics")
 
     def _check_params(self) -> None:
         get = self.getOrDefault
@@ -101,6 +124,7 @@ class KerasParams(HorovodEstimator):
         if not has_way and not may_add_loss(model):
             raise ParamError(NO_LOSS)
         check_callbacks(get("callbacks"))
+        self._check_compiled_with()
         checkpoint = get("checkpoint_callback")
         if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
             raise ParamError(
@@ -118,6 +142,23 @@ class KerasParams(HorovodEstimator):
                 f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
                 f"{len(label_shapes)}."
             )
+
+    def _check_compiled_with(self) -> None:
+        """Make sure that Keras knows the loss and the metrics."""
+        get = self.getOrDefault
+        for name, find in (("loss", keras.losses.get), ("metrics", find_metric)):
+            for entry in keras.tree.flatten(get(name)):
+                if entry is None:
+                    continue
+                if isinstance(entry, type):
+                    raise ParamError(f"{name}: found the class {entry!r}. Set an object of it.")
+                try:
+                    find(entry)
+                except (TypeError, ValueError) as error:
+                    raise ParamError(
+                        f"{name}: Keras knows none by {entry!r}. Set the name of one of its own, "
+                        "an object or a function."
+                    ) from error
 
     def _check_model(self) -> None:
         model = self.getOrDefault("model")

@@ -5,16 +5,20 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral, Real
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 
 __all__ = [
+    "call_of",
     "check_further_arguments",
     "check_run_arguments",
+    "environment_given",
     "interface_names",
     "seconds_given",
+    "whole_number",
 ]
 
 logger = logging.getLogger(__name__)
@@ -30,6 +34,25 @@ _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "start_timeout": ("Ranks on this machine start at once. Leave it out", ()),
     "executable": ("Ranks on this machine run the driver's Python. Leave it out", ()),
 }
+
+
+def call_of(
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a function and its arguments.
+
+    Raises
+    ------
+    ParamError
+        If one of them is none.
+    """
+    if not callable(fn):
+        raise ParamError(f"fn: expected a function, found {fn!r}.")
+    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Sequence):
+        raise ParamError(f"args: expected a tuple or list of arguments, found {args!r}.")
+    if not isinstance(kwargs or {}, Mapping):
+        raise ParamError(f"kwargs: expected a dict of arguments by their names, found {kwargs!r}.")
+    return fn, tuple(args), dict(kwargs or {})
 
 
 def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
@@ -78,21 +101,56 @@ def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> No
     _refuse_unknown(f"{backend.__name__}.run()", given.keys(), _parameters(run), hint)
 
 
-def seconds_given(seconds: float | None, variable: str, default: float = 600.0) -> float:
+def seconds_given(
+    seconds: float | None, variable: str, default: float = 600.0, name: str = "start_timeout"
+) -> float:
     """Return a number of seconds: as it was given, from an environment variable, or a default.
 
     Raises
     ------
     ParamError
-        If the variable holds no number.
+        If the argument of that name, or the variable, holds no number.
     """
     if seconds is not None:
-        return seconds
+        if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
+            raise ParamError(f"{name}: expected seconds, 0 or more, found {seconds!r}.")
+        return float(seconds)
     text = os.environ.get(variable, "")
     try:
         return float(text or default)
     except ValueError:
         raise ParamError(f"{variable}: expected seconds, found {text!r}.") from None
+
+
+def whole_number(name: str, value: Any, minimum: int = 0) -> int:
+    """Return an argument that is a whole number, not below a minimum.
+
+    Raises
+    ------
+    ParamError
+        If it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ParamError(f"{name}: expected a whole number, found {value!r}.")
+    if value < minimum:
+        raise ParamError(f"{name}: expected {minimum} or more, found {value}.")
+    return int(value)
+
+
+def environment_given(env: Any) -> dict[str, str | None]:
+    """Return an argument ``env``.
+
+    Raises
+    ------
+    ParamError
+        If it is no dict of variables by their names.
+    """
+    if not isinstance(env, Mapping) or not all(isinstance(name, str) for name in env):
+        raise ParamError(
+            "env: expected a dict of environment variables by their names, such as "
+            f"{{'OMP_NUM_THREADS': '1'}}, found {env!r}."
+        )
+    return dict(env)
 
 
 def interface_names(nics: Any) -> tuple[str, ...]:

@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.launch.arguments import seconds_given
+from hvd_estimators.launch.arguments import (
+    call_of,
+    environment_given,
+    seconds_given,
+    whole_number,
+)
 from hvd_estimators.launch.relaunching import Launches
-from hvd_estimators.launch.runner import call_of
 from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = ["run_elastic"]
@@ -139,17 +143,17 @@ def run_elastic(
         options["prefix_output_with_timestamp"] = True
 
     def backend(num_proc: int | None) -> SparkBackend:
-        return SparkBackend(num_proc, env=dict(env or {}), verbose=verbose, **options)
+        return SparkBackend(num_proc, env=environment_given(env or {}), verbose=verbose, **options)
 
-    if reset_limit is not None and reset_limit < 0:
-        raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit}.")
+    if reset_limit is not None and not (isinstance(reset_limit, int) and reset_limit >= 0):
+        raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
+    timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", name="elastic_timeout")
     first = backend(num_proc)
     least, most = _bounds(
         first.num_processes(),
         _renamed("min_num_proc", min_num_proc, "min_np", min_np),
         _renamed("max_num_proc", max_num_proc, "max_np", max_np),
     )
-    timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT")
     return Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
 
 
@@ -167,8 +171,8 @@ def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> in
 
 def _bounds(num_proc: int, least: int | None, most: int | None) -> tuple[int, int]:
     """Return the fewest and the most ranks of a relaunch."""
-    least = num_proc if least is None else least
-    most = num_proc if most is None else most
+    least = num_proc if least is None else whole_number("min_num_proc", least)
+    most = num_proc if most is None else whole_number("max_num_proc", most)
     if not 1 <= least <= num_proc <= most:
         raise ParamError(
             "num_proc: expected 1 <= min_num_proc <= num_proc <= max_num_proc, found "

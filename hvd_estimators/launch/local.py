@@ -10,9 +10,14 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
-from hvd_estimators.launch.arguments import check_further_arguments, check_run_arguments
+from hvd_estimators.launch.arguments import (
+    call_of,
+    check_further_arguments,
+    check_run_arguments,
+    environment_given,
+    whole_number,
+)
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.channel import new_secret, ranks_key
 from hvd_estimators.launch.environment import child_environment, python_path
@@ -79,11 +84,11 @@ class LocalBackend(Backend):
         warm_start: bool = True,
         **further: Any,
     ) -> None:
-        if num_proc is not None and num_proc < 0:
-            raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
+        if num_proc is not None:
+            num_proc = whole_number("num_proc", num_proc)
         check_further_arguments(LocalBackend, further)
         self._num_proc = num_proc or _cores()
-        self._env = dict(env or {})
+        self._env = environment_given(env or {})
         self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
         self._warm_start = warm_start
 
@@ -109,7 +114,8 @@ class LocalBackend(Backend):
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
         require_mends()
-        call = pickle_call(fn, args, kwargs or {})
+        environment_given(env or {})
+        call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
         if self._warm_start and wanted(os.environ):
             warm = WarmStart(modules_of(call), [os.getpid()])

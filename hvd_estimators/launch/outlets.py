@@ -64,6 +64,8 @@ class Outlets:
     def __init__(
         self, stdout: Any, stderr: Any, prefix_output_with_timestamp: bool, verbose: int
     ) -> None:
+        if not isinstance(verbose, int):
+            raise ParamError(f"verbose: expected a whole number, such as 1, found {verbose!r}.")
         given = {"stdout": stdout, "stderr": stderr}
         self._files = {
             name: _text_file(name, file) for name, file in given.items() if file is not None

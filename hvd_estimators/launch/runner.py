@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.arguments import call_of, environment_given
 from hvd_estimators.launch.notifications import call_without_notifications
 from hvd_estimators.launch.spark import SparkBackend
 
-__all__ = ["call_of", "run"]
+__all__ = ["run"]
 
 
 def run(
@@ -108,7 +108,7 @@ def run(
     call = call_of(fn, args, kwargs)
     backend = SparkBackend(
         num_proc=num_proc,
-        env=dict(env or {}),
+        env=environment_given(env or {}),
         start_timeout=start_timeout,
         verbose=verbose,
         executable=executable,
@@ -126,22 +126,3 @@ def run(
     )
     backend.gathers_timeline = True
     return backend.run(call_without_notifications, call)
-
-
-def call_of(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a function and its arguments.
-
-    Raises
-    ------
-    ParamError
-        If one of them is none.
-    """
-    if not callable(fn):
-        raise ParamError(f"fn: expected a function, found {fn!r}.")
-    if isinstance(args, str | bytes | Mapping) or not isinstance(args, Sequence):
-        raise ParamError(f"args: expected a tuple or list of arguments, found {args!r}.")
-    if not isinstance(kwargs or {}, Mapping):
-        raise ParamError(f"kwargs: expected a dict of arguments by their names, found {kwargs!r}.")
-    return fn, tuple(args), dict(kwargs or {})

@@ -15,10 +15,13 @@ from pyspark import Broadcast
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.launch.arguments import (
+    call_of,
     check_further_arguments,
     check_run_arguments,
+    environment_given,
     interface_names,
     seconds_given,
+    whole_number,
 )
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
@@ -143,13 +146,13 @@ class SparkBackend(Backend):
         cpus_per_task: int | None = None,
         **further: Any,
     ) -> None:
-        if num_proc is not None and num_proc < 0:
-            raise ParamError(f"num_proc: expected 0 or more, found {num_proc}.")
+        if num_proc is not None:
+            num_proc = whole_number("num_proc", num_proc)
         check_further_arguments(SparkBackend, further)
         self._resources = TaskResources(resource_profile, gpus_per_task, cpus_per_task)
         self._num_proc = num_proc
         self._slots: tuple[str, int] | None = None
-        self._env = None if env is None else dict(env)
+        self._env = None if env is None else environment_given(env)
         self._start_timeout = seconds_given(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
         self._verbose = verbose
         self._executable = executable
@@ -252,12 +255,14 @@ class SparkBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
+        environment_given(env or {})
+        # Before executors are waited for.
+        document = pickle_call(*call_of(fn, args, kwargs))
         self.check()
         cluster = Cluster.current(self._resources)
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
-            document = pickle_call(fn, args, kwargs or {})
             modules = modules_of(document) if self._warm_start and wanted(os.environ) else None
             call = stack.enter_context(_shared(cluster.context, document))
             events = stack.enter_context(receive_events(handler, host))

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hvd_estimators.exceptions import ParamError, ShapeError, did_you_mean
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks
-from hvd_estimators.lightning.flavor import Flavor, default_flavor, flavor_of, is_lightning
+from hvd_estimators.lightning.flavor import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.checks import torch_traceless
 from hvd_estimators.torch.outputs import as_list
@@ -21,38 +21,17 @@ from hvd_estimators.torch.tensors import TensorSpec
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = ["adapted_trainer_args", "check_step", "row_shapes"]
+__all__ = ["check_shards_of_module", "check_step", "row_shapes"]
 
 logger = logging.getLogger(__name__)
 
-_OURS = {
-    "accelerator": "use_gpu",
-    "devices": "num_proc",
-    "num_nodes": "num_proc",
-    "strategy": "num_proc or backend; the strategy is hvd_estimators.lightning.HorovodStrategy",
-}
-
-# Trainer arguments that went with Lightning 2, and what does their work.
-_GONE = {
-    "amp_backend": "precision",
-    "auto_scale_batch_size": "batch_size",
-    "auto_select_gpus": "use_gpu",
-    "checkpoint_callback": "enable_checkpointing",
-    "flush_logs_every_n_steps": "a logger's own argument",
-    "gpus": "num_gpus",
-    "move_metrics_to_cpu": "nothing",
-    "num_processes": "num_proc",
-    "prepare_data_per_node": "an attribute of the LightningDataModule",
-    "process_position": "a progress bar callback",
-    "progress_bar_refresh_rate": "verbose",
-    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs",
-    "resume_from_checkpoint": "run_id",
-    "terminate_on_nan": "the estimator's terminate_on_nan",
-    "track_grad_norm": "lightning.pytorch.utilities.grad_norm in on_before_optimizer_step",
-    "truncated_bptt_steps": "manual optimization",
-    "weights_save_path": "ModelCheckpoint(dirpath=...)",
-    "weights_summary": "enable_model_summary",
-}
+_COUNTED_BATCHES = (
+    "fast_dev_run",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
 
 # Hooks that can make what a step needs; without a trainer they have not run.
 _PREPARING_HOOKS = (
@@ -66,55 +45,6 @@ _PREPARING_HOOKS = (
     "prepare_data",
     "setup",
     "transfer_batch_to_device",
-)
-
-
-def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
-    """Return arguments for today's Trainer.
-
-    What Lightning 2 no longer knows is left out, with a warning that names what does its work;
-    ``stochastic_weight_avg=True`` becomes a callback.
-
-    Raises
-    ------
-    ParamError
-        If an argument is not one of the Trainer's, or would break the distribution.
-    """
-    known = inspect.signature(flavor.get("Trainer").__init__).parameters
-    adapted = {}
-    for name, value in given.items():
-        if name in _OURS:
-            raise ParamError(f"trainer_args: {name!r} is set by the estimator. Set {_OURS[name]}.")
-        if name == "stochastic_weight_avg":
-            logger.warning(
-                "trainer_args: stochastic_weight_avg is gone from Lightning. Add "
-                "StochasticWeightAveraging(swa_lrs=...) to callbacks."
-            )
-            if value:
-                adapted["callbacks"] = [
-                    *given.get("callbacks", []),
-                    flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
-                ]
-        elif name in _GONE:
-            logger.warning(
-                "trainer_args: %s is gone from Lightning and has no effect. Instead: %s.",
-                name,
-                _GONE[name],
-            )
-        elif name not in known or name == "self":
-            hint = did_you_mean(name, known)
-            raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
-        else:
-            adapted.setdefault(name, value)
-    return adapted
-
-
-_COUNTED_BATCHES = (
-    "fast_dev_run",
-    "limit_train_batches",
-    "limit_val_batches",
-    "overfit_batches",
-    "val_check_interval",
 )
 
 

@@ -10,21 +10,18 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import named
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
-from hvd_estimators.lightning.checks import (
-    adapted_trainer_args,
-    check_shards_of_module,
-    check_step,
-    row_shapes,
-)
+from hvd_estimators.lightning.checks import check_shards_of_module, check_step, row_shapes
 from hvd_estimators.lightning.loaders import with_dtypes
 from hvd_estimators.lightning.model import LightningModel, forward_inputs
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trainer import train
+from hvd_estimators.lightning.trainer_checks import adapted_trainer_args
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.serialization import (
@@ -94,7 +91,14 @@ class LightningEstimator(LightningParams):
         if not set(features) <= set(columns):
             return Trial()  # a transformation made other fields of them
         arrays = [columns[name] for name in features]
-        inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
+        try:
+            inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
+        except RuntimeError as error:
+            raise ShapeError(
+                f"input_shapes: the columns {', '.join(features)} cannot be reshaped to "
+                f"{get('input_shapes')} ({error}). Set shapes of as many elements as the columns "
+                "have."
+            ) from error
         return Trial(row_shapes(module, inputs, self._tensor_spec()) or None)
 
     def _metric_names(self) -> list[str] | None:

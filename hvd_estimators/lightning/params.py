@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.checks import adapted_trainer_args
 from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor, one_flavor
+from hvd_estimators.lightning.trainer_checks import (
+    adapted_trainer_args,
+    check_module,
+    check_objects,
+    check_trainer_args,
+)
 from hvd_estimators.lightning.users_data import is_lightning_data
 from hvd_estimators.loading.transformation import Transformation
-from hvd_estimators.params import boolean, declare, integer
+from hvd_estimators.params import boolean, declare, integer, objects
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import dump_module, load_module
 
@@ -37,13 +42,16 @@ def _profiler(name: str, value: Any) -> Any:
 def _arguments(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ParamError(f"{name}: expected a dict of Trainer arguments, found {value!r}.")
+    for key in value:
+        if not isinstance(key, str):
+            raise ParamError(f"{name}: expected names of Trainer arguments, found {key!r}.")
     return dict(value)
 
 
 class LightningParams(TorchEstimator):
     """What Lightning's Trainer is given, and the module that it trains."""
 
-    callbacks = declare("Lightning callbacks.", default=[])
+    callbacks = declare("Lightning callbacks.", default=[], convert=objects)
     num_gpus = declare(
         "GPUs of a rank: 0 or 1. Default: 1 where there are any.",
         convert=integer(0),
@@ -85,6 +93,8 @@ class LightningParams(TorchEstimator):
         "Passed to a LightningDataModule, see train_async_data_loader_queue_size."
     )
 
+    _sent = (*TorchEstimator._sent, "logger", "profiler", "trainer_args")
+
     @property
     def _is_lightning(self) -> bool:
         return is_lightning(self.getOrDefault("model"), "LightningModule")
@@ -93,7 +103,7 @@ class LightningParams(TorchEstimator):
         get = self.getOrDefault
         super()._check_params()
         for callback in get("callbacks"):
-            if not is_lightning(callback, "Callback"):
+            if isinstance(callback, type) or not is_lightning(callback, "Callback"):
                 raise ParamError(
                     f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
                 )
@@ -102,7 +112,11 @@ class LightningParams(TorchEstimator):
                 f"num_gpus: a rank trains on one GPU, found {get('num_gpus')}. Set num_proc to the "
                 "number of GPUs."
             )
-        adapted_trainer_args(get("trainer_args"), self._flavor())
+        flavor = self._flavor()
+        check_objects(get("logger"), get("profiler"))
+        check_trainer_args(adapted_trainer_args(get("trainer_args"), flavor), flavor)
+        if self._is_lightning:
+            check_module(get("model"), flavor)
 
     def _flavor(self) -> Flavor:
         """Return the package of Lightning's that the user's objects belong to."""

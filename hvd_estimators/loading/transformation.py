@@ -210,6 +210,11 @@ def edited_fields(given: Sequence[Any] | None) -> tuple[EditedField, ...]:
         If an entry is not of that form.
     """
     fields = []
+    if isinstance(given, str) or not isinstance(given or (), Iterable):
+        raise ParamError(
+            "transformation_edit_fields: expected a list of entries such as ('image', 'float32', "
+            f"(28, 28)), found {given!r}."
+        )
     for entry in given or ():
         try:
             name, dtype, shape = tuple(entry)[:3]

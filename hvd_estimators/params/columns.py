@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
 
+from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.params import DeclaredParams, declare, names, shapes, text
 
 __all__ = ["ColumnParams"]
+
+_COLUMNS = (
+    *("feature_cols", "label_cols", "sample_weight_col"),
+    *("categorical_cols", "continuous_cols"),
+)
 
 
 class ColumnParams(DeclaredParams):
@@ -53,6 +61,22 @@ class ColumnParams(DeclaredParams):
         weight = self.getOrDefault("sample_weight_col")
         wanted = [*self._all_feature_cols(), *self.getOrDefault("label_cols")]
         return list(dict.fromkeys([*wanted, *([weight] if weight else [])]))
+
+    @contextlib.contextmanager
+    def _naming_params(self) -> Iterator[None]:
+        """Let errors about a column say which param names it."""
+        try:
+            yield
+        except (ColumnError, DataError) as error:
+            message = str(error)
+            for param in _COLUMNS:
+                given = self.getOrDefault(param) or []
+                names = [given] if isinstance(given, str) else given
+                if any(f"olumn {name!r}" in message for name in names):
+                    if not re.match(r"\w+:", message):
+                        error.args = (f"{param}: {message}", *error.args[1:])
+                    break
+            raise
 
     def _text_cols(self) -> Mapping[str, bool]:
         """Return the feature columns that may be text, to whether bytes are text in them, too.

@@ -5,6 +5,7 @@ All of them raise `ParamError` for what they do not accept. Run on the driver.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "names",
     "number",
     "numbers",
+    "objects",
     "one_of",
     "shapes",
     "text",
@@ -43,11 +45,13 @@ def integer(minimum: int | None = None) -> Converter:
 
 
 def number(minimum: float | None = None) -> Converter:
-    """Return a converter to a float that is not below a minimum."""
+    """Return a converter to a finite float that is not below a minimum."""
 
     def convert(name: str, value: Any) -> float:
         if minimum is not None and value < minimum:
             raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
+        if not math.isfinite(float(value)):
+            raise ParamError(f"{name}: expected a finite number, found {value!r}.")
         return float(value)
 
     return _guarded(convert, "a number")
@@ -101,6 +105,13 @@ def functions(name: str, value: Any) -> list[Any]:
         if not callable(entry):
             raise ParamError(f"{name}: expected callables, found {entry!r}.")
     return values
+
+
+def objects(name: str, value: Any) -> list[Any]:
+    """Accept a list of objects, or anything else that holds several in an order."""
+    if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
+        raise ParamError(f"{name}: expected a list, found {value!r}. Set [...], also for one.")
+    return list(value)
 
 
 def one_of(*choices: str) -> Converter:

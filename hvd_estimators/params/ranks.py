@@ -6,7 +6,7 @@ from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.spark import SparkBackend
-from hvd_estimators.params import DeclaredParams, boolean, declare, integer, text
+from hvd_estimators.params import DeclaredParams, boolean, declare, integer, one_of
 
 __all__ = ["RankParams"]
 
@@ -50,7 +50,10 @@ class RankParams(DeclaredParams):
         "Cores of each rank's task. Default: spark.task.cpus.", convert=integer(1)
     )
     use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
-    mp_start_method = declare("Start method of multiprocessing in the ranks.", convert=text)
+    mp_start_method = declare(
+        "Start method of multiprocessing in the ranks: 'fork', 'forkserver' or 'spawn'.",
+        convert=one_of("fork", "forkserver", "spawn"),
+    )
     verbose = declare(
         "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
     )

@@ -5,10 +5,29 @@ Runs on the driver.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.params import DeclaredParams, boolean, declare, integer, number, numbers
+from hvd_estimators.params import (
+    DeclaredParams,
+    boolean,
+    declare,
+    integer,
+    number,
+    numbers,
+    objects,
+)
 
 __all__ = ["TrainingParams"]
+
+
+def _compressor(name: str, value: Any) -> Any:
+    if not all(callable(getattr(value, part, None)) for part in ("compress", "decompress")):
+        raise ParamError(
+            f"{name}: expected a compressor of Horovod's, found {value!r}. Set one such as "
+            "horovod.torch.Compression.fp16."
+        )
+    return value
 
 
 class TrainingParams(DeclaredParams):
@@ -37,8 +56,9 @@ class TrainingParams(DeclaredParams):
         "values, is kept with the run; load_state_dict(state) gets it after on_train_begin() where "
         "a run goes on.",
         default=[],
+        convert=objects,
     )
-    gradient_compression = declare("Horovod compressor of gradients.")
+    gradient_compression = declare("Horovod compressor of gradients.", convert=_compressor)
     batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
     val_batch_size = declare(
         "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)

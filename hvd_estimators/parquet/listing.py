@@ -52,7 +52,10 @@ def data_files(store: Store, path: str) -> list[DataFile]:
         return files
     if below or store.exists(root):
         raise StoreError(f"There are no Parquet files under {path!r}.")
-    raise StoreError(f"There is no Parquet dataset at {path!r}.")
+    raise StoreError(
+        f"There is no Parquet dataset at {path!r}. Write one there, or set the store's train_path "
+        "(for validation its val_path) to where one is."
+    )
 
 
 def _is_data(below: str) -> bool:

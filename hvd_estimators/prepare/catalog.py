@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.parquet.manifest import MANIFEST_FILE, DatasetManifest
 from hvd_estimators.store import Store
+from hvd_estimators.store.base import require_store
 
 __all__ = [
     "PreparedDataset",
@@ -87,6 +88,7 @@ def list_prepared_data(store: Store) -> list[PreparedDataset]:
 
 def stored_datasets(store: Store) -> list[PreparedDataset]:
     """Return all datasets in a store, the oldest first, and what killed writers left (0 rows)."""
+    require_store(store)
     datasets = [_describe(store, index) for index in stored_indices(store)]
     earliest = datetime.datetime.min.replace(tzinfo=datetime.timezone.utc)
     return sorted(datasets, key=lambda dataset: (dataset.created or earliest, dataset.index))

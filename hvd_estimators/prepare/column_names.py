@@ -6,12 +6,13 @@ Runs on the driver.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.exceptions import ColumnError, ParamError
 
-__all__ = ["clashing", "quoted", "require_columns", "unused_name"]
+__all__ = ["clashing", "quoted", "require_columns", "require_frame", "unused_name"]
 
 
 def quoted(name: str) -> str:
@@ -53,6 +54,23 @@ def _upper(character: str) -> str:
 def _lower(character: str) -> str:
     # One capital, the Turkish İ, becomes two characters. Java takes the first.
     return character.lower()[0]
+
+
+def require_frame(param: str, given: Any) -> None:
+    """Make sure that a parameter is a DataFrame of Spark's.
+
+    Raises
+    ------
+    ParamError
+        If it is something else.
+    """
+    if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
+        return
+    found = f"{type(given).__module__}.{type(given).__name__}"
+    raise ParamError(
+        f"{param}: expected a pyspark.sql.DataFrame, found {found}. Make one with "
+        "spark.createDataFrame(...) or spark.read."
+    )
 
 
 def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:

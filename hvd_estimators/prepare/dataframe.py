@@ -19,13 +19,14 @@ from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.parquet.arrow_types import text_options
 from hvd_estimators.plain import plain
 from hvd_estimators.prepare.catalog import load_manifest
-from hvd_estimators.prepare.column_names import quoted, require_columns
+from hvd_estimators.prepare.column_names import quoted, require_columns, require_frame
 from hvd_estimators.prepare.connectors import check_connector
 from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
 from hvd_estimators.prepare.reuse import lend
 from hvd_estimators.prepare.schema import StoredColumn, stored_column
 from hvd_estimators.prepare.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.store import Store
+from hvd_estimators.store.base import require_store
 
 __all__ = ["load_manifest", "prepare_data"]
 
@@ -119,6 +120,8 @@ def prepare_data(
     num_processes, partitions_per_process = plain(num_processes), plain(partitions_per_process)
     validation, random_seed = plain(validation), plain(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
+    require_store(store)
+    require_frame("df", df)
     label_columns = list(label_columns or [])
     require_columns(df, "label_columns", label_columns)
     extra = [sample_weight_col] if sample_weight_col else []
@@ -187,12 +190,12 @@ def prepare_data(
 def _check_numbers(
     num_processes: int, partitions_per_process: int, validation: float | str | None
 ) -> None:
-    if num_processes < 1:
-        raise ParamError(f"num_processes: expected 1 or more, found {num_processes}.")
-    if partitions_per_process < 1:
-        raise ParamError(
-            f"partitions_per_process: expected 1 or more, found {partitions_per_process}."
-        )
+    numbers = {"num_processes": num_processes, "partitions_per_process": partitions_per_process}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ParamError(f"{name}: expected a whole number, found {value!r}.")
+        if value < 1:
+            raise ParamError(f"{name}: expected 1 or more, found {value}.")
     if validation is None or isinstance(validation, str):
         return
     if isinstance(validation, bool) or not isinstance(validation, (int, float)):

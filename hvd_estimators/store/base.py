@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store import runs
 from hvd_estimators.store.paths import RunPaths, StorePaths
 from hvd_estimators.store.registry import store_class
@@ -17,7 +18,19 @@ from hvd_estimators.store.registry import store_class
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["RunPaths", "Store"]
+__all__ = ["RunPaths", "Store", "require_store"]
+
+
+def require_store(given: Any) -> None:
+    """Make sure that an argument ``store`` is one.
+
+    Raises
+    ------
+    ParamError
+        If it is something else.
+    """
+    if not isinstance(given, Store):
+        raise ParamError(f"store: expected a Store, found {given!r}. Set Store.create(prefix).")
 
 
 class Store(StorePaths):
@@ -71,7 +84,14 @@ class Store(StorePaths):
         ParamError
             If no store serves such a prefix.
         """
-        store: Store = store_class(prefix_path)(prefix_path, *args, **kwargs)
+        cls = store_class(prefix_path)
+        known = inspect.signature(cls).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+            for name in sorted(kwargs.keys() - known.keys()):
+                raise ParamError(
+                    f"{cls.__name__} has no argument {name!r}.{did_you_mean(name, known)}"
+                )
+        store: Store = cls(prefix_path, *args, **kwargs)
         return store
 
     @abstractmethod

@@ -149,7 +149,9 @@ class HDFSStore(FilesystemStore):
         self._check_path(path)
         scheme = scheme_of(path)
         if scheme not in ("", *_SCHEMES):
-            raise ParamError(f"expected a path on HDFS, found {path!r}. Set hdfs://host:port/path.")
+            raise ParamError(
+                f"prefix_path: expected a path on HDFS, found {path!r}. Set hdfs://host:port/path."
+            )
         authority, path_in_fs = "", path
         if scheme:
             rest = path.split(":", 1)[1]
@@ -165,8 +167,8 @@ class HDFSStore(FilesystemStore):
             )
         if not path_in_fs.startswith("/"):
             raise ParamError(
-                f"expected a path on HDFS that begins at its root, found {path!r}. Set "
-                "hdfs://host:port/path."
+                "prefix_path: expected a path on HDFS that begins at its root, found "
+                f"{path!r}. Set hdfs://host:port/path."
             )
         if self._root is None:
             default = urlsplit(self.settings.get("fs.defaultFS", ""))

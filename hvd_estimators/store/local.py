@@ -12,6 +12,7 @@ from urllib.parse import unquote, urlparse
 
 import fsspec
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.retries import typed_errors
 
@@ -35,6 +36,11 @@ class LocalStore(Store):
         """Return an absolute path without a scheme."""
         if path.startswith("file:"):
             path = unquote(urlparse(path).path)
+        elif "://" in path:
+            raise ParamError(
+                f"path: expected one of this machine's, found {path!r}. A store keeps everything "
+                "on one filesystem: set a prefix_path on that of the URL."
+            )
         return str(Path(path).expanduser().absolute())
 
     def full_path(self, listed: str) -> str:

@@ -12,6 +12,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.checkpoint_names import listed
 from hvd_estimators.store.errors import holds_credentials, redacted
 from hvd_estimators.store.files import Files
+from hvd_estimators.store.registry import require_path
 
 __all__ = ["RunPaths", "StorePaths"]
 
@@ -60,6 +61,17 @@ class StorePaths(Files):
         checkpoint_filename: str | None = None,
         save_storage_options: bool = False,
     ) -> None:
+        if not isinstance(storage_options or {}, Mapping):
+            raise ParamError(
+                "storage_options: expected a dict of options of the fsspec filesystem, found "
+                f"{type(storage_options).__name__}."
+            )
+        filename: Any = checkpoint_filename or "checkpoint"
+        if not isinstance(filename, str) or "/" in filename:
+            raise ParamError(
+                "checkpoint_filename: expected the beginning of a file's name, without slashes, "
+                f"found {checkpoint_filename!r}."
+            )
         self.storage_options = dict(storage_options or {})
         self.save_storage_options = save_storage_options
         self.prefix_path = self._checked_path("prefix_path", prefix_path)
@@ -75,7 +87,7 @@ class StorePaths(Files):
         assert runs is not None
         self._runs_path = runs
         self._save_runs = save_runs
-        self._checkpoint_filename = checkpoint_filename or "checkpoint"
+        self._checkpoint_filename = filename
 
     @property
     def folder(self) -> str:
@@ -149,6 +161,8 @@ class StorePaths(Files):
 
     def run_paths(self, run_id: str) -> RunPaths:
         """Return all paths of a run."""
+        if not isinstance(run_id, str):
+            raise ParamError(f"run_id: expected a string, found {run_id!r}.")
         if not re.fullmatch(r"[\w.=-]+", run_id) or run_id in (".", ".."):
             raise ParamError(
                 f"run_id: expected letters, digits, '.', '_', '-' and '=', found {run_id!r}."
@@ -169,6 +183,7 @@ class StorePaths(Files):
 
     def _checked_path(self, name: str, path: str | None) -> str | None:
         """Return a path's full form; None where none is given."""
+        require_path(name, path)
         if not path:
             return None
         if holds_credentials(path):

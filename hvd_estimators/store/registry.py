@@ -16,6 +16,7 @@ __all__ = [
     "dbfs_path",
     "register_store",
     "registered_schemes",
+    "require_path",
     "scheme_of",
     "store_class",
 ]
@@ -72,8 +73,37 @@ def register_store(scheme: str, store: type[Any] | str) -> None:
     store : type or str
         A class derived from `Store`, or where to import it from, as ``"package.module:Class"``.
         `FilesystemStore` serves every filesystem that fsspec knows and Spark writes to.
+
+    Raises
+    ------
+    ParamError
+        If one of them is neither.
     """
+    name: Any = scheme
+    if not isinstance(name, str) or not name:
+        raise ParamError(
+            f"scheme: expected what stands before the colon, such as 's3', found {scheme!r}."
+        )
+    if not isinstance(store, (type, str)):
+        raise ParamError(
+            "store: expected a class derived from Store, or where to import it from, such as "
+            f"'package.module:Class', found {store!r}."
+        )
     _stores[scheme.lower()] = store
+
+
+def require_path(name: str, path: Any) -> None:
+    """Make sure that a path is a string, or none.
+
+    Raises
+    ------
+    ParamError
+        If it is something else.
+    """
+    if path is not None and not isinstance(path, str):
+        raise ParamError(
+            f"{name}: expected a path or a URL as a string, found {path!r}. Set str(path)."
+        )
 
 
 def registered_schemes() -> list[str]:
@@ -100,8 +130,9 @@ def store_class(path: str) -> type[Any]:
     ParamError
         If no store is registered for its scheme.
     """
-    scheme = scheme_of(path)
-    key = _databricks_key(path) if "DATABRICKS_RUNTIME_VERSION" in os.environ else None
+    require_path("prefix_path", path or "")
+    scheme = scheme_of(path or "")
+    key = _databricks_key(path or "") if "DATABRICKS_RUNTIME_VERSION" in os.environ else None
     if key is not None:
         return _class(_databricks, key)
     store = _stores.get(scheme)

@@ -9,17 +9,20 @@ from typing import Any
 import torch
 
 from hvd_estimators.estimator import HorovodEstimator
-from hvd_estimators.exceptions import ParamError
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.fitting.sending import check_sendable
 from hvd_estimators.params import declare, functions, one_of, shapes
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer
+from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer, plain_module
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchParams"]
 
 logger = logging.getLogger(__name__)
+
+_HOOKS = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
 
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
@@ -70,9 +73,38 @@ class TorchParams(HorovodEstimator):
         *("loss", "loss_constructors", "train_minibatch_fn"),
     )
 
+    _sent = (
+        *HorovodEstimator._sent,
+        *("loss", "loss_constructors", "metrics", "train_minibatch_fn"),
+    )
+
     def _check_params(self) -> None:
         super()._check_params()
         self._check_training()
+        needed, dtypes = self._needed_columns(), self.getOrDefault("column_dtypes")
+        unknown = sorted(dtypes.keys() - {*needed})
+        if unknown and self._transformation() is None:
+            raise ParamError(
+                f"column_dtypes: {unknown[0]!r} is none of the columns that are read. Set one of "
+                f"{', '.join(map(repr, needed))}.{did_you_mean(unknown[0], needed)}"
+            )
+
+    def _check_sent(self) -> None:
+        super()._check_sent()
+        model = plain_module(self.getOrDefault("model"))
+        # What torch.compile has noted there, and scripts, are not pickled.
+        noted = "_compile_kwargs" in getattr(model, "__dict__", {})
+        if not (noted or isinstance(model, torch.jit.ScriptModule)):
+            check_sendable("model", model)
+
+    def _check_callbacks(self) -> None:
+        for callback in self.getOrDefault("callbacks"):
+            has_hook = any(callable(getattr(callback, hook, None)) for hook in _HOOKS)
+            if isinstance(callback, type) or not has_hook:
+                raise ParamError(
+                    f"callbacks: expected objects with some of the methods {', '.join(_HOOKS)}, "
+                    f"found {callback!r}."
+                )
 
     def _check_training(self) -> None:
         """Check model, optimizer, loss and metrics together."""
@@ -94,6 +126,12 @@ class TorchParams(HorovodEstimator):
         for name in ("loss", "loss_constructors"):
             if get(name) is not None:
                 self._per_label(name)
+        for loss in self._functions("loss") or ():
+            if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
+                raise ParamError(
+                    f"loss: found the class {loss.__name__}. Set an object of it, "
+                    f"{loss.__name__}()."
+                )
         if get("loss") is not None and get("sample_weight_col"):
             check_weightable(self._per_label("loss"))
         for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
@@ -104,6 +142,10 @@ class TorchParams(HorovodEstimator):
                     f"found {len(given)}."
                 )
         self._metric_groups()
+        self._check_callbacks()
+        step = get("train_minibatch_fn")
+        if step is not None and not callable(step):
+            raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
 
     def _tensor_spec(self) -> TensorSpec:
         get = self.getOrDefault
@@ -165,7 +207,10 @@ class TorchParams(HorovodEstimator):
         """Return metrics as groups; a function that stands alone is a group of one."""
         labels = len(self.getOrDefault("label_cols"))
         groups = []
-        for group in self.getOrDefault("metrics"):
+        given = self.getOrDefault("metrics")
+        if not isinstance(given, (list, tuple)):
+            raise ParamError(f"metrics: expected a list of functions, found {given!r}.")
+        for group in given:
             members = functions("metrics", group)
             if len(members) not in (1, labels):
                 raise ParamError(

@@ -10,9 +10,10 @@ import torch
 from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.lightning.checks import adapted_trainer_args, check_step, row_shapes
+from hvd_estimators.lightning.checks import check_step, row_shapes
 from hvd_estimators.lightning.flavor import default_flavor, is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader
+from hvd_estimators.lightning.trainer_checks import adapted_trainer_args
 from hvd_estimators.training.shards import ShardStates
 
 

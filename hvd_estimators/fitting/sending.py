@@ -1,0 +1,72 @@
+"""Whether what a user gave can be sent to the ranks, found out before anything is written.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from types import FunctionType
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from hvd_estimators.exceptions import ParamError
+
+__all__ = ["check_sendable", "functions_in"]
+
+
+def check_sendable(name: str, value: Any) -> None:
+    """Make sure that an object can be pickled, without taking the time of what arrays it holds.
+
+    Parameters
+    ----------
+    name : str
+        The param whose value it is, for the message.
+    value : object
+        What is sent.
+
+    Raises
+    ------
+    ParamError
+        If it cannot.
+    """
+    try:
+        _Trial(_Nowhere()).dump(value)
+    except Exception as error:
+        raise ParamError(
+            f"{name}: it is sent to the ranks with cloudpickle, which fails: "
+            f"{type(error).__name__}: {error}. Make what cannot be sent, such as locks and open "
+            "files, within the function that uses it, and leave Spark's context, sessions and "
+            "DataFrames out of functions and objects."
+        ) from error
+
+
+def functions_in(value: Any) -> Iterator[Any]:
+    """Yield the plain functions in lists, tuples and dicts."""
+    if isinstance(value, FunctionType):
+        yield value
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            yield from functions_in(entry)
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from functions_in(entry)
+
+
+class _Nowhere(io.RawIOBase):
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+class _Trial(cloudpickle.Pickler):
+    """Pickles, but for arrays and tensors, which always can be and may be large."""
+
+    def persistent_id(self, obj: Any) -> str | None:
+        is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
+        return "array" if is_array or hasattr(type(obj), "untyped_storage") else None

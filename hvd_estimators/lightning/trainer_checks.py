@@ -1,0 +1,175 @@
+"""Early checks on the driver of what Lightning's Trainer is given."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.fitting.dry_run import traceless
+from hvd_estimators.lightning.flavor import Flavor, is_lightning
+
+__all__ = ["adapted_trainer_args", "check_module", "check_objects", "check_trainer_args"]
+
+logger = logging.getLogger(__name__)
+
+_OURS = {
+    "accelerator": "use_gpu",
+    "devices": "num_proc",
+    "num_nodes": "num_proc",
+    "strategy": "num_proc or backend; the strategy is hvd_estimators.lightning.HorovodStrategy",
+}
+
+# Trainer arguments that went with Lightning 2, and what does their work.
+_GONE = {
+    "amp_backend": "precision",
+    "auto_scale_batch_size": "batch_size",
+    "auto_select_gpus": "use_gpu",
+    "checkpoint_callback": "enable_checkpointing",
+    "flush_logs_every_n_steps": "a logger's own argument",
+    "gpus": "num_gpus",
+    "move_metrics_to_cpu": "nothing",
+    "num_processes": "num_proc",
+    "prepare_data_per_node": "an attribute of the LightningDataModule",
+    "process_position": "a progress bar callback",
+    "progress_bar_refresh_rate": "verbose",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs",
+    "resume_from_checkpoint": "run_id",
+    "terminate_on_nan": "the estimator's terminate_on_nan",
+    "track_grad_norm": "lightning.pytorch.utilities.grad_norm in on_before_optimizer_step",
+    "truncated_bptt_steps": "manual optimization",
+    "weights_save_path": "ModelCheckpoint(dirpath=...)",
+    "weights_summary": "enable_model_summary",
+}
+
+# What the Trainer can be tried with anywhere: plain values that do not ask for a device.
+_PLAIN = (bool, int, float, str, type(None))
+_OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
+
+
+def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
+    """Return arguments for today's Trainer.
+
+    What Lightning 2 no longer knows is left out, with a warning that names what does its work;
+    ``stochastic_weight_avg=True`` becomes a callback.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not one of the Trainer's, or would break the distribution.
+    """
+    known = inspect.signature(flavor.get("Trainer").__init__).parameters
+    adapted = {}
+    for name, value in given.items():
+        if name in _OURS:
+            raise ParamError(f"trainer_args: {name!r} is set by the estimator. Set {_OURS[name]}.")
+        if name == "stochastic_weight_avg":
+            logger.warning(
+                "trainer_args: stochastic_weight_avg is gone from Lightning. Add "
+                "StochasticWeightAveraging(swa_lrs=...) to callbacks."
+            )
+            if value:
+                adapted["callbacks"] = [
+                    *given.get("callbacks", []),
+                    flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
+                ]
+        elif name in _GONE:
+            logger.warning(
+                "trainer_args: %s is gone from Lightning and has no effect. Instead: %s.",
+                name,
+                _GONE[name],
+            )
+        elif name not in known or name == "self":
+            hint = did_you_mean(name, known)
+            raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
+        else:
+            adapted.setdefault(name, value)
+    return adapted
+
+
+def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
+    """Make sure that the Trainer takes its arguments, those that are plain values, and callbacks.
+
+    Raises
+    ------
+    ParamError
+        If it does not.
+    """
+    given = arguments.get("callbacks") or []
+    for callback in given if isinstance(given, (list, tuple)) else [given]:
+        if isinstance(callback, type) or not is_lightning(callback, "Callback"):
+            raise ParamError(
+                "trainer_args: callbacks: expected instances of Lightning's Callback, found "
+                f"{callback!r}."
+            )
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
+    }
+    ours = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    passes = plain.get("accumulate_grad_batches")
+    if passes is not None and (not isinstance(passes, int) or passes < 1):
+        raise ParamError(
+            f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
+        )
+    refused = (TypeError, ValueError, flavor.get("utilities.exceptions.MisconfigurationException"))
+    with traceless():
+        try:
+            flavor.get("Trainer")(**{**plain, **ours, "barebones": False})
+        except refused as error:
+            raise ParamError(
+                f"trainer_args: Lightning's Trainer refuses them ({error}). Found {plain!r}. Set "
+                "others."
+            ) from error
+
+
+def check_objects(loggers: Any, profiler: Any) -> None:
+    """Make sure that loggers and a profiler are such.
+
+    Raises
+    ------
+    ParamError
+        If they are not.
+    """
+    for entry in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
+        is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
+        if not (entry is None or isinstance(entry, bool) or is_one):
+            raise ParamError(
+                f"logger: expected Lightning's loggers, or False for none, found {entry!r}."
+            )
+    is_profiler = not isinstance(profiler, type) and is_lightning(profiler, "profilers.Profiler")
+    if not (profiler is None or isinstance(profiler, str) or is_profiler):
+        raise ParamError(
+            "profiler: expected a Profiler of Lightning's, or 'simple', 'advanced' or 'pytorch', "
+            f"found {profiler!r}."
+        )
+
+
+def check_module(module: Any, flavor: Flavor) -> None:
+    """Make sure that a LightningModule has what the Trainer calls.
+
+    Raises
+    ------
+    ParamError
+        If it has not.
+    """
+    base = flavor.get("LightningModule")
+    for method in ("training_step", "configure_optimizers"):
+        is_own = method in vars(module) or getattr(type(module), method) is not getattr(
+            base, method
+        )
+        if not is_own:
+            raise ParamError(
+                f"model: the LightningModule {type(module).__name__} has no {method}(). Define it."
+            )
