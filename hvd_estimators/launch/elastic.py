@@ -145,7 +145,8 @@ def run_elastic(
     def backend(num_proc: int | None) -> SparkBackend:
         return SparkBackend(num_proc, env=environment_given(env or {}), verbose=verbose, **options)
 
-    if reset_limit is not None and not (isinstance(reset_limit, int) and reset_limit >= 0):
+    limit: Any = reset_limit
+    if limit is not None and not (isinstance(limit, int) and limit >= 0):
         raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
     timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", name="elastic_timeout")
     first = backend(num_proc)
