@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from wrong_calls import Calls
 
 from hvd_estimators import Store, clear_training_cache
 
@@ -23,3 +25,12 @@ def cleared_cache() -> Iterator[None]:
     """Let no later test use the data that this one prepares."""
     yield
     clear_training_cache()
+
+
+@pytest.fixture(scope="session")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Import all frameworks, so that no later test waits for that; right calls come to ranks."""
+    for framework in ("torch", "keras", "lightning"):
+        folder: Path = tmp_path_factory.mktemp(framework)
+        with pytest.raises(AssertionError, match="ranks were to be started"):
+            Calls(folder).train(framework)

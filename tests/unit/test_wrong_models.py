@@ -1,0 +1,245 @@
+"""Wrong models, losses and what a framework alone has: typed errors on the driver, soon."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import keras
+import lightning.pytorch as pl
+import pytest
+import torch
+from wrong_calls import Calls, Wrong, cases, check_wrong, plain_module
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+
+pytestmark = pytest.mark.usefixtures("imported")
+
+lock = threading.Lock()
+
+
+class Net(torch.nn.Module):
+    """What derives from it changes what becomes of the layer's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+
+    def forward(self, x: Any) -> Any:
+        return self.layer(x)
+
+
+class Two(Net):
+    def forward(self, x: Any) -> Any:
+        return self.layer(x), self.layer(x)
+
+
+class Number(Net):
+    def forward(self, x: Any) -> Any:
+        return self.layer(x).sum()
+
+
+class Locked(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = lock
+
+
+class OneHook:
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        lock.acquire()
+
+
+def closed_over(*args: Any) -> Any:
+    return lock and args[0]
+
+
+def wrong(framework: str, error: Any, name: str, remedy: str, **changes: Any) -> Wrong:
+    return lambda calls: calls.train(framework, **changes), error, name, remedy
+
+
+def torch_row(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return wrong("torch", error, name, remedy, **changes)
+
+
+def keras_row(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return wrong("keras", error, name, remedy, **changes)
+
+
+def lightning_row(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return wrong("lightning", error, name, remedy, **changes)
+
+
+def other_optimizer() -> Any:
+    return torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+TORCH = {
+    "a class": torch_row("model", r"expected a torch\.nn\.Module", model=torch.nn.Linear),
+    "two outputs": torch_row("label_cols", "Set one label", ShapeError, model=Two()),
+    "no rows": torch_row("output", "must count the rows", ShapeError, model=Number()),
+    "a lock": torch_row("model", "Make what cannot be sent", model=Locked()),
+    "too wide": torch_row(
+        "feature_cols", "Set feature_cols in the", ShapeError, model=torch.nn.Linear(3, 1)
+    ),
+    "optimizer: class": torch_row("optimizer", "expected a torch", optimizer=torch.optim.SGD),
+    "optimizer: other's": torch_row(
+        "optimizer", r"Make the optimizer from model\.parameters", optimizer=other_optimizer()
+    ),
+    "loss: none": torch_row("loss", "Set either loss", loss=None),
+    "loss: a name": torch_row("loss", "expected callables", loss="mse"),
+    "loss: class": torch_row("loss", r"Set an object of it", loss=torch.nn.MSELoss),
+    "loss: a lock": torch_row("loss", "Make what cannot be sent", loss=closed_over),
+    "loss: by row": torch_row(
+        "label_cols", "Set label_cols", ShapeError, loss=lambda outputs, labels: outputs - labels
+    ),
+    "loss: two": torch_row(
+        "loss", "expected 1 or one per label", loss=[torch.nn.functional.mse_loss] * 2
+    ),
+    "loss_weights": torch_row("loss_weights", "expected one per label", loss_weights=[1, 2]),
+    "weights of rows": torch_row(
+        "loss", "Expected a function that takes reduction", sample_weight_col="w", loss=torch.dist
+    ),
+    "metrics: a number": torch_row("metrics", "expected a list of functions", metrics=5),
+    "metrics: a name": torch_row("metrics", "expected callables", metrics=["accuracy"]),
+    "metrics: a lock": torch_row("metrics", "Make what cannot be sent", metrics=[closed_over]),
+    "callbacks: class": torch_row("callbacks", "expected objects", callbacks=[OneHook]),
+    "callbacks: a lock": torch_row(
+        "callbacks", "Make what cannot", callbacks=[lambda: 0, OneHook()]
+    ),
+    "own step": torch_row("train_minibatch_fn", "expected a function", train_minibatch_fn=5),
+    "input_form": torch_row("input_form", "expected one of 'positional'", input_form="named"),
+    "input_shapes: two": torch_row("input_shapes", "one shape per column", input_shapes=[[1], [1]]),
+    "input_shapes: 3": torch_row(
+        "input_shapes", "cannot be reshaped", ShapeError, input_shapes=[[3]]
+    ),
+    "dtypes: unknown": torch_row("column_dtypes", "such as 'int64'", column_dtypes={"x": "int65"}),
+    "dtypes: column": torch_row(
+        "column_dtypes", "Set one of 'x', 'y'", column_dtypes={"z": "int64"}
+    ),
+}
+
+
+class Locking(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.lock = keras.layers.Dense(1), lock
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+class Unbuilt(keras.Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+
+def dense(width: int) -> Any:
+    return keras.Sequential([keras.Input((width,)), keras.layers.Dense(1)])
+
+
+KERAS = {
+    "a class": keras_row("model", r"expected a keras\.Model", model=keras.Model),
+    "torch's": keras_row("model", r"expected a keras\.Model", model=torch.nn.Linear(1, 1)),
+    "a lock": keras_row("model", "leave out of their attributes", model=Locking()),
+    "not built": keras_row("model", "Call it on a few rows", model=Unbuilt(), dry_run=False),
+    "too wide": keras_row("feature_cols", "Set columns in the order", ShapeError, model=dense(3)),
+    "two labels": keras_row("label_cols", "Set one label", ShapeError, label_cols=["y", "w"]),
+    "optimizer": keras_row("optimizer", "expected a Keras optimizer", optimizer="sgdd"),
+    "optimizer: none": keras_row("optimizer", "Set optimizer", optimizer=None),
+    "loss: unknown": keras_row("loss", "Set the name of one", loss="msee"),
+    "loss: none": keras_row("loss", "Set loss", loss=None),
+    "loss: class": keras_row("loss", "Set an object", loss=keras.losses.MeanSquaredError),
+    "loss: a lock": keras_row("loss", "Make what cannot be sent", loss=closed_over),
+    "loss: no label": keras_row("loss", "The label columns are 'y'", loss={"z": "mse"}),
+    "metrics: unknown": keras_row("metrics", "Set the name of one", metrics=["accuracyy"]),
+    "metrics: a lock": keras_row("metrics", "Make what cannot be sent", metrics=[closed_over]),
+    "class_weight": keras_row("class_weight", "expected a dict of class", class_weight=5),
+    "class_weight: labels": keras_row(
+        "class_weight", "Set sample_weight_col", class_weight={0: 1.0}, label_cols=["y", "w"]
+    ),
+    "custom_objects": keras_row("custom_objects", r"Set \{'MyLayer'", custom_objects=[Unbuilt]),
+    "checkpoint_callback": keras_row(
+        "checkpoint_callback",
+        r"expected a keras\.callbacks\.ModelCheckpoint",
+        checkpoint_callback=5,
+    ),
+    "backend_env": keras_row("backend_env", "expected a dict", backend_env=5),
+    "callbacks: class": keras_row(
+        "callbacks", "expected keras", callbacks=[keras.callbacks.EarlyStopping]
+    ),
+    "callbacks: one": keras_row(
+        "callbacks", "expected a list", callbacks=keras.callbacks.EarlyStopping()
+    ),
+    "callbacks: a lock": keras_row(
+        "callbacks",
+        "Make what cannot",
+        callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=closed_over)],
+    ),
+}
+
+
+class NoStep(pl.LightningModule):
+    def configure_optimizers(self) -> Any:
+        return None
+
+
+def locked() -> Any:
+    module = plain_module()
+    module.lock = lock
+    return module
+
+
+LIGHTNING = {
+    "no step": lightning_row("model", r"no training_step\(\)\. Define it", model=NoStep()),
+    "a lock": lightning_row("model", "Make what cannot be sent", model=locked()),
+    "loss": lightning_row("loss", "Leave loss out", loss=torch.nn.functional.mse_loss),
+    "optimizer": lightning_row("optimizer", "Leave optimizer out", optimizer=other_optimizer()),
+    "learning_rate": lightning_row("learning_rate", "Give it one", learning_rate=0.1),
+    "trainer_args": lightning_row("trainer_args", "expected a dict", trainer_args=5),
+    "trainer_args: unknown": lightning_row(
+        "trainer_args", "Did you mean 'max_epochs'", trainer_args={"max_epoch": 3}
+    ),
+    "trainer_args: none": lightning_row(
+        "trainer_args", "Set max_epochs to 1", trainer_args={"max_epochs": 0}
+    ),
+    "trainer_args: devices": lightning_row(
+        "trainer_args", "Set num_proc", trainer_args={"devices": 4}
+    ),
+    "trainer_args: of no kind": lightning_row(
+        "trainer_args", "refuses them", trainer_args={"gradient_clip_val": "a"}
+    ),
+    "trainer_args: passes": lightning_row(
+        "trainer_args", "expected 1 or more", trainer_args={"accumulate_grad_batches": 0}
+    ),
+    "trainer_args: callbacks": lightning_row(
+        "trainer_args", "expected instances", trainer_args={"callbacks": [5]}
+    ),
+    "callbacks: class": lightning_row(
+        "callbacks", "expected instances", callbacks=[pl.callbacks.EarlyStopping]
+    ),
+    "logger": lightning_row("logger", "False for none", logger="tensorboard"),
+    "profiler": lightning_row("profiler", "or one of 'simple'", profiler="fast"),
+    "num_gpus": lightning_row("num_gpus", "Set num_proc", num_gpus=2),
+    "input_shapes": lightning_row(
+        "input_shapes", "Set shapes of as many", ShapeError, input_shapes=[[2]]
+    ),
+}
+
+ROWS = {
+    f"{framework}: {name}": row
+    for framework, rows in (("torch", TORCH), ("keras", KERAS), ("lightning", LIGHTNING))
+    for name, row in rows.items()
+}
+
+
+@cases(ROWS)
+def test_what_a_framework_cannot_train_ends_a_fit_before_it_begins(
+    tmp_path: Path, wrong: Wrong
+) -> None:
+    check_wrong(Calls(tmp_path), wrong)

@@ -1,0 +1,275 @@
+"""Wrong params of all estimators: a typed error that names the param and the mend, soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wrong_calls import Calls, Wrong, cases, check_wrong
+
+from hvd_estimators.exceptions import (
+    ColumnError,
+    DataError,
+    ParamError,
+    ShapeError,
+    StoreError,
+)
+
+FRAMEWORKS = ("torch", "keras", "lightning")
+
+pytestmark = pytest.mark.usefixtures("imported")
+
+lock = threading.Lock()
+
+
+class Count:
+    """A backend of somebody else's."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks = ranks
+
+    def num_processes(self) -> Any:
+        return self.ranks
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("ranks were to be started")
+
+
+def param(error: Any, name: str, remedy: str, **changes: Any) -> tuple[Callable[..., Any], Any]:
+    """Return what is set, and what has to be said of it."""
+    return (lambda calls, framework: calls.train(framework, **changes)), (error, name, remedy)
+
+
+def whole(name: str, value: Any, remedy: str = "a whole number") -> Any:
+    return param(ParamError, name, f"expected {remedy}, found", **{name: value})
+
+
+def truth(name: str) -> Any:
+    return param(ParamError, name, "expected True or False", **{name: "yes"})
+
+
+ALL = {
+    "store: a path": param(ParamError, "store", r"Set Store\.create", store="/data"),
+    "store: none": param(ParamError, "store", "Set store", store=None),
+    "model: none": param(ParamError, "model", "Set model", model=None),
+    "model: a name": param(ParamError, "model", r"expected a \w+", model="net"),
+    "unknown": param(ParamError, "epoch", "Did you mean 'epochs'", epoch=3),
+    "run_id: a path": param(ParamError, "run_id", "expected letters, digits", run_id="../a"),
+    "run_id: a number": param(ParamError, "run_id", "expected a string", run_id=5),
+    "num_proc: text": whole("num_proc", "2"),
+    "num_proc: below 0": whole("num_proc", -1, "0 or more"),
+    "num_proc and backend": param(
+        ParamError, "num_proc", "Set num_proc on the backend only", num_proc=2, backend=Count(2)
+    ),
+    "backend: a number": param(ParamError, "backend", r"expected an object with run\(", backend=5),
+    "backend: a class": param(
+        ParamError, "backend", r"expected an object with run\(", backend=Count
+    ),
+    "backend: no ranks": param(
+        ParamError, "backend", "expected the number of ranks", backend=Count(0)
+    ),
+    "gpus_per_task: none": whole("gpus_per_task", 0, "1 or more"),
+    "cpus_per_task: text": whole("cpus_per_task", "a"),
+    "resource_profile: a number": param(
+        ParamError, "resource_profile", r"ResourceProfileBuilder\(\)", resource_profile=5
+    ),
+    "max_restarts: below 0": whole("max_restarts", -1, "0 or more"),
+    "min_num_proc: none": whole("min_num_proc", 0, "1 or more"),
+    "min_num_proc: more than ranks": param(
+        ParamError, "min_num_proc", "Set it to 2 or less", min_num_proc=3
+    ),
+    "checkpoint_every_n_steps: none": whole("checkpoint_every_n_steps", 0, "1 or more"),
+    "keep_checkpoints: none": whole("keep_checkpoints", 0, "1 or more"),
+    "checkpoint_monitor: no validation": param(
+        ParamError, "checkpoint_monitor", "Set validation", checkpoint_monitor="val_loss"
+    ),
+    "checkpoint_monitor: less or more": param(
+        ParamError, "checkpoint_mode", "Set checkpoint_mode", checkpoint_monitor="fancy"
+    ),
+    "checkpoint_mode": param(
+        ParamError, "checkpoint_mode", "expected one of 'auto'", checkpoint_mode="least"
+    ),
+    "terminate_on_nan": truth("terminate_on_nan"),
+    "epochs: none": whole("epochs", 0, "1 or more"),
+    "epochs: text": whole("epochs", "3"),
+    "epochs: a half": whole("epochs", 1.5),
+    "batch_size: none": whole("batch_size", 0, "1 or more"),
+    "val_batch_size: none": whole("val_batch_size", 0, "1 or more"),
+    "train_steps_per_epoch: none": whole("train_steps_per_epoch", 0, "1 or more"),
+    "backward_passes_per_step: none": whole("backward_passes_per_step", 0, "1 or more"),
+    "random_seed: below 0": whole("random_seed", -1, "0 or more"),
+    "verbose: text": whole("verbose", "2"),
+    "learning_rate: NaN": param(
+        ParamError, "learning_rate", "expected a finite", learning_rate=float("nan")
+    ),
+    "learning_rate: below 0": param(
+        ParamError, "learning_rate", "expected 0 or more", learning_rate=-0.1
+    ),
+    "shuffle": truth("shuffle"),
+    "use_gpu": truth("use_gpu"),
+    "dry_run": truth("dry_run"),
+    "shuffle_buffer_size: rows": param(
+        ParamError, "shuffle_buffer_size", "Set bytes", shuffle_buffer_size=1000
+    ),
+    "reader_pool_type": param(
+        ParamError, "reader_pool_type", "expected one of 'thread'", reader_pool_type="threads"
+    ),
+    "cache_type: not Petastorm": param(
+        ParamError, "cache_type", "Set data_module='petastorm'", cache_type="local-disk"
+    ),
+    "data_module: unknown": param(
+        ParamError, "data_module", "expected 'petastorm', 'arrow' or a class", data_module="csv"
+    ),
+    "mp_start_method": param(
+        ParamError, "mp_start_method", "expected one of 'fork'", mp_start_method="thread"
+    ),
+    "gradient_compression: a name": param(
+        ParamError, "gradient_compression", r"Compression\.fp16", gradient_compression="fp16"
+    ),
+    "callbacks: a number": param(ParamError, "callbacks", r"Set \[\.\.\.\]", callbacks=5),
+    "callbacks: of numbers": param(ParamError, "callbacks", "expected", callbacks=[5]),
+    "feature_cols: none": param(ParamError, "feature_cols", "Set feature_cols", feature_cols=[]),
+    "feature_cols: a set": param(
+        ParamError, "feature_cols", "expected a list of column names", feature_cols={"x"}
+    ),
+    "feature_cols: twice": param(
+        ParamError, "feature_cols", "'x' more than once", feature_cols=["x", "x"]
+    ),
+    "featuresCol: another": param(ParamError, "featuresCol", "Set one of them", featuresCol="v"),
+    "label_cols: missing": param(
+        ColumnError, "label_cols", "their columns are x, y", label_cols=["z"]
+    ),
+    "feature_cols: missing": param(
+        ColumnError, "feature_cols", "their columns are x, y", feature_cols=["z"]
+    ),
+    "sample_weight_col: missing": param(
+        ColumnError, "sample_weight_col", "their columns are x, y", sample_weight_col="z"
+    ),
+    "label_cols: text": param(ColumnError, "label_cols", "StringIndexer", label_cols=["text"]),
+    "label_cols: nulls": param(DataError, "label_cols", "fill or drop them", label_cols=["holes"]),
+    "continuous_cols: ragged": param(
+        DataError, "continuous_cols", "Pad or cut", continuous_cols=["ragged"]
+    ),
+    "validation: no files": param(StoreError, "val_path", "Write one there", validation=0.2),
+    "transformation_fn: none": param(
+        ParamError, "transformation_fn", "expected a callable", transformation_fn=5
+    ),
+    "transformation_fn: both": param(
+        ParamError,
+        "transformation_batch_fn",
+        "Set one of them",
+        transformation_fn=len,
+        transformation_batch_fn=len,
+    ),
+    "transformation_fn: returns nothing": param(
+        DataError, "transformation_fn", "Return a dict", transformation_fn=lambda row: None
+    ),
+    "transformation_fn: closes over a lock": param(
+        ParamError,
+        "transformation_fn",
+        "Make what cannot be sent",
+        transformation_fn=lambda r: lock,
+    ),
+    "transformation_edit_fields: a number": param(
+        ParamError,
+        "transformation_edit_fields",
+        "expected a list of entries such as",
+        transformation_fn=len,
+        transformation_edit_fields=5,
+    ),
+    "transformation_edit_fields: no dtype": param(
+        ParamError,
+        "transformation_edit_fields",
+        "expected entries such as",
+        transformation_fn=len,
+        transformation_edit_fields=[("x", "flot", ())],
+    ),
+    "outputs_are": param(
+        ParamError, "outputs_are", "expected one of 'logits'", outputs_are="logit"
+    ),
+}
+
+
+@pytest.mark.parametrize("row", list(ALL.values()), ids=list(ALL))
+def test_a_wrong_param_ends_a_fit_before_it_begins(tmp_path: Path, row: Any) -> None:
+    call, expected = row
+    calls = Calls(tmp_path)
+    for framework in FRAMEWORKS:
+        wrong: Wrong = (lambda calls, name=framework: call(calls, name), *expected)
+        check_wrong(calls, wrong)
+
+
+def _in_a_file(calls: Any) -> Any:
+    from hvd_estimators import Store
+
+    part = f"{calls.store.get_train_data_path()}/part.parquet"
+    return calls.train("torch", store=Store.create(f"{part}/below"))
+
+
+FIT: dict[str, Wrong] = {
+    "fit: a number": (lambda c: c.torch().fit(5), ParamError, "dataset", "createDataFrame"),
+    "fit: rows of Arrow": (
+        lambda c: c.torch().fit(c.table),
+        ParamError,
+        "dataset",
+        "createDataFrame",
+    ),
+    "fit: with a wrong param": (
+        lambda c: c.torch().fit(None, {"epochs": 0}),
+        ParamError,
+        "epochs",
+        "1 or more",
+    ),
+    "copy: with a wrong param": (
+        lambda c: c.torch().copy({"epoch": 1}),
+        ParamError,
+        "epoch",
+        "Did you mean 'epochs'",
+    ),
+    "setter": (lambda c: c.torch().setBatchSize(0), ParamError, "batch_size", "1 or more"),
+    "dataset_idx": (
+        lambda c: c.torch().fit_on_parquet(dataset_idx="none"),
+        StoreError,
+        "dataset_idx",
+        "Call fit_on_parquet inside",
+    ),
+    "store: in a file": (_in_a_file, StoreError, "prefix_path", "Set a prefix"),
+    "store: only in memory": (
+        lambda c: c.train("torch", store=_memory()),
+        ParamError,
+        "store",
+        "Set a prefix on storage",
+    ),
+    "more ranks than rows": (
+        lambda c: c.train("torch", backend=Count(9)),
+        DataError,
+        "num_proc",
+        "Set num_proc to 8 or less",
+    ),
+    "sample_weight_col: several numbers": (
+        lambda c: c.train("torch", sample_weight_col="v"),
+        ColumnError,
+        "sample_weight_col",
+        "Set a column with one",
+    ),
+    "label_shapes": (
+        lambda c: c.train("torch", label_shapes=[[3]]),
+        ShapeError,
+        "label_shapes",
+        "cannot be reshaped",
+    ),
+}
+
+
+def _memory() -> Any:
+    from hvd_estimators import Store
+
+    return Store.create("memory://wrong-calls")
+
+
+@cases(FIT)
+def test_a_wrong_fit_ends_at_once(tmp_path: Path, wrong: Wrong) -> None:
+    check_wrong(Calls(tmp_path), wrong)
