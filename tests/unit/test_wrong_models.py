@@ -55,6 +55,10 @@ def closed_over(*args: Any) -> Any:
     return lock and args[0]
 
 
+def summed(outputs: Any, labels: Any) -> Any:
+    return (outputs - labels).sum()
+
+
 def wrong(framework: str, error: Any, name: str, remedy: str, **changes: Any) -> Wrong:
     return lambda calls: calls.train(framework, **changes), error, name, remedy
 
@@ -99,15 +103,13 @@ TORCH = {
     ),
     "loss_weights": torch_row("loss_weights", "expected one per label", loss_weights=[1, 2]),
     "weights of rows": torch_row(
-        "loss", "Expected a function that takes reduction", sample_weight_col="w", loss=torch.dist
+        "loss", "Expected a function that takes reduction", sample_weight_col="w", loss=summed
     ),
     "metrics: a number": torch_row("metrics", "expected a list of functions", metrics=5),
     "metrics: a name": torch_row("metrics", "expected callables", metrics=["accuracy"]),
     "metrics: a lock": torch_row("metrics", "Make what cannot be sent", metrics=[closed_over]),
     "callbacks: class": torch_row("callbacks", "expected objects", callbacks=[OneHook]),
-    "callbacks: a lock": torch_row(
-        "callbacks", "Make what cannot", callbacks=[lambda: 0, OneHook()]
-    ),
+    "callbacks: a lock": torch_row("callbacks", "Make what cannot", callbacks=[OneHook()]),
     "own step": torch_row("train_minibatch_fn", "expected a function", train_minibatch_fn=5),
     "input_form": torch_row("input_form", "expected one of 'positional'", input_form="named"),
     "input_shapes: two": torch_row("input_shapes", "one shape per column", input_shapes=[[1], [1]]),
