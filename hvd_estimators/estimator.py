@@ -191,7 +191,8 @@ class HorovodEstimator(EstimatorHooks):
         check_reading(found, spec.data)
         with Handover(spec, self._state_reader) as handover:
             with handover.naming_what_is_kept(trained=False):
-                call = handover.put(self._rank_function())
+                train = self._rank_function()
+                call = handover.put(train)
             if self.getOrDefault("run_id") is not None:  # nobody else has a new name
                 held.confirm()
             if found.checkpoints:
@@ -209,9 +210,7 @@ class HorovodEstimator(EstimatorHooks):
                         **restarts.environment(),
                         **self._rank_environment(),
                     }
-                    launch = Launch(
-                        *(handover, self._rank_function(), spec_for, spec, call, env, handler)
-                    )
+                    launch = Launch(*(handover, train, spec_for, spec, call, env, handler))
                     answers = restarts.run(backend, launch)
                 with handover.naming_what_is_kept(trained=True):
                     results = RunResults(handover.read(answers), launch.spec)
