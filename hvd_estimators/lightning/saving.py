@@ -6,7 +6,9 @@ Written for either of Lightning's packages: `of_flavor` makes the callback.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.users_data import skip_batches
 from hvd_estimators.lightning.wrapping import wrapped
-from hvd_estimators.torch.checkpoint import unequal_buffers
+from hvd_estimators.torch.checkpoint import copied, unequal_buffers
 from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
@@ -36,8 +38,12 @@ if TYPE_CHECKING:
 _BUFFERS = "hvd_estimators.buffers"
 _GRADIENTS = "hvd_estimators.gradients"
 PARTIAL = "hvd_estimators.partial"
+# The large parts of a checkpoint, which may share tensors.
+_TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _GRADIENTS)
 
-__all__ = ["PARTIAL", "RunCheckpoint"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["PARTIAL", "RunCheckpoint", "snapshot"]
 
 
 class RunCheckpoint(Callback):
@@ -245,6 +251,25 @@ class RunCheckpoint(Callback):
 
     def _seed_epoch(self, epoch: int) -> None:
         self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
+
+
+def snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a copy of a checkpoint, which can be written while training goes on.
+
+    Returns
+    -------
+    dict
+        The copy; the checkpoint itself where users have put something in that cannot be copied.
+    bool
+        Whether it is a copy.
+    """
+    tensors = copied({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
+    try:
+        others = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
+    except Exception as error:
+        logger.debug("A checkpoint is written while training waits: %s", error)
+        return checkpoint, False
+    return {name: tensors.get(name, others.get(name)) for name in checkpoint}, True
 
 
 def _averager(trainer: Trainer) -> BackwardAverager:

@@ -21,7 +21,7 @@ from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
 from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
-from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint
+from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint, snapshot
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trained import load_best, state_of
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
@@ -260,7 +260,9 @@ class _Trainer:
         if self.rank != 0:
             return
         random = of_shards([of_rank for of_rank, _ in gathered], data.num_shards)
+        is_copy = False
         if batches:
+            checkpoint, is_copy = snapshot(checkpoint)
             checkpoint[PARTIAL] = [partial for _, partial in gathered]
         epoch = len(history)
         state = RunState(
@@ -271,7 +273,7 @@ class _Trainer:
             random,
             stopped=self.stopped,
         )
-        self.checkpoints.save(state, lambda file: torch.save(checkpoint, file))
+        self.checkpoints.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)
