@@ -43,9 +43,9 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _LEAVING_PAUSE = 10.0
 
 # What ranks raise for reasons that lie outside of them: a peer that is gone, a machine that is
-# about to go, a store that does not answer.
+# about to go, a store that does not answer, a process that read for them and was killed.
 _LEAVING = "TrainingInterruptedError"
-_PASSING = {"HorovodInternalError", "StoreUnavailableError", _LEAVING}
+_PASSING = {"HorovodInternalError", "ReaderError", "StoreUnavailableError", _LEAVING}
 # Horovod says so of calls that do not fit each other.
 _MISTAKES = re.compile(r"Mismatched|Duplicate tensor name|must have the same|Invalid")
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.checkpoint_names import Position, file_name, pointed, pointer_of
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.local_file import CHUNK_BYTES
@@ -209,7 +209,8 @@ def find_whole(
     if not damaged:
         return None
     if unreadable is not None:
-        raise unreadable
+        away = unreadable.__cause__
+        raise away if isinstance(away, StoreUnavailableError) else unreadable
     raise StoreError(
         f"No checkpoint of the run {run.run_id!r} is whole: {', '.join(damaged)}. Set another "
         f"run_id, or none, to train anew; or delete {run.checkpoints_path!r} to train this run "

@@ -113,7 +113,10 @@ class Fit:
 def test_what_may_pass_is_tried_again_and_what_comes_back_is_not() -> None:
     for cause in ("killed", "stalled", "lost"):
         assert not comes_back(lost(cause))
-    for error_type in ("HorovodInternalError", "StoreUnavailableError", "TrainingInterruptedError"):
+    for error_type in (
+        *("HorovodInternalError", "ReaderError", "StoreUnavailableError"),
+        "TrainingInterruptedError",
+    ):
         assert not comes_back(lost("raised", error_type))
     for error_type in ("ValueError", "StoreError", "MemoryError", "KeyboardInterrupt", ""):
         assert comes_back(lost("raised", error_type))
