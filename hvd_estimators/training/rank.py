@@ -39,7 +39,15 @@ def horovod_session(
     """
     if mp_start_method:
         multiprocessing.set_start_method(mp_start_method, force=True)
-    hvd.init()
+    with _process_sets_of(hvd):
+        hvd.init()
+        with _among_ranks(hvd, ranks):
+            yield
+
+
+@contextlib.contextmanager
+def _among_ranks(hvd: Any, ranks: int | None) -> Iterator[None]:
+    """Tell the parent of this rank when it has joined the others, and when it leaves them."""
     is_asked_to_end = False
     try:
         # From here on no other process can become a rank of this job.
@@ -60,6 +68,31 @@ def horovod_session(
         # The parent of who is asked to end may have gone, and would be tried for a minute.
         if not is_asked_to_end and not _adds_process_sets():
             tell_parent("left")
+
+
+@contextlib.contextmanager
+def _process_sets_of(hvd: Any) -> Iterator[None]:
+    """Let Horovod's process sets be those of one framework until the block ends.
+
+    Horovod has one module of them, which belongs to the framework whose part was imported last. A
+    user's module may import another one's while the ranks train, which has no ranks.
+    """
+    from horovod.common import process_sets
+
+    set_up, own = process_sets._setup, hvd.mpi_ops._basics
+    is_within = True
+
+    def set_up_outside(basics: Any) -> None:
+        if not is_within:
+            set_up(basics)
+
+    set_up(own)
+    process_sets._setup = set_up_outside
+    try:
+        yield
+    finally:
+        is_within = False
+        process_sets._setup = set_up
 
 
 def _adds_process_sets() -> bool:

@@ -176,6 +176,13 @@ TABLE = (
         "_handlers",
         "what an elastic state has saved outlives the rank",
     ),
+    Private(
+        "horovod.common.process_sets",
+        "_setup",
+        "process sets are those of the framework that trains, whichever others are imported",
+    ),
+    Private("horovod.torch.mpi_ops", "_basics", "the same"),
+    Private("horovod.tensorflow.mpi_ops", "_basics", "the same"),
     Private("horovod.tensorflow.elastic.TensorFlowState", "_values", "the same"),
     # Petastorm
     Private(
