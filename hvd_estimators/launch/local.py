@@ -29,8 +29,8 @@ from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outcome import results_in_order
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.patience import GLOO_TIMEOUT
-from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.references import modules_of_call
 from hvd_estimators.launch.relay import Relay
 from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
 from hvd_estimators.launch.rendezvous_client import LocalLink
@@ -118,7 +118,7 @@ class LocalBackend(Backend):
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
         if self._warm_start and wanted(os.environ):
-            warm = WarmStart(modules_of(call), [os.getpid()])
+            warm = WarmStart(modules_of_call(call, fn, args, kwargs), [os.getpid()])
         slots = assign_ranks([socket.gethostname()] * self._num_proc)
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         base = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["modules_of"]
+__all__ = ["known_module", "modules_of"]
 
 _PACKAGES = (
     "hvd_estimators",
@@ -52,6 +52,11 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             if length[0] == len(text):
                 found.add(text.decode())
     return tuple(sorted({name for name in map(_to_import, found) if name}))
+
+
+def known_module(name: str) -> str | None:
+    """Return the module to import for one, an empty text for none; None if it is not known."""
+    return _to_import(name) if name.partition(".")[0] in _PACKAGES else None
 
 
 def _to_import(name: str) -> str:

@@ -54,7 +54,10 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     try:
         return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
     except Exception as error:
-        name = getattr(fn, "__qualname__", repr(fn))
+        # What we wrap around it is not what a user knows.
+        is_ours = str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+        named = args[0] if is_ours and args and callable(args[0]) else fn
+        name = getattr(named, "__qualname__", repr(named))
         raise ParamError(
             f"{name} and its arguments are sent to the ranks with cloudpickle, which fails: "
             f"{type(error).__name__}: {error}. Make what cannot be sent within the function."

@@ -37,9 +37,9 @@ from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outcome import results_in_order
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.preflight import check_slots
-from hvd_estimators.launch.preload import modules_of
 from hvd_estimators.launch.process import pickle_call
 from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
+from hvd_estimators.launch.references import modules_of_call
 from hvd_estimators.launch.slots import await_slots
 from hvd_estimators.launch.task import run_task
 from hvd_estimators.launch.timeline import keep_timeline
@@ -263,7 +263,9 @@ class SparkBackend(Backend):
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
-            modules = modules_of(document) if self._warm_start and wanted(os.environ) else None
+            modules = None
+            if self._warm_start and wanted(os.environ):
+                modules = modules_of_call(document, fn, args, kwargs)
             call = stack.enter_context(_shared(cluster.context, document))
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()

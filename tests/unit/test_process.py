@@ -14,6 +14,7 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
+from hvd_estimators.launch.first_rank import of_first_rank
 from hvd_estimators.launch.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.process import RankProcess, pickle_call
 
@@ -236,3 +237,6 @@ def test_a_call_that_cannot_be_pickled_is_an_error_on_the_driver_that_names_it()
     with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent") as raised:
         pickle_call(holds_a_lock, (), {})
     assert isinstance(raised.value.__cause__, TypeError)
+    # Not what is put around it.
+    with pytest.raises(ParamError, match="holds_a_lock and its arguments are sent"):
+        pickle_call(of_first_rank, (holds_a_lock, {}), {})
