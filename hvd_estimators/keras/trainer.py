@@ -150,7 +150,13 @@ class _Trainer:
             spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
         )
         progress = Progress(spec, self.rank)
-        with data, self.logs, EventWriter(self.logs.path) as writer, progress, self.checkpoints:
+        with (
+            data,
+            self.logs,
+            EventWriter(self.logs.path, done) as writer,
+            progress,
+            self.checkpoints,
+        ):
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
             end = EpochEnd(stateful, history, states, writer, progress, self._save)

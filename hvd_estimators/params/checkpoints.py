@@ -20,8 +20,8 @@ class CheckpointParams(DeclaredParams):
 
     checkpoint_every_n_steps = declare(
         "Optimizer steps, counted over the whole run, after which a checkpoint is written within "
-        "an epoch, too: a run that is interrupted loses no more than these. Default: at the end "
-        "of each epoch only.",
+        "an epoch, too: a run that is interrupted loses no more than these. They count for "
+        "keep_checkpoints as others do. Default: at the end of each epoch only.",
         convert=integer(1),
     )
     keep_checkpoints = declare(

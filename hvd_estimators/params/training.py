@@ -54,7 +54,9 @@ class TrainingParams(DeclaredParams):
         "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
         "on_train_end(), as far as they have them. What state_dict() returns, tensors and plain "
         "values, is kept with the run; load_state_dict(state) gets it after on_train_begin() where "
-        "a run goes on.",
+        "a run goes on (within an epoch after on_epoch_begin(), which is called again). Of a "
+        "callback without state_dict(), what it holds in its attributes and has these two methods "
+        "is kept: schedulers, for example.",
         default=[],
         convert=objects,
     )

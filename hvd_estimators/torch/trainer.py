@@ -143,7 +143,7 @@ class _Trainer:
             self.stop_request,
             data,
             logs,
-            EventWriter(logs.path) as writer,
+            EventWriter(logs.path, done) as writer,
             self.progress,
             self.checkpoints.writer,
         ):

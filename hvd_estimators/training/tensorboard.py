@@ -37,10 +37,14 @@ class EventWriter:
     ----------
     directory : str or None
         A local directory; created if it does not exist.
+    first_step : int
+        The first step that is written. What files of an earlier part of the run, which was cut off,
+        have of this step and later ones is shown no more.
     """
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(self, directory: str | None, first_step: int = 0) -> None:
         self._directory = directory
+        self._first_step = first_step
         self._file: IO[bytes] | None = None
         self._writer: Any = None
         self._written: dict[tuple[str, int], float] = {}
@@ -62,7 +66,11 @@ class EventWriter:
         name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._file = open(Path(self._directory) / name, "ab")
         self._writer = RecordWriter(self._file)
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
         self._write(file_version="brain.Event:2")
+        start = SessionLog(status=SessionLog.START)
+        self._write(step=self._first_step, session_log=start)
         return self
 
     def __exit__(
