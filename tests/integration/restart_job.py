@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
         assert torch.equal(weight, expected), (weight, expected)
     assert disturbed.getHistory() == alone.getHistory()
     (folder / "histories.json").write_text(json.dumps(alone.getHistory()))
-    fit(spark, folder, "left alone", {(1, 17): "driver"})
+    fit(spark, folder, "left-alone", {(1, 17): "driver"})
 
 
 if __name__ == "__main__":

@@ -49,13 +49,13 @@ def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_pa
         assert "from the checkpoint of epoch" in line
 
     # Another application goes on with the run whose driver is gone, from the middle of its epoch.
-    assert notes(store, "left alone")["state"] == "running"
-    model = restart_job.fit(spark, tmp_path, "left alone")
+    assert notes(store, "left-alone")["state"] == "running"
+    model = restart_job.fit(spark, tmp_path, "left-alone")
     assert json.loads((tmp_path / "histories.json").read_text()) == model.getHistory()
     alone = load_checkpoint(store, run_id="undisturbed").content["model"]
     for weight, expected in zip(model.getModel().parameters(), alone.values(), strict=True):
         assert torch.equal(weight, expected)
-    states = [fit["state"] for fit in notes(store, "left alone")["fits"]]
+    states = [fit["state"] for fit in notes(store, "left-alone")["fits"]]
     assert states == ["interrupted", "finished"]
 
 
