@@ -13,10 +13,12 @@ import logging
 import math
 import os
 import select
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "DIRECTORY_VARIABLE",
@@ -58,22 +60,32 @@ def grace_seconds(env: Mapping[str, str]) -> float:
 def asking_for_grace() -> Iterator[None]:
     """Have this rank told by SIGTERM, in the block, before it is killed. Runs in the rank.
 
-    Does nothing in a process that another launcher has started.
+    What it prints when nobody reads that any more is no error meanwhile. Does nothing in a process
+    that another launcher has started.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
-    path = None if directory is None else Path(directory, _FILE)
+    if directory is None:
+        yield
+        return
+    path = Path(directory, _FILE)
+    partial = path.with_suffix(".partial")
+    before = sys.stdout, sys.stderr
+    own: Any = tuple(map(_Forgiving, before))
     try:
-        if path is not None:
-            # Who looks finds all of it, or nothing. The directory goes when nobody waits any more.
-            partial = path.with_suffix(".partial")
-            with contextlib.suppress(OSError):
-                partial.write_text(str(grace_seconds(os.environ)))
-                os.replace(partial, path)
+        # Who looks finds all of it, or nothing. The directory goes when nobody waits any more.
+        with contextlib.suppress(OSError):
+            partial.write_text(str(grace_seconds(os.environ)))
+            os.replace(partial, path)
+        sys.stdout, sys.stderr = own
         yield
     finally:
-        if path is not None:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        # Somebody else may have put others there.
+        sys.stdout, sys.stderr = (
+            old if now is mine else now
+            for now, mine, old in zip((sys.stdout, sys.stderr), own, before, strict=True)
+        )
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def grace_asked(directory: str) -> float:
@@ -99,6 +111,33 @@ def mute_if_unheard() -> None:
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
+
+
+class _Forgiving:
+    """A stream that takes what nobody reads: who waits for a rank may go before it is told."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except BrokenPipeError:
+            mute_if_unheard()
+            return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            mute_if_unheard()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class AwaitedRanks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -180,7 +181,7 @@ def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: s
     assert grace.grace_asked(f"{directory}/that/has/gone") == 0.0
 
 
-def test_what_nobody_reads_is_no_error(capfd: Any) -> None:
+def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
     """Of a process whose standard output and error are pipes without a reader."""
 
     def child(act: Callable[[], None], closed: Sequence[int]) -> int:
@@ -195,6 +196,7 @@ def test_what_nobody_reads_is_no_error(capfd: Any) -> None:
                 os.close(writing)
                 if descriptor in closed:
                     os.close(reading)
+            sys.stdout, sys.stderr = (os.fdopen(d, "w", closefd=False) for d in (1, 2))
             act()
             os.write(1, b"out")
             os.write(2, b"err")
@@ -204,7 +206,15 @@ def test_what_nobody_reads_is_no_error(capfd: Any) -> None:
         finally:
             os._exit(9)
 
+    def print_something() -> None:
+        """Nobody has asked this process to end yet, and who read it has gone."""
+        with grace.asking_for_grace():
+            print("out", flush=True)
+            sys.stderr.writelines(["e", "rr\n"])
+            sys.stderr.flush()
+
     assert child(lambda: None, [1, 2]) == 7
+    assert child(print_something, [1, 2]) == 0
     assert child(grace.mute_if_unheard, [1, 2]) == 0
     assert child(grace.mute_if_unheard, []) == 3  # what is read stays as it is
 
