@@ -13,18 +13,16 @@ import fcntl
 import hashlib
 import json
 import os
-import re
-import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
+from hvd_estimators.commands.build_log import Report, run_logged
 from hvd_estimators.commands.build_mends import mend_source, unpack_source
 from hvd_estimators.commands.build_recipe import BuildRecipe
 from hvd_estimators.commands.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
@@ -44,16 +42,8 @@ from hvd_estimators.remedies import BUILD_HOROVOD
 
 __all__ = ["build_horovod", "build_wheel", "default_cache_dir", "install_wheel"]
 
-Report = Callable[[str], None]
-
 _TOOLS = "tools"
 _SYSTEMS_NCCL = "libnccl-dev, or where HOROVOD_NCCL_HOME says"
-_FIRST_ERRORS = 5
-_TAIL_LINES = 20
-_LINE_LENGTH = 200
-_SIGN_OF_LIFE_SECONDS = 15.0
-_ERROR = re.compile(r"\berror\b:|CMake Error", re.IGNORECASE)
-_PROGRESS = re.compile(rb"^\s*(\[ *\d+%\] [^\r\n]*)$", re.MULTILINE)  # a line of CMake's
 
 
 def build_horovod(
@@ -179,7 +169,7 @@ def build_wheel(
             if missing:
                 report(f"fetching build tools for this build only: {' '.join(missing)}")
                 command = [*pip, "install", "--target", str(work / _TOOLS), *missing]
-                _run_logged(command, environment, output, report, "Fetching the build tools")
+                run_logged(command, environment, output, report, "Fetching the build tools")
             source = _fetch_source(work, recipe, pip, environment, output, report)
             report(f"compiling with {compiler} and {jobs} jobs, some minutes; log: {log}")
             if recipe.cuda:
@@ -187,7 +177,7 @@ def build_wheel(
             command = [*pip, "wheel", "--verbose", "--no-build-isolation", "--no-deps"]
             # pip's own cache knows a wheel by its name alone, not by the framework it is for.
             command += ["--no-cache-dir", "--wheel-dir", scratch, str(source)]
-            _run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
+            run_logged(command, environment, output, report, f"Building for {_describe(recipe)}")
         built = _wheel_in(work)
         if built is None:
             raise BuildError(f"The build ended well but made no wheel; its log is {log}")
@@ -237,7 +227,7 @@ def _fetch_source(
     unpacked.mkdir()
     command = [*pip, "download", "--no-build-isolation", "--no-deps", "--no-binary", "horovod"]
     command += ["--dest", str(archives), f"horovod=={recipe.horovod}"]
-    _run_logged(command, environment, output, report, "Fetching Horovod's source")
+    run_logged(command, environment, output, report, "Fetching Horovod's source")
     archive = next(iter(archives.glob("horovod-*.tar.gz")), None)
     if archive is None:
         raise BuildError(f"pip ended well but downloaded no source of Horovod {recipe.horovod}.")
@@ -296,59 +286,6 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
             report("another process builds the same wheel; waiting for it")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-
-
-def _run_logged(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    output: BinaryIO,
-    report: Report,
-    what: str,
-) -> None:
-    """Run `command` with its output in a file, and say now and then how far it is."""
-    log = Path(output.name)
-    started = time.monotonic()
-    # A group of its own, so that make and its compilers end with pip when the build is stopped.
-    process = subprocess.Popen(
-        command,
-        env=dict(environment),
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        while True:
-            try:
-                process.wait(timeout=_SIGN_OF_LIFE_SECONDS)
-                break
-            except subprocess.TimeoutExpired:
-                minutes, seconds = divmod(int(time.monotonic() - started), 60)
-                report(f"  {minutes}:{seconds:02d} {_progress(log)}")
-    except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
-        raise
-    if process.returncode:
-        raise BuildError(
-            f"{what} failed with exit status {process.returncode}. The whole log is {log}; "
-            f"what it says:\n{_digest(log)}"
-        )
-
-
-def _digest(log: Path) -> str:
-    """Return the first compiler errors and the end of a log, with its long commands cut."""
-    lines = [line.strip()[:_LINE_LENGTH] for line in log.read_text(errors="replace").splitlines()]
-    end = lines[-_TAIL_LINES:]
-    errors = [line for line in lines[:-_TAIL_LINES] if _ERROR.search(line)][:_FIRST_ERRORS]
-    return "\n".join([*errors, *(["..."] if errors else []), *end])
-
-
-def _progress(log: Path) -> str:
-    with log.open("rb") as lines:
-        lines.seek(max(0, log.stat().st_size - 2**18))
-        steps = _PROGRESS.findall(lines.read())
-    return steps[-1].decode(errors="replace") if steps else "preparing"
 
 
 def _is_installed(wheel: Path) -> bool:
