@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from pyspark.sql import SparkSession
+from pyspark.sql import SparkSession, functions
 
 from hvd_estimators import Store
 from hvd_estimators.launch.spark import SparkBackend
@@ -63,6 +63,22 @@ class FaultyLoss(torch.nn.Module):
             time.sleep(300)
 
 
+def losing_an_executor(marker: Path) -> Any:
+    """Return a function of columns that kills its executor, unless there is a file by then."""
+
+    @functions.udf("float")
+    def unchanged(value: float) -> float:
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return value
+        next(parent for parent in psutil.Process().parents() if parent.name() == "java").kill()
+        time.sleep(300)
+        return value
+
+    return unchanged
+
+
 def fit(
     spark: Any,
     folder: Path,
@@ -74,6 +90,8 @@ def fit(
     x = np.random.default_rng(0).normal(size=(4 * STEPS * RANKS, 3))
     rows = [(row.tolist(), float(row.sum())) for row in x]
     frame = spark.createDataFrame(rows, "x array<float>, y float").coalesce(1)
+    preparing = losing_an_executor(folder / "preparing")
+    frame = frame.withColumn("y", preparing("y"))
     torch.manual_seed(0)
     layers = [torch.nn.Linear(3, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1)]
     model = torch.nn.Sequential(*layers)
@@ -112,10 +130,13 @@ def main(folder: Path) -> None:
         .getOrCreate()
     )
     spark.sparkContext.setLogLevel("OFF")
+    (folder / "preparing").touch()
     alone = fit(spark, folder, "undisturbed")
-    # In the first epoch, then in the second one, and in the last.
+    (folder / "preparing").unlink()
+    # While rows are prepared, in the first epoch, then in the second one, and in the last.
     faults = {(0, 6): "executor", (1, 9): "stopped", (0, 17): "killed"}
     disturbed = fit(spark, folder, "disturbed", faults, max_restarts=3)
+    assert (folder / "preparing").exists()
     for weight, expected in zip(
         disturbed.getModel().parameters(), alone.getModel().parameters(), strict=True
     ):
