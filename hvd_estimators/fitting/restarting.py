@@ -196,7 +196,7 @@ class Restarts:
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))
         place = self.reached.place
         self.reached.restart()
-        if place is not None:
+        if place is not None and spec.verbose > 0:  # otherwise ranks tell of epochs only
             each = spec.data.train_steps_per_epoch
             steps = (place[0] - lost["epoch"]) * each + place[1] - lost["step"]
             lost["steps"] = max(steps, 0)

@@ -97,7 +97,7 @@ class Fit:
             train_steps_per_epoch=STEPS,
             batches_before=lambda epoch, rows: rows // ROWS_OF_A_STEP,
         )
-        spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data)
+        spec: Any = SimpleNamespace(store=store, run=self.run_paths, data=data, verbose=1)
         limit, least = options.get("max_restarts", 9), options.get("min_num_proc")
         self.restarts = Restarts(spec, limit, least, lambda: self.has_lost_run, self.notes.append)
 
