@@ -117,7 +117,9 @@ def event(kind: str, ids: Any = None) -> None:
 
 def _strike(folder: str, rank: int) -> None:
     """Kill a rank, unless one was killed before."""
-    with contextlib.suppress(FileExistsError), open(Path(folder, "killed"), "x"):
+    # It may have ended by itself, when the last checkpoint is written.
+    over = (FileExistsError, ProcessLookupError)
+    with contextlib.suppress(*over), open(Path(folder, "killed"), "x"):
         os.kill(int(Path(folder, f"rank-{rank}").read_text()), signal.SIGKILL)
 
 

@@ -55,7 +55,9 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
             **params,
         )
         found = end_of(framework, estimator.fit_on_parquet())
-        assert backend.launches == 1 + was_killed(folder / name)
+        # A rank that had done its part by then is not missed.
+        had_ended = kill is not None and kill.kind == "checkpoint" and backend.launches == 1
+        assert had_ended or backend.launches == 1 + was_killed(folder / name)
         return found
 
     whole = fit("whole")
