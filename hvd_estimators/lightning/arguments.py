@@ -28,6 +28,7 @@ def trainer_arguments(
     callbacks: Sequence[Any],
     logs_path: str | None,
     rank: int,
+    steps: int | None = None,
 ) -> dict[str, Any]:
     """Return the Trainer's arguments, which those of the user's replace.
 
@@ -49,6 +50,8 @@ def trainer_arguments(
         A local directory for the run's logs.
     rank : int
         This rank.
+    steps : int, optional
+        Steps that a resumed run has logged.
     """
     passes = 1
     if module.automatic_optimization:
@@ -59,7 +62,7 @@ def trainer_arguments(
         "strategy": strategy,
         "max_epochs": spec.epochs,
         "callbacks": list(callbacks),
-        "logger": make_loggers(objects.logger, logs_path, rank, spec.flavor),
+        "logger": make_loggers(objects.logger, logs_path, rank, spec.flavor, steps),
         "log_every_n_steps": spec.log_every_n_steps,
         "profiler": make_profiler(objects.profiler, logs_path, spec.flavor),
         "accumulate_grad_batches": passes,

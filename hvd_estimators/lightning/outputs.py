@@ -65,7 +65,9 @@ class StoreCheckpointIO(CheckpointIO):
         self._store.delete(str(path))
 
 
-def make_loggers(logger: Any, path: str | None, rank: int, flavor: Flavor) -> list[Logger]:
+def make_loggers(
+    logger: Any, path: str | None, rank: int, flavor: Flavor, steps: int | None = None
+) -> list[Logger]:
     """Return the loggers of a run, which write to its logs.
 
     Parameters
@@ -78,6 +80,9 @@ def make_loggers(logger: Any, path: str | None, rank: int, flavor: Flavor) -> li
         This rank; only the first one logs.
     flavor : Flavor
         Lightning's package.
+    steps : int, optional
+        Steps that a resumed run has logged; TensorBoard hides what an earlier part logged of later
+        ones, which are taken again.
     """
     if logger is False:
         return []
@@ -90,7 +95,8 @@ def make_loggers(logger: Any, path: str | None, rank: int, flavor: Flavor) -> li
         root, _, name = path.rpartition("/")
         has_tensorboard = importlib.util.find_spec("tensorboard") is not None
         default = "TensorBoardLogger" if has_tensorboard else "CSVLogger"
-        return [flavor.get(f"loggers.{default}")(root, name=name, version="")]
+        further = {"purge_step": steps} if has_tensorboard and steps is not None else {}
+        return [flavor.get(f"loggers.{default}")(root, name=name, version="", **further)]
     loggers = list(logger) if isinstance(logger, Sequence) else [logger]
     if path is not None:
         for given in loggers:

@@ -86,6 +86,7 @@ class _Trainer:
         sum_of_asked = functools.partial(sum_over_ranks, name="stop_request")
         self.stop_request = StopRequest(sum_of_asked, self.size)
         self.restored_path: str | None = None
+        self.logged_steps: int | None = None
         self.restored = self._restore()
         self.stopped = stopped_before(spec, self.restored)
         self.spec = spec = heeding_stop(spec, self.restored)
@@ -160,6 +161,7 @@ class _Trainer:
             callbacks,
             self.logs.path,
             self.rank,
+            self.logged_steps,
         )
         # A run that has more epochs already is only loaded.
         arguments["max_epochs"] = max(arguments["max_epochs"], done)
@@ -238,6 +240,8 @@ class _Trainer:
         if state is not None:
             self.restored_path = checkpoint_path(run, Position(state.epoch, state.rows))
             self.checkpoint_io.hold(self.restored_path, held)
+            loop = held["loops"]["fit_loop"]["epoch_loop.state_dict"]
+            self.logged_steps = loop["_batches_that_stepped"]
             if self.rank == 0:
                 logger.info(
                     "Resuming run %s after %d epochs and %d rows",

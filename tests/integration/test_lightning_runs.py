@@ -237,3 +237,23 @@ def test_a_users_loader_goes_on_within_an_epoch(store: Any, data_module: Any) ->
             found[position] = run(run_id)
     # After steps 4 and 8 of twelve; the second epoch begins after six.
     assert found == {(0, 8): whole, (1, 4): whole}
+
+
+def test_tensorboard_shows_no_step_twice(store: Any) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    write_rows(Path(store.get_train_data_path()), 35)
+    settings = {"batch_size": 5, "epochs": 2, "run_id": "shown", "logger": None}
+    within = {"log_every_n_steps": 1, "checkpoint_every_n_steps": 4, "keep_checkpoints": 9}
+
+    def shown() -> list[int]:
+        fit(InThisProcess(), store, **settings, **within)
+        events = EventAccumulator(store.get_logs_path("shown"))
+        events.Reload()
+        return [event.step for event in events.Scalars("train_mse")]
+
+    assert shown() == list(range(14))
+    # Cut off after its last steps had been logged: it goes on after eight.
+    for path in store.get_checkpoints("shown")[-2:]:
+        Path(path).unlink()
+    assert shown() == list(range(14))
