@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError, StoreError
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
-from hvd_estimators.fitting.launching import Launch
+from hvd_estimators.fitting.launching import Launch, warming_up
 from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.fitting.reading_order import check_reading, reading_identity
@@ -105,7 +105,8 @@ class HorovodEstimator(EstimatorHooks):
                 trial = self._try_frame(dataset)
                 num_shards = self._shards_of_named_run(backend.num_processes())
                 prepared = self._prepare(dataset, num_shards)
-                dataset_idx = stack.enter_context(prepared)
+                with self._warming_up(backend):
+                    dataset_idx = stack.enter_context(prepared)
             manifest = load_manifest(self.getOrDefault("store"), dataset_idx)
             return self._train(manifest, backend, trial)
 
@@ -260,6 +261,10 @@ class HorovodEstimator(EstimatorHooks):
         store.check()
         backend.check_store(store)
         return backend
+
+    def _warming_up(self, backend: Backend) -> contextlib.AbstractContextManager[None]:
+        store, env = self.getOrDefault("store"), self._rank_environment()
+        return warming_up(backend, self._rank_function(), store, env)
 
     def _prepare(
         self, dataset: DataFrame, num_shards: int

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.events import Handler
 from hvd_estimators.training.handover import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["Launch"]
+if TYPE_CHECKING:
+    from hvd_estimators.store import Store
+
+__all__ = ["Launch", "warming_up"]
 
 
 @dataclass
@@ -57,3 +61,11 @@ class Launch:
             env=dict(self.env),
             on_event=self.handler,
         )
+
+
+def warming_up(
+    backend: Backend, train: Trainer, store: Store, env: Mapping[str, str | None]
+) -> contextlib.AbstractContextManager[None]:
+    """Let machines import the framework, in the block, that the ranks of a fit will need."""
+    call = StoredCall(store, "", "", "", getattr(train, "__module__", ""))
+    return backend.warming_up(train_stored, (call,), env)

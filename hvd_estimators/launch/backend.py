@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,18 @@ class Backend(ABC):
 
     def check_store(self, store: Store) -> None:  # noqa: B027 - not every backend can tell
         """Raise `StoreError` if ranks cannot see the store; by default does nothing."""
+
+    def warming_up(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        env: Mapping[str, str | None] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager around what is done before ``fn(*args)`` is run on ranks.
+
+        Machines may import what it needs meanwhile. By default does nothing.
+        """
+        return contextlib.nullcontext()
 
     def driver_host(self) -> str:
         """Return the address at which ranks reach the driver."""

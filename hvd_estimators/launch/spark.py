@@ -8,12 +8,12 @@ import functools
 import os
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pyspark import Broadcast
-
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch.ahead import importing
 from hvd_estimators.launch.arguments import (
     call_of,
     check_further_arguments,
@@ -40,6 +40,7 @@ from hvd_estimators.launch.preflight import check_slots
 from hvd_estimators.launch.process import pickle_call
 from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
 from hvd_estimators.launch.references import modules_of_call
+from hvd_estimators.launch.sharing import shared
 from hvd_estimators.launch.slots import await_slots
 from hvd_estimators.launch.task import run_task
 from hvd_estimators.launch.timeline import keep_timeline
@@ -47,14 +48,10 @@ from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.launch.warm import wanted
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
-
     from hvd_estimators.store import Store
 
 __all__ = ["SparkBackend"]
 
-# Well below the size at which PySpark makes a broadcast variable of a function.
-_INLINE_BYTES = 2**19
 # Executors that are asked for come within this time, or need to be asked for again.
 _ASKING_SECONDS = 30.0
 
@@ -264,31 +261,22 @@ class SparkBackend(Backend):
         num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
             modules = None
-            if self._warm_start and wanted(os.environ):
+            if self._forks_ranks:
                 modules = modules_of_call(document, fn, args, kwargs)
-            call = stack.enter_context(_shared(cluster.context, document))
+            call = stack.enter_context(shared(cluster.context, document))
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()
             server = stack.enter_context(
                 ExchangeServer(secret, host, num_proc, cluster.application)
             )
-            job = Job(
+            job = replace(
+                self._job(cluster, modules, env),
                 call=call,
                 max_bytes=cluster.collectable_bytes() // num_proc,
                 secret=secret,
-                one_machine=cluster.is_local,
-                driver_env=shared_environment(os.environ) if self._env is None else {},
-                env={**(self._env or {}), **(env or {})},
                 events=events,
-                driver_path=tuple(sys.path),
-                executable=self._executable,
                 versions={} if cluster.is_local else installed_versions(),
-                verbose=self._verbose,
-                streams=self._outlets.streams,
-                apart=self._outlets.are_apart,
-                modules=modules,
                 exchange=server.place,
-                nics=self._nics,
                 timeline=self.gathers_timeline and not cluster.is_local,
             )
             task = functools.partial(run_task, job=job)
@@ -296,6 +284,47 @@ class SparkBackend(Backend):
             found = outcomes(rows, num_proc)
             keep_timeline(found)
             return results_in_order(found)
+
+    def warming_up(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        env: Mapping[str, str | None] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Let executors import what ``fn(*args)`` will need; see `Backend.warming_up`."""
+        cluster = Cluster.current(self._resources)
+        if not self._forks_ranks or cluster.allocates_dynamically:
+            return contextlib.nullcontext()
+        modules = modules_of_call(pickle_call(fn, args, {}), fn, args)
+        return importing(cluster, self.num_processes(), self._job(cluster, modules, env))
+
+    @property
+    def _forks_ranks(self) -> bool:
+        return self._warm_start and wanted(os.environ)
+
+    def _job(
+        self,
+        cluster: Cluster,
+        modules: tuple[str, ...] | None,
+        env: Mapping[str, str | None] | None,
+    ) -> Job:
+        """Return what tasks are told of all jobs of this backend, whatever they run."""
+        return Job(
+            call=b"",
+            max_bytes=0,
+            secret=b"",
+            one_machine=cluster.is_local,
+            driver_env=shared_environment(os.environ) if self._env is None else {},
+            env={**(self._env or {}), **(env or {})},
+            events={},
+            driver_path=tuple(sys.path),
+            executable=self._executable,
+            verbose=self._verbose,
+            streams=self._outlets.streams,
+            apart=self._outlets.are_apart,
+            modules=modules,
+            nics=self._nics,
+        )
 
     def _collect(
         self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
@@ -306,20 +335,3 @@ class SparkBackend(Backend):
             return interruptible(
                 lambda: collect_from_tasks(session, num_proc, task, schema, cluster.profile)
             )
-
-
-@contextlib.contextmanager
-def _shared(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[bytes]]:
-    """Yield a call as the tasks get it; what that takes on disk is gone when the block ends.
-
-    Of a function above 1 MiB PySpark makes a broadcast variable by itself, whose file stays for as
-    long as the application.
-    """
-    if len(call) <= _INLINE_BYTES:
-        yield call
-        return
-    broadcast = context.broadcast(call)
-    try:
-        yield broadcast
-    finally:
-        broadcast.destroy()

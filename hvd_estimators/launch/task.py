@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from hvd_estimators.launch.job import Job
 
-__all__ = ["run_task"]
+__all__ = ["import_task", "run_task"]
 
 
 def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
@@ -27,3 +27,11 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     from hvd_estimators.launch.barrier import run_rank
 
     yield from run_rank(job)
+
+
+def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
+    """Let this executor import what ranks are forked with. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    prepare_warm_start(job)
+    yield from ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -90,3 +91,30 @@ def test_without_warm_starts_each_rank_has_a_process_of_its_own(
     monkeypatch.setenv("HVD_ESTIMATORS_WARM_START", "0")
     (fresh,) = SparkBackend(1).run(guardians_command)
     assert "--warm" not in fresh
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux only")
+def test_ranks_are_forks_of_what_began_to_import_while_data_was_prepared(spark: Any) -> None:
+    def guardians_parent() -> int:
+        return psutil.Process(os.getppid()).ppid()
+
+    def warm_processes() -> set[int]:
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.name() == "hvd-warm" and process.environ().get("OF_THIS") == "test":
+                    found.add(process.pid)
+        return found
+
+    backend, env = SparkBackend(2), {"OF_THIS": "test"}
+    with backend.warming_up(guardians_parent, env=env):
+        wait_until(lambda: len(warm_processes()) == 1)
+    begun = warm_processes()
+    assert set(backend.run(guardians_parent, env=env)) == begun
+    # It is there for the next fit.
+    jobs = spark.sparkContext.statusTracker().getJobIdsForGroup(None)
+    with backend.warming_up(guardians_parent, env=env):
+        pass
+    assert spark.sparkContext.statusTracker().getJobIdsForGroup(None) == jobs
+    (parent,) = begun
+    psutil.Process(parent).kill()

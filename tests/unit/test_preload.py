@@ -51,6 +51,9 @@ def test_an_estimator_says_which_trainer_it_has() -> None:
     found = of(train_stored, call)
     assert "hvd_estimators.torch.trainer" in found
     assert "hvd_estimators" not in found
+    # Before there is anything to call, the same is known.
+    put: Any = StoredCall(None, "/s/call", "0a" * 32, "/s/state", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
+    assert of(train_stored, put) == found
 
 
 def test_a_large_call_is_looked_at_where_its_code_is() -> None:
