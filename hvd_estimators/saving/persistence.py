@@ -32,6 +32,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.store import Store
+from hvd_estimators.store.registry import require_path
 
 __all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
 
@@ -229,10 +230,18 @@ class _Reader(MLReader[Any]):
 
         Raises
         ------
+        ParamError
+            If the path is none.
         StoreError
-            If a file of it is missing.
+            If nothing was saved there, or a file of it is missing.
         """
+        require_path("path", path)
         folder = open_folder(self.sparkSession, path)
+        if not folder.names(_METADATA):
+            raise StoreError(
+                f"path: there is no saved {self._cls.__name__} at {path!r}. Set the path that "
+                "save() was given."
+            )
         metadata = DefaultParamsReader.loadMetadata(folder.url, self.sparkSession.sparkContext)
         instance = self._cls()
         instance._resetUid(metadata["uid"])

@@ -1,0 +1,184 @@
+"""Wrong DataFrames, functions that close over Spark, and models' wrong calls: typed, soon."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from wrong_calls import Calls, NoRanks, Wrong, check_wrong
+
+from hvd_estimators import prepare_data
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, SlotsError, StoreError
+from hvd_estimators.launch import run, run_elastic
+from hvd_estimators.torch import TorchEstimator, TorchModel
+
+pytestmark = pytest.mark.spark
+
+lock = threading.Lock()
+
+
+class Given(Calls):
+    """What calls are made with, and a DataFrame of the same columns."""
+
+    def __init__(self, folder: Path, spark: Any) -> None:
+        super().__init__(folder)
+        self.spark = spark
+        schema = "x double, y double, w double, v array<double>, text string, holes double"
+        rows = [(0.5, 0.5, 1.0, [0.0, 1.0], "a", None if i % 2 else 0.5) for i in range(8)]
+        self.frame = spark.createDataFrame(rows, schema)
+
+    def fit(self, **changes: Any) -> Any:
+        return self.torch(**changes).fit(self.frame)
+
+    def prepare(self, ranks: Any = 2, **changes: Any) -> None:
+        given = {"store": self.store, "df": self.frame, "label_columns": ["y"]}
+        with prepare_data(ranks, **{**given, "feature_columns": ["x"], **changes}):
+            raise AssertionError("data were prepared")
+
+    def fitted(self, **changes: Any) -> TorchModel:
+        given = {"feature_columns": ["x"], "label_columns": ["y"], "output_shapes": [[]]}
+        return TorchModel(**{"model": torch.nn.Linear(1, 1), **given, **changes})
+
+
+def fit(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return lambda given: given.fit(**changes), error, name, remedy
+
+
+def prepare(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return lambda given: given.prepare(**changes), error, name, remedy
+
+
+def transform(name: str, remedy: str, error: Any = ParamError, **changes: Any) -> Wrong:
+    return lambda given: given.fitted(**changes).transform(given.frame), error, name, remedy
+
+
+def closing_over(what: Callable[[Given], Any]) -> Callable[[Given], Any]:
+    """Return what makes a function that holds something of the driver's."""
+
+    def make(given: Given) -> Any:
+        held = what(given)
+        return lambda *args: held
+
+    return make
+
+
+context = closing_over(lambda given: given.spark.sparkContext)
+frame = closing_over(lambda given: given.frame)
+
+WRONG: dict[str, Wrong] = {
+    "fit: validation of more than all": fit("validation", "a fraction from 0", validation=1.5),
+    "fit: validation below 0": fit("validation", "a fraction from 0", validation=-0.1),
+    "fit: validation of no kind": fit("validation", "a fraction or a", validation=[0.2]),
+    "fit: no such column": fit(
+        "feature_cols", "its columns are x, y", ColumnError, feature_cols=["z"]
+    ),
+    "fit: text": fit("feature_cols", "StringIndexer", ColumnError, feature_cols=["text"]),
+    "fit: nulls": fit("label_cols", "ill or drop", DataError, label_cols=["holes"]),
+    "fit: weights": fit(
+        "sample_weight_col", "expected a column of numbers", ColumnError, sample_weight_col="v"
+    ),
+    "fit: a function that holds Spark's context": (
+        lambda given: given.fit(transformation_fn=context(given)),
+        ParamError,
+        "transformation_fn",
+        "leave Spark's context",
+    ),
+    "fit: a loss that holds a DataFrame": (
+        lambda given: given.fit(loss=frame(given)),
+        ParamError,
+        "loss",
+        "leave Spark's context, sessions and DataFrames out",
+    ),
+    "prepare_data: no ranks": prepare("num_processes", "1 or more", ranks=0),
+    "prepare_data: text": prepare("num_processes", "a whole number", ranks="2"),
+    "prepare_data: files": prepare("partitions_per_process", "1 or more", partitions_per_process=0),
+    "prepare_data: a path": prepare("store", r"Set Store\.create", store="/data"),
+    "prepare_data: rows of Arrow": prepare("df", "createDataFrame", df=[1]),
+    "prepare_data: labels": prepare(
+        "label_columns", "has no column", ColumnError, label_columns=["z"]
+    ),
+    "prepare_data: validation": prepare("validation", "has no column", ColumnError, validation="z"),
+    "prepare_data: weights": prepare(
+        "sample_weight_col", "has no column", ColumnError, sample_weight_col="z"
+    ),
+    "transform: no frame": (
+        lambda given: given.fitted().transform([1]),
+        ParamError,
+        "dataset",
+        "createDataFrame",
+    ),
+    "transform: no model": transform("model", "Set model", model=None),
+    "transform: no such column": transform(
+        "feature_columns", "its columns are x, y", ColumnError, feature_columns=["z"]
+    ),
+    "transform: as many outputs": transform("outputCols", "has 1 outputs", outputCols=["a", "b"]),
+    "transform: a name that is taken": transform(
+        "outputCols", "set other names", ColumnError, outputCols=["x"]
+    ),
+    "transform: shapes": transform("output_shapes", "Set output_shapes", output_shapes=None),
+    "model: batches": (
+        lambda given: given.fitted(inference_batch_size=0),
+        ParamError,
+        "inference_batch_size",
+        "1 or more",
+    ),
+    "load: nothing": (
+        lambda given: TorchModel.load(str(given.folder / "none")),
+        StoreError,
+        "path",
+        r"Set the path that save\(\) was given",
+    ),
+    "load: a number": (
+        lambda given: TorchEstimator.load(5),
+        ParamError,
+        "path",
+        r"Set str\(path\)",
+    ),
+    "run: more ranks than slots": (
+        lambda given: run(len, num_proc=64),
+        SlotsError,
+        "num_proc",
+        "Set num_proc to",
+    ),
+    "run: a function that holds Spark's context": (
+        lambda given: run(context(given), num_proc=1),
+        ParamError,
+        "arguments",
+        "Make what cannot be sent within",
+    ),
+    "run: an argument that holds a lock": (
+        lambda given: run(len, (lock,), num_proc=1),
+        ParamError,
+        "arguments",
+        "Make what cannot be sent within",
+    ),
+    "run_elastic: a function that holds a DataFrame": (
+        lambda given: run_elastic(frame(given), num_proc=1),
+        ParamError,
+        "arguments",
+        "Make what cannot be sent within",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def warmed(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Start what Spark starts once; the calls are right but for what is changed."""
+    given = Given(tmp_path_factory.mktemp("right"), spark)
+    with pytest.raises(AssertionError, match="ranks were to be started"):
+        given.fit(backend=NoRanks())
+    with pytest.raises(AssertionError, match="data were prepared"):
+        given.prepare()
+    assert given.fitted().transform(given.frame).columns[-1] == "y__output"
+
+
+@pytest.mark.usefixtures("warmed")
+@pytest.mark.parametrize("wrong", list(WRONG.values()), ids=list(WRONG))
+def test_a_wrong_call_on_spark_ends_soon_and_writes_nothing(
+    spark: Any, tmp_path: Path, wrong: Wrong
+) -> None:
+    check_wrong(Given(tmp_path, spark), wrong)
