@@ -32,6 +32,10 @@ class GradientAverager:
         Backward passes that add up before a step.
     compression : horovod compressor, optional
         For example ``horovod.torch.Compression.fp16``.
+    by_end_of_pass : bool
+        Whether the last backward pass before a step waits for the gradients already, so that who
+        looks at them before the step, such as a gradient scaler or a clipping function, finds the
+        mean over the ranks. Holds where each parameter takes part in that pass.
     """
 
     def __init__(
@@ -40,6 +44,7 @@ class GradientAverager:
         module: torch.nn.Module,
         passes_per_step: int = 1,
         compression: Any = None,
+        by_end_of_pass: bool = False,
     ) -> None:
         self._passes = passes_per_step
         owned = {p for group in optimizer.param_groups for p in group["params"]}
@@ -48,17 +53,24 @@ class GradientAverager:
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         self._passes_left = dict.fromkeys(self._bucket_of, passes_per_step)
         self._pending = False
+        self._is_averaged = False
+        self._by_end_of_pass = by_end_of_pass
         self._alone = hvd.size() == 1
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        optimizer.register_step_pre_hook(lambda *_: self.synchronize())
+        optimizer.register_step_pre_hook(lambda *_: self._before_step())
 
     @property
     def pending(self) -> bool:
         """Whether gradients have been computed since the last step."""
         return self._pending
 
-    def synchronize(self) -> None:
+    def _before_step(self) -> None:
+        if not self._is_averaged:
+            self._synchronize()
+        self._is_averaged = False
+
+    def _synchronize(self) -> None:
         """Wait until every gradient is the mean over all ranks."""
         self._pending = False
         if self._alone:
@@ -74,6 +86,8 @@ class GradientAverager:
         self._pending = True
         if self._alone:
             return
+        # Gradients that no step has used are added to: a scaler has skipped it.
+        self._is_averaged = False
         bucket = self._bucket_of[parameter]
         if bucket.in_flight:
             raise RuntimeError(
@@ -86,6 +100,9 @@ class GradientAverager:
             bucket.waiting -= 1
             if bucket.waiting == 0:
                 bucket.launch()
+                if self._by_end_of_pass and all(b.in_flight for b in self._buckets):
+                    self._synchronize()
+                    self._is_averaged = True
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:

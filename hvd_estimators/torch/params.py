@@ -59,7 +59,9 @@ class TorchParams(HorovodEstimator):
     train_minibatch_fn = declare(
         "Takes the place of forward pass, backward pass and step: called with (model, optimizer, "
         "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
-        "batch_idx), or the first of these; returns (outputs, loss)."
+        "batch_idx), or the first of these; returns (outputs, loss). Gradients are the mean over "
+        "the ranks when the last backward() before a step returns, so that they can be clipped. "
+        "What it holds that has state_dict(), such as a GradScaler, is kept with the run."
     )
     column_dtypes = declare(
         "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",

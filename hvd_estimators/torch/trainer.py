@@ -115,6 +115,7 @@ class _Trainer:
             self.plain,
             self.passes,
             spec.gradient_compression,
+            by_end_of_pass=self.objective.has_own_step,
         )
         self.progress = Progress(spec, self.rank)
         self.stop_request = StopRequest(

@@ -89,6 +89,7 @@ def train_alone(
     epochs: int,
     passes: int = 1,
     weighted: bool = False,
+    clip: float = float("inf"),
 ) -> torch.nn.Sequential:
     """Train in one process, with nothing but torch."""
     net = make_net()
@@ -106,6 +107,7 @@ def train_alone(
                 loss = errors.mean()
             optimizer.zero_grad()
             loss.backward()
+            torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
             optimizer.step()
     return net
 

@@ -224,6 +224,49 @@ def test_a_loss_that_is_nan_ends_all_ranks_and_leaves_the_last_good_checkpoint(
     assert_equal_bits(end_of(store, resumed, "nan"), whole)
 
 
+class Scaled:
+    """A step of its own, which a scaler skips where the scaled gradients are infinite."""
+
+    def __init__(self) -> None:
+        # Of a loss of about ten: the first steps are skipped.
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, growth_interval=9)
+
+    def __call__(
+        self, model: Any, optimizer: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        optimizer.zero_grad()
+        outputs, aligned = align(model(*inputs), labels)
+        loss = loss_fn(outputs, aligned)
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        self.scaler.step(optimizer)
+        self.scaler.update()
+        return outputs, loss
+
+
+def test_a_scaler_of_the_users_skips_the_same_steps_on_all_ranks_and_goes_on(
+    backend: Any, store: Any
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 112)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+
+    def run(run_id: str) -> list[Any]:
+        every = {"checkpoint_every_n_steps": 5, "keep_checkpoints": 99}
+        model = torch_run(store, backend, run_id, train_minibatch_fn=Scaled(), epochs=2, **every)
+        assert len({result.weights_digest for result in backend.results}) == 1
+        return end_of(store, model, run_id)
+
+    whole = run("whole")
+    scaler = whole[3]["held"]["train_minibatch_fn.scaler"]
+    assert 1.0 < scaler["scale"] < 2.0**126
+    (steps,) = {int(state["step"]) for state in whole[3]["optimizer"]["state"].values()}
+    assert 5 < steps < 14
+    resumed = {position: run_id for run_id, position in kept_checkpoints(store, "whole")}
+    assert_equal_bits(run(resumed[0, 80]), whole)
+    assert_equal_bits(run(resumed[1, 48]), whole)
+
+
 class Chancy(LightningModule):
     """Draws by what is in a batch; its rate is scheduled, its loss scaled for half floats."""
 
