@@ -51,7 +51,6 @@ class HorovodEstimator(EstimatorHooks):
         super().__init__()
         self.setParams(**kwargs)
 
-    @ending_by_sigterm()
     def fit_on_parquet(
         self, params: Mapping[Any, Any] | None = None, dataset_idx: str | None = None
     ) -> HorovodModel:
@@ -94,7 +93,6 @@ class HorovodEstimator(EstimatorHooks):
                 )
             return self._train(manifest, backend)
 
-    @ending_by_sigterm()
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
         require_frame("dataset", dataset)
@@ -199,7 +197,7 @@ class HorovodEstimator(EstimatorHooks):
             if found.checkpoints:
                 handover.delete_others()
             tidied = without_leftovers(spec.store, spec.run, lambda: held.lost)
-            with self._record(spec, found) as record, tidied:
+            with ending_by_sigterm(), self._record(spec, found) as record, tidied:
                 with (
                     handover.naming_what_is_kept(trained=False),
                     show_progress(spec) as shown,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -14,6 +15,9 @@ from hvd_estimators.store.checkpoint_names import leftovers
 
 __all__ = ["ending_by_sigterm", "without_leftovers"]
 
+# Longer than ranks are waited for.
+_SECONDS = 60.0
+
 logger = logging.getLogger(__name__)
 
 
@@ -23,7 +27,9 @@ def ending_by_sigterm() -> Iterator[None]:
 
     By itself the signal ends a process on the spot, and nobody notes what became of the run. The
     exit status is what a shell tells of such an end, 143. Does nothing where the program handles
-    the signal itself, and in threads that get no signals.
+    the signal itself, and in threads that get no signals. Not for blocks that wait for Spark: a
+    call to the JVM that is interrupted blocks the next one. Should that happen all the same, the
+    signal ends the process a minute later.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -31,10 +37,21 @@ def ending_by_sigterm() -> Iterator[None]:
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _end)
+    late = threading.Timer(_SECONDS, os.kill, (os.getpid(), signal.SIGTERM))
+    late.daemon = True
+
+    def end(number: int, frame: FrameType | None) -> None:
+        # Once: who sends another one does not want to wait.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        late.start()
+        logger.warning("The driver was asked to end (SIGTERM).")
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:
+        late.cancel()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -62,10 +79,3 @@ def without_leftovers(store: Store, run: RunPaths, is_lost: Callable[[], bool]) 
             except OSError as error:
                 logger.warning("What ranks have left could not be deleted: %s", error)
         raise
-
-
-def _end(number: int, frame: FrameType | None) -> None:
-    # Once: who sends another one does not want to wait.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    logger.warning("The driver was asked to end (SIGTERM).")
-    raise SystemExit(128 + number)

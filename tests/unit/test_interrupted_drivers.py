@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
+from hvd_estimators.fitting import interruption
 from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.metadata import ended
 from hvd_estimators.launch import events, grace
@@ -117,6 +118,21 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
     with ending_by_sigterm(), ending_by_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -> None:
+    monkeypatch.setattr(interruption, "_SECONDS", 0.2)
+    pid = os.fork()
+    if not pid:
+        try:
+            with ending_by_sigterm():
+                try:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                finally:
+                    time.sleep(60)
+        finally:
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGTERM
 
 
 def test_a_programs_own_handler_and_other_threads_are_left_alone() -> None:
