@@ -22,7 +22,7 @@ from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.users_data import skip_batches
 from hvd_estimators.lightning.wrapping import wrapped
-from hvd_estimators.torch.checkpoint import copied, unequal_buffers
+from hvd_estimators.torch.checkpoint import ShardBuffers, copied, fleeting_buffers
 from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
@@ -35,15 +35,15 @@ from hvd_estimators.training.state import RunState
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-_BUFFERS = "hvd_estimators.buffers"
+BUFFERS = "hvd_estimators.buffers"
 _GRADIENTS = "hvd_estimators.gradients"
 PARTIAL = "hvd_estimators.partial"
 # The large parts of a checkpoint, which may share tensors.
-_TENSORS = ("state_dict", "current_model_state", "optimizer_states", _BUFFERS, _GRADIENTS)
+_TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _GRADIENTS)
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["PARTIAL", "RunCheckpoint", "snapshot"]
+__all__ = ["BUFFERS", "PARTIAL", "RunCheckpoint", "snapshot"]
 
 
 class RunCheckpoint(Callback):
@@ -107,6 +107,7 @@ class RunCheckpoint(Callback):
         self._due = self._stops = False
         self._steps = 0
         self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._fleeting: Mapping[str, bytes] = {}
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._states: Sequence[dict[str, Any]] = ()
 
@@ -137,7 +138,7 @@ class RunCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
-        self._buffers = checkpoint.get(_BUFFERS, ())
+        self._buffers = checkpoint.get(BUFFERS, ())
         self._gradients = checkpoint.get(_GRADIENTS, {})
         self._states = checkpoint.get(PARTIAL, ())
         own = self._states[self._partial.rank :][:1]
@@ -162,6 +163,7 @@ class RunCheckpoint(Callback):
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
         self._partial.begin(trainer)
+        self._fleeting = fleeting_buffers(pl_module)
         own, buffers = BufferState(pl_module), self._buffers
         if len(buffers) == self._shards.num_shards:
             self._shards.for_each(lambda shard: own.restore(buffers[shard]))
@@ -199,7 +201,7 @@ class RunCheckpoint(Callback):
         checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
             weights_only=False
         )
-        checkpoint[_BUFFERS] = unequal_buffers(trainer.lightning_module, self._shards)
+        checkpoint[BUFFERS] = ShardBuffers(trainer.lightning_module, self._shards, self._fleeting)
         # When training is over the strategy knows them no more.
         if self._gradients is None:
             checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())

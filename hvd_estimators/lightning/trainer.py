@@ -21,7 +21,7 @@ from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
 from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
-from hvd_estimators.lightning.saving import PARTIAL, RunCheckpoint, snapshot
+from hvd_estimators.lightning.saving import BUFFERS, PARTIAL, RunCheckpoint, snapshot
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trained import load_best, state_of
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
@@ -29,6 +29,7 @@ from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.torch.checkpoint import ShardBuffers
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
@@ -259,15 +260,18 @@ class _Trainer:
         data = self.spec.data
         if self.spec.run.checkpoints_path is None:
             return
-        own = captured(self.shards, self.streams.capture), checkpoint.pop(PARTIAL, None)
-        gathered = exchange.gather(own, "checkpoint.streams")
+        buffers: ShardBuffers = checkpoint[BUFFERS]
+        streams = captured(self.shards, self.streams.capture)
+        own = streams, checkpoint.pop(PARTIAL, None), buffers.digests
+        of_streams, partials, digests = zip(*exchange.gather(own, "checkpoint"), strict=True)
+        checkpoint[BUFFERS] = buffers.unequal(digests)
         if self.rank != 0:
             return
-        random = of_shards([of_rank for of_rank, _ in gathered], data.num_shards)
+        random = of_shards(of_streams, data.num_shards)
         is_copy = False
         if batches:
             checkpoint, is_copy = snapshot(checkpoint)
-            checkpoint[PARTIAL] = [partial for _, partial in gathered]
+            checkpoint[PARTIAL] = list(partials)
         epoch = len(history)
         state = RunState(
             epoch,

@@ -34,6 +34,8 @@ class Logging(LightningModule):
         super().__init__()
         self.net = DataDependent()
         self.squared = MeanSquaredError()
+        # Not in state_dict().
+        self.register_buffer("mean", torch.zeros(()), persistent=False)
         # They share their states until the collection is asked.
         self.errors = MetricCollection([MeanAbsoluteError(), MeanSquaredError()])
 
@@ -53,6 +55,8 @@ class Logging(LightningModule):
         self.log("total", loss.detach(), reduce_fx=torch.sum, on_step=False, on_epoch=True)
         self.log("of_step", float(batch_idx))
         self.losses.append(loss.detach())
+        self.mean.lerp_(loss.detach(), 0.1)
+        self.log("running", self.mean.clone())
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
