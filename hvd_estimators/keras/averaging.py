@@ -23,6 +23,7 @@ __all__ = [
     "StatisticsAverager",
     "broadcast_variables",
     "sum_arrays",
+    "sum_number",
     "sum_tensors",
 ]
 
@@ -167,6 +168,12 @@ def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
     ]
 
 
+def sum_number(value: float, name: str) -> float:
+    """Return a number added up over the ranks, in 64 bits."""
+    (total,) = sum_arrays([np.array(value)], name)
+    return float(total)
+
+
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
     """Set Keras variables to what they are on one rank."""
     if hvd.size() == 1:
@@ -194,6 +201,11 @@ class StatisticsAverager:
     ----------
     model : keras.Model
         Built, and the same on all ranks.
+
+    Attributes
+    ----------
+    digests : list of bytes
+        Of the variables as they were in the beginning: what differs from these has changed.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -202,7 +214,7 @@ class StatisticsAverager:
             for variable in model.non_trainable_variables
             if keras.backend.is_float_dtype(variable.dtype)
         ]
-        self._digests = [_digest(variable) for variable in self._variables]
+        self.digests = [_digest(variable) for variable in self._variables]
 
     def average(self, shards: ShardStates) -> None:
         """Average over the shards that the ranks play; called by all of them at the same time."""
@@ -211,7 +223,7 @@ class StatisticsAverager:
         changed = [0.0] * len(self._variables)
 
         def look(_: int) -> None:
-            for index, before in enumerate(self._digests):
+            for index, before in enumerate(self.digests):
                 changed[index] += float(_digest(self._variables[index]) != before)
 
         shards.for_each(look)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import pickle
 import types
 import zipfile
 from collections.abc import Mapping, MutableMapping, MutableSequence, Sequence
 from typing import IO, Any
 
 import keras
+import numpy as np
 
+from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.files import write_archive
 from hvd_estimators.training.encoding import is_encodable
 
-__all__ = ["callback_state", "restore_callback", "save_file"]
+__all__ = ["CallbackStates", "ScalarState", "callback_state", "restore_callback", "save_file"]
+
+_OWN_BYTES = 2**16
+"""Above this a value of a callback (the best weights) is taken to be the same on all ranks."""
 
 _NOT_STATE: tuple[str, ...] = ("_model", "params")
 _OF_FILES = ("append_header",)
@@ -27,6 +33,102 @@ def save_file(model: keras.Model, file: str | IO[bytes]) -> None:
     """
     with zipfile.ZipFile(file, "w") as archive:
         write_archive(model, archive)
+
+
+class ScalarState:
+    """The numbers of a model's optimizers: learning rates, counts of steps, loss scales.
+
+    Callbacks that begin set some of them, and do so again where a run goes on.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Its optimizers are built.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._values = [
+            (variable, variable.numpy())
+            for optimizer in model_optimizers(model)
+            for variable in optimizer.variables
+            if not len(variable.shape)
+        ]
+
+    def restore(self) -> None:
+        """Set them to what they were when this was made."""
+        for variable, value in self._values:
+            variable.assign(value)
+
+
+class CallbackStates:
+    """The states of a run's callbacks: those of rank 0, and in what those of other ranks differ.
+
+    A callback that looks at batches sees those of its own rank.
+
+    Parameters
+    ----------
+    callbacks : sequence of keras.callbacks.Callback
+        The user's, on all ranks the same.
+    restored : mapping
+        What `parts` returned when the run was saved; empty where it begins.
+    rank, size : int
+        This rank, and the number of ranks.
+    scalars : ScalarState, optional
+        What callbacks set when they begin, of a run that goes on.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        restored: Mapping[str, Any],
+        rank: int,
+        size: int,
+        scalars: ScalarState | None = None,
+    ) -> None:
+        self._callbacks = callbacks
+        self._scalars = scalars
+        self._restored = list(restored.get("callbacks", ()))
+        of_ranks = restored.get("callbacks_of_ranks", ())
+        if len(of_ranks) == size:
+            self._restored = [
+                {**state, "values": {**state["values"], **own}}
+                for state, own in zip(self._restored, of_ranks[rank], strict=True)
+            ]
+
+    def own(self) -> list[dict[str, Any]]:
+        """Return what rank 0 needs of this rank, by callback."""
+        return [
+            {
+                name: value
+                for name, value in callback_state(callback)["values"].items()
+                if _num_bytes(value) <= _OWN_BYTES
+            }
+            for callback in self._callbacks
+        ]
+
+    def parts(self, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+        """Return the states as a checkpoint keeps them; ``of_ranks`` is what `own` returned."""
+        first = of_ranks[0]
+        different = [
+            [
+                {
+                    name: value
+                    for name, value in values.items()
+                    if name not in known or pickle.dumps(value) != pickle.dumps(known[name])
+                }
+                for values, known in zip(of_rank, first, strict=True)
+            ]
+            for of_rank in of_ranks
+        ]
+        states = list(map(callback_state, self._callbacks))
+        return {"callbacks": states, "callbacks_of_ranks": different}
+
+    def restore(self) -> None:
+        """Give the callbacks of a run that goes on their states back."""
+        for callback, state in zip(self._callbacks, self._restored, strict=False):
+            restore_callback(callback, state)
+        if self._scalars is not None:
+            self._scalars.restore()
 
 
 def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
@@ -53,9 +155,21 @@ def restore_callback(callback: Any, state: Mapping[str, Mapping[str, Any]]) -> N
     attributes = vars(callback)
     for name, value in state["values"].items():
         if not isinstance(value, str):
-            attributes[name] = _like(attributes.get(name), value)
+            # A container of its own: it can be given back more than once.
+            attributes[name] = _like(attributes.get(name), _plain(value))
     for name, function in state["functions"].items():
         attributes[name] = _function(function)
+
+
+def _num_bytes(value: Any) -> int:
+    """Return about how large a plain value is."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.nbytes
+    if isinstance(value, Mapping):
+        return sum(map(_num_bytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(_num_bytes, value))
+    return len(value) if isinstance(value, (str, bytes)) else 8
 
 
 def _plain(value: Any) -> Any:

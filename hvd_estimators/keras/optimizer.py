@@ -81,6 +81,7 @@ def distribute(
     passes_per_step: int = 1,
     steps_per_epoch: int | None = None,
     learning_rate_scale: float = 1.0,
+    calls: int = 0,
 ) -> None:
     """Put an averager in front of an optimizer's ``apply``.
 
@@ -97,6 +98,8 @@ def distribute(
     learning_rate_scale : float
         The optimizer applies its learning rate times this. What ``optimizer.learning_rate`` says,
         and what callbacks and schedules set, stays as it is.
+    calls : int
+        Calls that the first epoch has behind it, in an earlier part of the run: whole steps.
     """
     if is_distributed(optimizer):
         raise ParamError("optimizer: it averages gradients over ranks already. Wrap it once.")
@@ -117,7 +120,7 @@ def distribute(
             step(averager.weigh(grads), weight, trainable_variables)
 
     else:
-        accumulator = _Accumulator(passes_per_step, steps_per_epoch)
+        accumulator = _Accumulator(passes_per_step, steps_per_epoch, calls)
 
         def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             if not optimizer.built:
@@ -137,9 +140,10 @@ def distribute(
 class _Accumulator:
     """Adds up gradients between two steps, in variables that are not part of the optimizer."""
 
-    def __init__(self, passes: int, steps_per_epoch: int | None) -> None:
+    def __init__(self, passes: int, steps_per_epoch: int | None, calls: int = 0) -> None:
         self._passes = passes
         self._steps_per_epoch = steps_per_epoch
+        self._first = calls
         self._sums: list[tf.Variable | None] | None = None
 
     def add(self, gradients: Sequence[Any], weight: Any) -> tf.Tensor:
@@ -151,7 +155,7 @@ class _Accumulator:
                     for g in gradients
                 ]
                 self._weight = tf.Variable(0.0, trainable=False)
-                self._calls = tf.Variable(0, dtype=tf.int64, trainable=False)
+                self._calls = tf.Variable(self._first, dtype=tf.int64, trainable=False)
         for total, gradient in zip(self._sums, gradients, strict=True):
             if total is not None:
                 total.assign_add(gradient)

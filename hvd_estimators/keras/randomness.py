@@ -38,14 +38,20 @@ class RandomStreams(HostStreams):
         The shard that the rank plays, or the first one of those.
     first_epoch : int
         The epoch with which this part of the run begins.
+    rows : int
+        Rows of that epoch that are done.
     """
 
-    def __init__(self, model: keras.Model, seed: int, shard: int, first_epoch: int = 0) -> None:
+    def __init__(
+        self, model: keras.Model, seed: int, shard: int, first_epoch: int = 0, rows: int = 0
+    ) -> None:
         self._seed = seed
         # Generators of the same seed draw the same numbers, as they do in one process.
         self._states = [(state, state.numpy().tolist()) for state in seed_states(model)]
         self._states.append((global_seed_generator().state, [0, 0]))
         own = seed_rank(seed, shard, first_epoch)
+        if rows:
+            own = _mixed(own, [rows])[0]
         # Counts for functions that are traced later. In a later epoch it would begin their numbers
         # anew, the same ones.
         tf.random.set_seed(own)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import keras
-import numpy as np
 
-from hvd_estimators.keras.averaging import StatisticsAverager, sum_arrays
-from hvd_estimators.keras.checkpoint import callback_state, restore_callback
+from hvd_estimators.keras.averaging import StatisticsAverager
+from hvd_estimators.keras.ends import EpochEnd, StepEnd, scalars
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.shards import Turns
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shards import ShardStates
-from hvd_estimators.training.spec import EpochMetrics
-from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = [
-    "EpochEnd",
     "ProgressReports",
     "RankCallbacks",
     "StatisticsCallback",
@@ -75,6 +71,16 @@ class StatisticsCallback(keras.callbacks.Callback):
         """Average, where there was no validation."""
         self._average()
 
+    @property
+    def digests(self) -> list[bytes]:
+        """What the statistics were when the epoch began, see `StatisticsAverager`."""
+        return [] if self._averager is None else self._averager.digests
+
+    def put_back(self, digests: Sequence[bytes]) -> None:
+        """Go on within an epoch that had begun with these statistics."""
+        assert self._averager is not None
+        self._averager.digests = list(digests)
+
     def _average(self) -> None:
         if self._due and self._averager is not None:
             self._due = False
@@ -82,111 +88,35 @@ class StatisticsCallback(keras.callbacks.Callback):
 
 
 class ProgressReports(keras.callbacks.Callback):
-    """Tells the driver how far the epoch is. Rank 0 only."""
+    """Tells the driver how far the epoch is. Rank 0 only.
 
-    def __init__(self, progress: Progress) -> None:
+    Parameters
+    ----------
+    progress : Progress
+        Sends it.
+    done : int
+        Steps that the first epoch has behind it, in an earlier part of the run.
+    """
+
+    def __init__(self, progress: Progress, done: int = 0) -> None:
         super().__init__()
         self._progress = progress
+        self._done = done
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Note when the epoch began."""
-        self._progress.start_epoch(epoch)
+        self._progress.start_epoch(epoch, self._done)
+        self._done = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report now and then what this rank has measured."""
         # Before the first batch nothing is measured, and metrics are not even built.
         if batch and self._progress.due:
-            self._progress.step(batch, _scalars(self.model.get_metrics_result()))
+            self._progress.step(batch, scalars(self.model.get_metrics_result()))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Report the whole epoch."""
-        self._progress.end_epoch(_scalars(logs or {}))
-
-
-class EpochEnd(keras.callbacks.Callback):
-    """Comes after all other callbacks: takes down an epoch, and lets ranks stop together.
-
-    Parameters
-    ----------
-    callbacks : sequence of keras.callbacks.Callback
-        The user's, on all ranks the same; their state is kept for a resumed run.
-    history : sequence of EpochMetrics
-        Epochs of an earlier part of the run.
-    restored : sequence of mapping
-        State of the callbacks after these.
-    writer : EventWriter
-        Writes the logs, where no callback of the user's does.
-    progress : Progress
-        Tells the driver.
-    save : callable
-        Called after each epoch, on all ranks, with the epochs, what gives the callbacks' states,
-        and whether a callback has stopped training.
-
-    Attributes
-    ----------
-    history : list of EpochMetrics
-        All epochs so far.
-    stop : bool
-        Whether a callback of this rank has asked for a stop in the course of the epoch.
-    stopped : bool
-        Whether callbacks have stopped training.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[keras.callbacks.Callback],
-        history: Sequence[EpochMetrics],
-        restored: Sequence[Mapping[str, Any]],
-        writer: EventWriter,
-        progress: Progress,
-        save: Callable[[tuple[EpochMetrics, ...], Callable[[], Sequence[Any]], bool], None],
-    ) -> None:
-        super().__init__()
-        self.history = list(history)
-        self._callbacks = callbacks
-        self._restored = restored
-        self._writer = writer
-        self._progress = progress
-        self._save = save
-        self._own_tensorboard = any(
-            isinstance(callback, keras.callbacks.TensorBoard) for callback in callbacks
-        )
-        self.stop = False
-        self.stopped = False
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restore the callbacks, which have reset themselves just before."""
-        for callback, state in zip(self._callbacks, self._restored, strict=False):
-            restore_callback(callback, state)
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Take down what was measured, agree on whether to stop, and save."""
-        values = dict(logs or {})
-        train = {name: v for name, v in values.items() if not name.startswith("val_")}
-        validation = {
-            name.removeprefix("val_"): v for name, v in values.items() if name.startswith("val_")
-        }
-        record = EpochMetrics(epoch, train, validation or None)
-        self.history.append(record)
-        self._progress.record(record)
-        if not self._own_tensorboard:
-            stages = {"train": train, "validation": validation}
-            self._writer.scalars(
-                epoch,
-                {
-                    f"{stage}/{name}": value
-                    for stage, measured in stages.items()
-                    for name, value in _scalars(measured).items()
-                },
-            )
-        wanted = float(self.stop or self.model.stop_training)
-        (ranks,) = sum_arrays([np.array(wanted)], "stop")
-        self.model.stop_training = self.stopped = bool(ranks)
-        self._save(
-            tuple(self.history),
-            lambda: list(map(callback_state, self._callbacks)),
-            self.stopped,
-        )
+        self._progress.end_epoch(scalars(logs or {}))
 
 
 class RankCallbacks(keras.callbacks.CallbackList):
@@ -211,6 +141,12 @@ class RankCallbacks(keras.callbacks.CallbackList):
         Epochs of the run, steps of an epoch.
     turns : Turns
         Tells which batches make a step.
+    statistics : StatisticsCallback, optional
+        One of the callbacks.
+    step_end : StepEnd, optional
+        Called after each step, after all callbacks.
+    resumed : Resumed, optional
+        Goes on within the first epoch.
     """
 
     def __init__(
@@ -221,22 +157,52 @@ class RankCallbacks(keras.callbacks.CallbackList):
         epochs: int,
         steps: int,
         turns: Turns,
+        statistics: StatisticsCallback | None = None,
+        step_end: StepEnd | None = None,
+        resumed: Resumed | None = None,
     ) -> None:
         super().__init__(
             [*callbacks, end], add_history=True, model=model, epochs=epochs, steps=steps, verbose=0
         )
         self._end = end
         self._turns = turns
+        self._statistics = statistics
+        self._step_end = step_end
+        self._looks = step_end is not None and step_end.looks
+        self._resumed = resumed
+        # Batches of the epoch that an earlier part of the run has trained on.
+        self._skipped = 0
         self._batch_ends = True
+        self._epoch = self._done = 0
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Call the callbacks; by now there is the training function."""
+        super().on_train_begin(logs)
+        if self._resumed is not None:
+            self._resumed.skip(self.model.steps_per_execution)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks."""
         super().on_epoch_begin(epoch, logs)
+        resumed, self._resumed = self._resumed, None
+        self._skipped = 0
+        if resumed is not None:
+            self._skipped = resumed.batches
+            resumed.restore(self)
+        self._epoch, self._done = epoch, self._skipped // self._turns.passes
         # Only now, since instances can be given other functions at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
+    def put_back(self, digests: Sequence[bytes], stop: bool) -> None:
+        """Go on within an epoch: give callbacks their states back."""
+        if self._statistics is not None:
+            self._statistics.put_back(digests)
+        self._end.put_back(stop)
+
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks, where a step begins."""
+        if batch < self._skipped:
+            return
         step = self._turns.begin(batch)
         if step is not None:
             super().on_train_batch_begin(step, logs)
@@ -244,18 +210,42 @@ class RankCallbacks(keras.callbacks.CallbackList):
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Call the callbacks, where a step ends, if any of them takes this."""
+        if batch < self._skipped:
+            return
         step = self._turns.end(batch)
-        if self._batch_ends and step is not None:
-            if self._turns.passes > 1:
-                # Those that Keras has may be of a batch without rows.
-                logs = self.model.get_metrics_result()
+        if step is None:
+            return
+        if self._turns.passes > 1 and (self._looks or self._batch_ends):
+            # Those that Keras has may be of a batch without rows.
+            logs = self.model.get_metrics_result()
+        if self._looks and self._step_end is not None:
+            # A callback may raise an error of its own for it, on one rank only.
+            self._step_end.look(self.model, self._epoch, step + 1, logs or {})
+        if self._batch_ends and self._turns.is_told(step):
             super().on_train_batch_end(step, logs)
             self._put_stop_off()
+        if self._step_end is not None:
+            before, self._done = self._done, step + 1
+            self._step_end.finish(self._epoch, before, step + 1)
 
     def _put_stop_off(self) -> None:
         if self.model.stop_training:
             self._end.stop = True
             self.model.stop_training = False
+
+
+class Resumed(Protocol):
+    """What goes on within an epoch."""
+
+    @property
+    def batches(self) -> int:
+        """Batches of this rank that are done."""
+
+    def skip(self, batches_per_call: int) -> None:
+        """Let the training function do nothing for these."""
+
+    def restore(self, callbacks: RankCallbacks) -> None:
+        """Put back what had happened, now that the epoch has begun."""
 
 
 def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
@@ -267,7 +257,3 @@ def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
         is not getattr(keras.callbacks.Callback, name)
         for name in ("on_train_batch_end", "on_batch_end")
     )
-
-
-def _scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}

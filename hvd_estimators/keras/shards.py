@@ -67,6 +67,8 @@ class Turns:
 
     Attributes
     ----------
+    variables : VariableState
+        What layers change.
     shards : ShardStates
         What the rank's shards have for themselves.
     passes : int
@@ -82,8 +84,8 @@ class Turns:
         streams: RandomStreams,
         steps_per_call: int = 1,
     ) -> None:
-        parts = (streams, VariableState(model))
-        self.shards = ShardStates(num_shards, rank, size, parts)
+        self.variables = VariableState(model)
+        self.shards = ShardStates(num_shards, rank, size, (streams, self.variables))
         self.passes = self.shards.passes
         self._model = model
         self._steps_per_call = steps_per_call
@@ -91,17 +93,16 @@ class Turns:
 
     def begin(self, batch: int) -> int | None:
         """Be the shard of a batch; return the step if that is one which callbacks are told of."""
-        if self.passes == 1:
-            return batch
         step, turn = divmod(batch, self.passes)
-        self.shards.enter(turn)
-        if turn >= len(self.shards.shards):
-            # A loss over no rows is NaN.
-            self._measured = [variable.numpy() for variable in self._model.metrics_variables]
+        if self.passes > 1:
+            self.shards.enter(turn)
+            if turn >= len(self.shards.shards):
+                # A loss over no rows is NaN.
+                self._measured = [variable.numpy() for variable in self._model.metrics_variables]
         return step if not turn and not step % self._steps_per_call else None
 
     def end(self, batch: int) -> int | None:
-        """Note that a batch is over; return the step if callbacks are told of its end."""
+        """Note that a batch is over; return the step, counted from 0, if that is over, too."""
         if self.passes == 1:
             return batch
         if self._measured is not None:
@@ -112,4 +113,8 @@ class Turns:
         if turn + 1 < self.passes:
             return None
         self.shards.enter(0)
-        return None if (step + 1) % self._steps_per_call else step
+        return step
+
+    def is_told(self, step: int) -> bool:
+        """Return whether callbacks are told of the end of a step."""
+        return not (step + 1) % self._steps_per_call

@@ -2,36 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables
+from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables, sum_number
 from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
-from hvd_estimators.keras.checkpoint import save_file
+from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState, save_file
 from hvd_estimators.keras.dataset import ColumnDatasets
 from hvd_estimators.keras.devices import choose_devices
-from hvd_estimators.keras.files import load_weights
+from hvd_estimators.keras.ends import EpochEnd, StepEnd
 from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
 from hvd_estimators.keras.lost_peers import naming_lost_peers
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
+from hvd_estimators.keras.partial import PartialEpoch
 from hvd_estimators.keras.randomness import RandomStreams
+from hvd_estimators.keras.saver import RunSaver, restore_run
 from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.session import (
-    EpochEnd,
     ProgressReports,
     RankCallbacks,
     StatisticsCallback,
@@ -45,18 +45,16 @@ from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.temporary import LocalFile
-from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.finite import FiniteCheck
+from hvd_estimators.training.interruption import StopRequest
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
-from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState
+from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.tensorboard import EventWriter
 
 __all__ = ["KerasTrainSpec", "train"]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -122,12 +120,17 @@ class _Trainer:
                 spec.checkpoint_callback, directory, spec.run.checkpoints_path, spec.store
             )
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
-        self.restored = self._restore()
+        self.restored = restore_run(spec, self.model, self.rank, self.kept)
         self.spec = spec = heeding_stop(spec, self.restored)
         optimizers = model_optimizers(self.model)
         broadcast_variables(
             [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
         )
+        # Epochs that are done, and batches of a shard of the next one.
+        self.done, self.batches = 0, 0
+        if self.restored is not None:
+            self.done = self.restored.epoch
+            self.batches = spec.data.batches_before(self.done, self.restored.rows)
         self.averagers = []
         for number, optimizer in enumerate(optimizers):
             averager = GradientAverager(spec.gradient_compression, f"gradients.of{number}")
@@ -138,19 +141,25 @@ class _Trainer:
                 spec.backward_passes_per_step * spec.data.passes_per_batch,
                 spec.data.train_steps_per_epoch * spec.data.passes_per_batch,
                 spec.data.num_shards if spec.scale_learning_rate else 1,
+                self.batches * spec.data.passes_per_batch,
             )
         self._weight_batches()
 
     def run(self) -> TrainResult:
-        spec, state = self.spec, self.restored
-        done = 0 if state is None else state.epoch
-        history = () if state is None else state.history
-        states = () if state is None else state.parts["callbacks"]
+        spec, state, done = self.spec, self.restored, self.done
         data = open_data_module(
-            spec.data, self.rank, self.size, epoch=done, epochs=spec.epochs - done
+            spec.data,
+            self.rank,
+            self.size,
+            epoch=done,
+            rows=0 if state is None else state.rows,
+            epochs=spec.epochs - done,
         )
         progress = Progress(spec, self.rank)
+        stop_request = StopRequest(functools.partial(sum_number, name="stop_request"), self.size)
         with (
+            # Who has been asked to end gets time until the checkpoint is written.
+            stop_request,
             data,
             self.logs,
             EventWriter(self.logs.path, done) as writer,
@@ -159,10 +168,23 @@ class _Trainer:
         ):
             checkpoint = spec.checkpoint_callback
             stateful = [*spec.callbacks, *([] if checkpoint is None else [checkpoint])]
-            end = EpochEnd(stateful, history, states, writer, progress, self._save)
+            states = CallbackStates(
+                stateful,
+                {} if state is None else state.parts,
+                self.rank,
+                self.size,
+                None if state is None else ScalarState(self.model),
+            )
+            summing = functools.partial(sum_number, name="not_finite")
+            finite = FiniteCheck(self.rank, self.size, summing, exchange)
+            step_end = StepEnd(spec, self._save_within, stop_request, finite)
+            history = () if state is None else state.history
+            end = self.end = EpochEnd(
+                stateful, history, states, writer, progress, self._save_epoch, step_end
+            )
             end.stopped = stopped_before(spec, state)
             if done < spec.epochs:
-                self._fit(data, done, end, progress)
+                self._fit(data, states, step_end, progress)
             else:
                 self._end_again(end)
         return TrainResult(
@@ -177,13 +199,20 @@ class _Trainer:
         spec = self.spec
         chosen = for_rank(spec.callbacks, self.rank, self.logs.path)
         ending = [callback for callback in chosen if not writes_files(callback)]
-        callbacks = keras.callbacks.CallbackList([*ending, end], model=self.model)
+        steps = spec.data.train_steps_per_epoch
+        callbacks = keras.callbacks.CallbackList(
+            [*ending, end], model=self.model, epochs=spec.epochs, steps=steps, verbose=0
+        )
         callbacks.on_train_begin()
+        # As fit() does: an optimizer may end with averages of the weights.
+        self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         callbacks.on_train_end()
 
-    def _fit(self, data: DataModule, done: int, end: EpochEnd, progress: Progress) -> None:
-        spec = self.spec
-        turn_off_jit_compile(self.model)
+    def _fit(
+        self, data: DataModule, states: CallbackStates, step_end: StepEnd, progress: Progress
+    ) -> None:
+        spec, model, done = self.spec, self.model, self.done
+        turn_off_jit_compile(model)
         datasets = ColumnDatasets(
             data,
             _equal_rows(spec.data, data),
@@ -192,26 +221,38 @@ class _Trainer:
             spec.tensors.for_validation().tensors,
         )
         steps, passes = spec.data.train_steps_per_epoch, spec.data.passes_per_batch
-        if steps % self.model.steps_per_execution:
+        if steps % model.steps_per_execution:
             # Several batches at a time would end an epoch within the next.
-            self.model.steps_per_execution = 1
-        streams = self.streams = RandomStreams(self.model, spec.data.random_seed, self.rank, done)
-        turns = self.turns = Turns(
-            self.model,
-            spec.data.num_shards,
-            self.rank,
-            self.size,
-            streams,
-            self.model.steps_per_execution,
+            model.steps_per_execution = 1
+        steps_per_call = model.steps_per_execution
+        if passes > 1 or self.batches % steps_per_call or spec.terminate_on_nan:
+            # The shard changes between two batches; the first steps make no whole call; the step
+            # is to be named.
+            model.steps_per_execution = 1
+        rows = 0 if self.restored is None else self.restored.rows
+        streams = RandomStreams(model, spec.data.random_seed, self.rank, done, rows)
+        turns = Turns(model, spec.data.num_shards, self.rank, self.size, streams, steps_per_call)
+        self.saver = RunSaver(
+            spec, model, self.rank, self.checkpoints, self.kept, self.logs, states, streams, turns
         )
-        if passes > 1:
-            # The shard changes between two batches.
-            self.model.steps_per_execution = 1
-        has_validation = spec.data.val_plan is not None
+        train, has_validation = datasets.train(), spec.data.val_plan is not None
         validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)
+        resumed = None
+        if self.restored is not None and rows:
+            resumed = PartialEpoch(
+                model,
+                self.restored,
+                turns,
+                self.batches * passes,
+                self.rank,
+                self.size,
+                streams.restore,
+            )
+            resumed.build(train.element_spec)
+        statistics = self.statistics = StatisticsCallback(turns.shards)
         chosen: list[Any] = [
             StreamsCallback(streams, turns.shards),
-            StatisticsCallback(turns.shards),
+            statistics,
             MetricAverageCallback(),
         ]
         for callback in spec.callbacks:
@@ -220,18 +261,29 @@ class _Trainer:
         chosen += for_rank(spec.callbacks, self.rank, self.logs.path)
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []
-            chosen += [ProgressReports(progress)] if spec.verbose else []
-        self.model.fit(
-            datasets.train(),
+            chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
+        model.fit(
+            train,
             epochs=spec.epochs,
             initial_epoch=done,
             steps_per_epoch=steps * passes,
             validation_data=validation if has_validation else None,
             # The data module shuffles.
             shuffle=False,
-            callbacks=RankCallbacks(chosen, end, self.model, spec.epochs, steps, turns),
+            callbacks=RankCallbacks(
+                chosen, self.end, model, spec.epochs, steps, turns, statistics, step_end, resumed
+            ),
             verbose=0,
         )
+
+    def _save_epoch(self, epochs: int) -> None:
+        """Save the run after its newest epoch. Called by all ranks."""
+        assert len(self.end.history) == epochs
+        self.saver.save_epoch(self.end.history, self.end.stopped)
+
+    def _save_within(self, epoch: int, batches: int) -> None:
+        """Save the run after so many batches of an epoch. Called by all ranks."""
+        self.saver.save_within(self.end.history, batches, self.statistics.digests, self.end.stop)
 
     def _weight_batches(self) -> None:
         """Tell the averagers, from within the training step, what the batch counts for."""
@@ -251,44 +303,6 @@ class _Trainer:
                 return step(data)
 
         self.model.train_step = train_step
-
-    def _restore(self) -> RunState | None:
-        """Load the newest checkpoint of the run on all ranks, where there is one."""
-        run, store = self.spec.run, self.spec.store
-
-        def load(file: IO[bytes]) -> None:
-            load_weights(self.model, file)
-
-        state = restore(store, run, exchange, self.rank, load)
-        if state is not None:
-            if self.kept is not None:
-                self.kept.fetch()
-            if self.rank == 0:
-                logger.info("Resuming run %s after %d epochs", run.run_id, state.epoch)
-        return state
-
-    def _save(
-        self,
-        history: tuple[EpochMetrics, ...],
-        callbacks: Callable[[], Sequence[Any]],
-        stopped: bool,
-    ) -> None:
-        """Save the run after its newest epoch. Called by all ranks."""
-        self.logs.sync()
-        kept = None
-        if self.kept is not None:
-            self.checkpoints.finish()
-            kept = self.kept.upload()
-        data = self.spec.data
-        if self.spec.run.checkpoints_path is None:
-            return
-        own = captured(self.turns.shards, self.streams.capture)
-        streams = exchange.gather(own, "checkpoint.streams")
-        if self.rank == 0:
-            random = of_shards(streams, data.num_shards)
-            parts = {"callbacks": list(callbacks())}
-            state = RunState(len(history), 0, data.num_shards, history, random, parts, stopped)
-            self.checkpoints.save(state, lambda file: save_file(self.model, file), kept)
 
     def _final_state(self) -> LocalFile | None:
         if self.rank != 0:

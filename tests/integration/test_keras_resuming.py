@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,14 @@ import lightning_ranks
 import numpy as np
 import pytest
 import reference
+import resuming
 import tensorflow as tf
 from keras_reference import make_estimator
 from lightning_ranks import StandingBackend
 from reference import WIDTH, write_rows
+from resuming import AskedToEnd, kept_checkpoints
 
+from hvd_estimators.keras import LearningRateWarmupCallback
 from hvd_estimators.training.state import read_state
 
 pytestmark = pytest.mark.integration
@@ -60,6 +63,44 @@ class Counting(keras.callbacks.Callback):
         logs["told"] = sum(self.last) + self.seen["epochs"] + float(self.lowest)
 
 
+class Batches(keras.callbacks.Callback):
+    """Has state of each rank's own, and begins anew with the epoch; sets the rate by steps."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.mean = 0.0
+        self.model.optimizer.learning_rate = 0.05
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.batches: list[int] = []
+        # Twice would be once too often.
+        self.model.optimizer.learning_rate *= 0.9
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches.append(batch)
+        self.mean = (self.mean + logs["loss"]) / 2
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        logs["own"], logs["batches"] = self.mean, len(self.batches)
+
+
+class Largest(keras.metrics.Metric):
+    """Has a state that is not added up."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.largest = self.add_weight(initializer="zeros", name="largest")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        self.largest.assign(tf.maximum(self.largest, tf.reduce_max(y_pred)))
+
+    def merge_state(self, metrics: Any) -> None:
+        for metric in metrics:
+            self.largest.assign(tf.maximum(self.largest, metric.largest))
+
+    def result(self) -> Any:
+        return self.largest
+
+
 def make_net() -> keras.Model:
     keras.utils.set_random_seed(7)
     inputs = keras.Input((WIDTH,))
@@ -70,19 +111,17 @@ def make_net() -> keras.Model:
 
 def run(store: Any, backend: Any, run_id: str, epochs: int, **params: Any) -> list[Any]:
     """Return all that a run has ended with."""
-    fitted = make_estimator(
-        store,
-        2,
-        backend=backend,
-        model=make_net(),
-        optimizer=keras.optimizers.Adam(0.05),
-        batch_size=16,
-        epochs=epochs,
-        run_id=run_id,
-        validation=0.1,
-        shuffle=True,
-        scale_learning_rate=True,
-        callbacks=[
+    given = {
+        "backend": backend,
+        "model": make_net(),
+        "optimizer": keras.optimizers.Adam(0.05),
+        "batch_size": 16,
+        "epochs": epochs,
+        "run_id": run_id,
+        "validation": 0.1,
+        "shuffle": True,
+        "scale_learning_rate": True,
+        "callbacks": [
             Counting(),
             # Reduces with every epoch; stops after some without much progress.
             keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=1e9),
@@ -90,8 +129,8 @@ def run(store: Any, backend: Any, run_id: str, epochs: int, **params: Any) -> li
                 patience=3, min_delta=1e9, restore_best_weights=True, monitor="val_loss"
             ),
         ],
-        **params,
-    ).fit_on_parquet()
+    }
+    fitted = make_estimator(store, 2, **{**given, **params}).fit_on_parquet()
     model = fitted.getModel()
     state = read_state(store, store.get_checkpoints(run_id)[-1])
     weights = [variable.numpy() for variable in [*model.variables, *model.optimizer.variables]]
@@ -115,7 +154,7 @@ def assert_equal_bits(found: Any, expected: Any) -> None:
 
 @pytest.fixture
 def backend(tmp_path: Path) -> Iterator[StandingBackend]:
-    for module in (reference, keras_reference, lightning_ranks, sys.modules[__name__]):
+    for module in (reference, keras_reference, lightning_ranks, resuming, sys.modules[__name__]):
         cloudpickle.register_pickle_by_value(module)
     with StandingBackend(2, tmp_path / "ranks", "tensorflow") as standing:
         yield standing
@@ -147,3 +186,91 @@ def test_a_run_goes_on_from_each_epoch(
     assert len(run(store, backend, "parts", 9, resume_stopped=True)[0]["loss"]) == 5
     first, second = whole[3]
     assert not np.array_equal(first["keras"][0], second["keras"][0])
+
+
+def with_callbacks() -> dict[str, Any]:
+    return {
+        "callbacks": [Batches(), Counting(), LearningRateWarmupCallback(warmup_epochs=1.5)],
+        "optimizer": keras.optimizers.SGD(0.05, momentum=0.9),
+        "data_module": "arrow",
+        "metrics": ["mae", Largest(name="largest")],
+        "terminate_on_nan": True,
+    }
+
+
+def with_passes() -> dict[str, Any]:
+    rate = keras.optimizers.schedules.ExponentialDecay(0.05, 3, 0.9)
+    return {
+        "callbacks": [],
+        # Eight batches are three steps, the last one of the two that are left.
+        "backward_passes_per_step": 3,
+        "batch_size": 7,
+        "optimizer": keras.optimizers.Adam(rate, use_ema=True, weight_decay=0.01),
+    }
+
+
+def scaled() -> dict[str, Any]:
+    net = make_net()
+    net.compile("sgd", "mse", steps_per_execution=2, jit_compile=False)
+    inner = keras.optimizers.SGD(0.02, gradient_accumulation_steps=3)
+    return {
+        "model": net,
+        "callbacks": [Batches()],
+        "batch_size": 7,
+        "optimizer": keras.optimizers.LossScaleOptimizer(
+            inner, initial_scale=2.0**40, dynamic_growth_steps=2
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    ("every", "make_params"), [(3, with_callbacks), (1, with_passes), (4, scaled)]
+)
+def test_a_run_goes_on_from_within_epochs(
+    backend: Any, store: Any, every: int, make_params: Callable[[], dict[str, Any]]
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    whole = run(store, backend, "whole", 2, **make_params())
+
+    def run_again(run_id: str, backend: Any = backend, **more: Any) -> list[Any]:
+        params = {**make_params(), "checkpoint_every_n_steps": every, **more}
+        return run(store, backend, run_id, 2, **params)
+
+    assert_equal_bits(run_again("kept", keep_checkpoints=99), whole)
+    positions = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        positions.append(position)
+        assert_equal_bits(run_again(run_id), whole)
+    assert {epoch for epoch, rows in positions if rows} == {0, 1}, positions
+
+
+class Explodes(keras.callbacks.Callback):
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.model.optimizer.iterations == 5:
+            self.model.optimizer.learning_rate = 3e38
+
+
+def test_ranks_end_together_where_asked_to_and_by_nan(backend: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 107)
+    write_rows(Path(store.get_val_data_path()), 30, seed=1)
+    params = {"callbacks": [Counting()], "batch_size": 8}
+    whole = run(store, backend, "whole", 2, **params)
+    # Ranks look after their first step, and later ones.
+    stopped = [(0, 0)]
+    for after in (1, 3, 2):
+        with pytest.raises(AssertionError, match="TrainingInterruptedError: The ranks were asked"):
+            run(store, AskedToEnd(backend, after), "asked", 2, **params)
+        state = read_state(store, store.get_checkpoints("asked")[-1])
+        stopped.append((state.epoch, state.rows))
+    assert stopped[1] == (0, 16)
+    assert stopped == sorted(set(stopped))
+    assert_equal_bits(run(store, backend, "asked", 2, **params), whole)
+
+    params["callbacks"] = [Explodes(), keras.callbacks.TerminateOnNaN(raise_error=True)]
+    params |= {"terminate_on_nan": True, "checkpoint_every_n_steps": 1}
+    sgd = keras.optimizers.SGD(0.01)
+    with pytest.raises(AssertionError, match=r"(?s)NotFiniteError.* at step 6 of the run .*dense"):
+        run(store, backend, "nan", 2, optimizer=sgd, **params)
+    # After the fifth of seven steps.
+    assert store.get_checkpoints("nan")[-1].endswith("-000000-80.ckpt")

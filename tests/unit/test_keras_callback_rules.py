@@ -97,7 +97,7 @@ def test_a_slow_first_batch_is_not_reported() -> None:
         def __init__(self) -> None:
             self.steps: list[tuple[int, Mapping[str, float]]] = []
 
-        def start_epoch(self, epoch: int) -> None:
+        def start_epoch(self, epoch: int, step: int) -> None:
             pass
 
         def step(self, step: int, means: Mapping[str, float]) -> None:

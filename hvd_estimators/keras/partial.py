@@ -1,0 +1,196 @@
+"""An epoch that is under way: what a checkpoint within it holds, and how a rank goes on in it.
+
+Runs on the worker. ``Model.fit`` begins epochs only at their first batch. So the one that a run
+goes on in is begun as any other, its callbacks are told so, and then all that had happened in it is
+put back; the batches that were trained on before are counted and not run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.keras.metric_states import added_variables, merge_states, merged_metrics
+from hvd_estimators.keras.objects import exchange
+from hvd_estimators.keras.session import RankCallbacks
+from hvd_estimators.keras.shards import Turns
+from hvd_estimators.parquet.columns import Array
+from hvd_estimators.training.randomness import captured, of_shards
+from hvd_estimators.training.state import RunState
+
+__all__ = ["PartialEpoch", "build_metrics", "metric_states", "unequal_variables"]
+
+logger = logging.getLogger(__name__)
+
+
+class PartialEpoch:
+    """Goes on within the epoch that a checkpoint was written in.
+
+    Parameters
+    ----------
+    model : keras.Model
+        As it was restored.
+    state : RunState
+        What was restored.
+    turns : Turns
+        The rank's.
+    batches : int
+        Batches of this rank that are done.
+    rank, size : int
+        This rank, and the number of ranks.
+    restore_random : callable
+        Sets the random streams of the shard that the rank plays.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        state: RunState,
+        turns: Turns,
+        batches: int,
+        rank: int,
+        size: int,
+        restore_random: Callable[[Mapping[str, Any]], None],
+    ) -> None:
+        self.batches = batches
+        self._model = model
+        self._state = state
+        self._turns = turns
+        self._rank, self._size = rank, size
+        self._restore_random = restore_random
+        # Before callbacks change any of it.
+        self._variables = turns.variables.capture()
+
+    def build(self, element: Any) -> None:
+        """Make the metrics, of which batches have this ``element_spec``."""
+        build_metrics(self._model, element, len(self._state.parts["partial"]["metrics"][0]))
+
+    def restore(self, callbacks: RankCallbacks) -> None:
+        """Put back what had happened in the epoch, now that callbacks know that it begins."""
+        partial, random = self._state.parts["partial"], self._state.random
+
+        def restore_shard(shard: int) -> None:
+            own = partial["variables"][shard]
+            values = [own.get(index, value) for index, value in enumerate(self._variables)]
+            self._turns.variables.restore(values)
+            self._restore_random(random[shard])
+
+        self._turns.shards.for_each(restore_shard)
+        _restore_metrics(self._model, partial["metrics"], self._rank, self._size)
+        callbacks.put_back(partial["digests"], partial["stop"])
+
+    def skip(self, batches_per_call: int) -> None:
+        """Let the model's training function do nothing for the batches that are done.
+
+        Called when ``fit`` has made that function.
+        """
+        model, train = self._model, self._model.train_function
+        left = self.batches // batches_per_call
+
+        def skipping(iterator: Any) -> Any:
+            nonlocal left
+            if left:
+                left -= 1
+                return {}
+            model.train_function = train
+            return train(iterator)
+
+        model.train_function = skipping
+
+
+def metric_states(model: keras.Model) -> list[Array]:
+    """Return what a rank's metrics have measured."""
+    return [variable.numpy() for variable in model.metrics_variables]
+
+
+def build_metrics(model: keras.Model, element: Any, count: int) -> None:
+    """Make the variables of a model's metrics, which Keras itself does in the first step.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Compiled.
+    element : structure of tf.TensorSpec
+        The batches.
+    count : int
+        How many variables there are to be.
+    """
+    if len(model.metrics_variables) != count:
+        if model.run_eagerly:
+            model.test_step(keras.tree.map_structure(_one_row, element))
+        else:
+            # Traced, and not run.
+            tf.function(model.train_step).get_concrete_function(element)
+        model.reset_metrics()
+
+
+def _one_row(spec: tf.TensorSpec) -> tf.Tensor:
+    return tf.zeros([size or 1 for size in spec.shape], spec.dtype)
+
+
+def _restore_metrics(
+    model: keras.Model, of_ranks: Sequence[Sequence[Array]], rank: int, size: int
+) -> None:
+    """Go on with what ranks had measured: with fewer of them, each with that of several.
+
+    With more than there were, some have nothing.
+    """
+    own = of_ranks[rank::size]
+    variables = model.metrics_variables
+    if any(len(state) != len(variables) for state in of_ranks):
+        logger.warning(
+            "metrics: what was measured in the epoch before it was interrupted is left out, since "
+            "the model's metrics have other variables now: expected %d, found %d.",
+            len(of_ranks[0]),
+            len(variables),
+        )
+        return
+    if not own:
+        return
+    places = {id(variable): place for place, variable in enumerate(variables)}
+    for variable in added_variables(model):
+        values = [state[places[id(variable)]] for state in own]
+        kind = getattr(variable, "aggregation", "sum")
+        if len(values) == 1 and (kind != "mean" or size == len(of_ranks)):
+            variable.assign(values[0])
+        elif kind == "sum":
+            variable.assign(np.add.reduce(values))
+        elif kind == "mean":
+            # So that the mean over all ranks stays what it was.
+            variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
+        else:
+            variable.assign(values[0])
+    for metric in merged_metrics(model):
+        merge_states(metric, [[state[places[id(v)]] for v in metric.variables] for state in own])
+
+
+def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
+    """Return what layers count that is not the same for all shards, by place. Called by all ranks.
+
+    Each shard counts its own rows, until an epoch is over.
+    """
+    own = captured(turns.shards, turns.variables.capture)
+    digests = {shard: list(map(_digest, values)) for shard, values in own.items()}
+    gathered = _of_shards(digests, turns, "checkpoint.digests")
+    unequal = [
+        place for place, found in enumerate(zip(*gathered, strict=True)) if len({*found}) > 1
+    ]
+    if not unequal:
+        return [{} for _ in gathered]
+    needed = {shard: {p: values[p] for p in unequal} for shard, values in own.items()}
+    return _of_shards(needed, turns, "checkpoint.variables")
+
+
+def _of_shards(own: Mapping[int, Any], turns: Turns, name: str) -> list[Any]:
+    return list(of_shards(exchange.gather(own, name), turns.shards.num_shards))
+
+
+def _digest(value: Array) -> bytes:
+    # As bytes, since NumPy gives no buffer of bfloat16.
+    return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()

@@ -1,0 +1,112 @@
+"""What a Keras checkpoint within an epoch holds, and how an epoch is gone on with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState
+from hvd_estimators.keras.finite import NotFinite
+from hvd_estimators.keras.partial import _restore_metrics, build_metrics, metric_states
+from hvd_estimators.training.encoding import decode, encode
+
+SPEC = (tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1)))
+
+
+class Own(keras.callbacks.Callback):
+    def __init__(self, seen: list[float], best: float) -> None:
+        super().__init__()
+        self.seen = seen
+        self.best = best
+        self.weights = np.full(10_000, best)
+
+
+def made(**compiled: Any) -> keras.Model:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae", "auc"], **compiled)
+    return model
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_metrics_are_built_without_a_step(run_eagerly: bool) -> None:
+    stepped, model = made(), made(run_eagerly=run_eagerly)
+    x, y = np.ones((4, 3), "f"), np.ones((4, 1), "f")
+    stepped.train_on_batch(x, y)
+    weights = model.get_weights()
+    build_metrics(model, SPEC, len(stepped.metrics_variables))
+    shapes = [v.shape for v in stepped.metrics_variables]
+    assert [v.shape for v in model.metrics_variables] == shapes
+    assert not any(v.numpy().any() for v in model.metrics_variables)
+    np.testing.assert_equal(model.get_weights(), weights)
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_fewer_and_more_ranks_go_on_with_what_was_measured() -> None:
+    model = made()
+    build_metrics(model, SPEC, 99)
+    rng = np.random.default_rng(0)
+    of_ranks = [[rng.random(v.shape) for v in model.metrics_variables] for _ in range(4)]
+    for size in (1, 2, 3, 4, 6):
+        total = [np.zeros(v.shape) for v in model.metrics_variables]
+        for rank in range(size):
+            model.reset_metrics()
+            _restore_metrics(model, of_ranks, rank, size)
+            total = [a + b for a, b in zip(total, metric_states(model), strict=True)]
+        for found, expected in zip(total, map(sum, zip(*of_ranks, strict=True)), strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_callbacks_of_each_rank_get_their_own_state_back() -> None:
+    ranks = [Own([1.0, 2.0], 0.5), Own([3.0], 0.5)]
+    states = [CallbackStates([callback], {}, rank, 2) for rank, callback in enumerate(ranks)]
+    # What is large is rank 0's.
+    ranks[1].weights[:] = 7.0
+    arrays: list[Any] = []
+    document = encode(states[0].parts([state.own() for state in states]), arrays)
+    parts = decode(document, arrays)
+    assert parts["callbacks_of_ranks"] == [[{}], [{"seen": [3.0]}]]
+    for rank, seen in enumerate(([1.0, 2.0], [3.0])):
+        anew = Own([], 0.0)
+        restored = CallbackStates([anew], parts, rank, 2)
+        restored.restore()
+        assert (anew.seen, anew.best, anew.weights[0]) == (seen, 0.5, 0.5)
+        # What it adds is not what it gets when that is given back once more.
+        anew.seen.append(9.0)
+        restored.restore()
+        assert anew.seen == seen
+    alone = Own([], 0.0)
+    CallbackStates([alone], parts, 0, 1).restore()
+    assert alone.seen == [1.0, 2.0]
+
+
+def test_what_callbacks_set_when_they_begin_is_put_back() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+    inner = keras.optimizers.SGD(0.1)
+    model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", jit_compile=False)
+    model.optimizer.build(model.trainable_variables)
+    scalars = ScalarState(model)
+    model.optimizer.learning_rate = 5.0
+    model.optimizer.dynamic_scale.assign(3.0)
+    scalars.restore()
+    assert float(inner.learning_rate) == pytest.approx(0.1)
+    assert float(model.optimizer.dynamic_scale) == 2.0**15
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named(value: float) -> None:
+    model = made()
+    looks = NotFinite(model)
+    assert looks.after_step({"loss": tf.constant(1.0)}) == (None, [])
+    loss, names = looks.after_step({"loss": tf.constant(value)})
+    np.testing.assert_equal((loss, names), (value, []))
+    kernel, bias = model.trainable_variables
+    kernel.assign([[0.0], [value], [0.0]])
+    assert looks.after_step({}) == (None, [kernel.path])
+    # A sum of these overflows.
+    kernel.assign(np.full((3, 1), np.finfo("f").max))
+    bias.assign([np.finfo("f").max])
+    assert looks.after_step({}) == (None, [])
