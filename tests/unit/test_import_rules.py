@@ -44,17 +44,9 @@ SPARK = ("pyspark", "py4j")
 SPARK_FILES = {
     f"launch.{name}"
     for name in (
-        *(
-            "barrier",
-            "cluster",
-            "dynamic",
-            "elastic",
-            "exchange",
-            "failures",
-            "horovod_runner",
-            "job",
-        ),
-        *("jobs", "machines", "preflight", "profiles", "runner", "slots", "spark", "task"),
+        *("ahead", "barrier", "cluster", "dynamic", "elastic", "exchange", "failures"),
+        *("horovod_runner", "job", "jobs", "machines", "preflight", "profiles", "runner"),
+        *("sharing", "slots", "spark", "task"),
     )
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
