@@ -26,6 +26,12 @@ _PACKAGES = (
 )
 # Of these a submodule brings in a framework, and the package itself none.
 _BY_SUBMODULE = {"hvd_estimators": None, "horovod": 2}
+# Of torch, an optimizer that is made imports another second of it in each rank. The trainers make
+# one, whatever their users do.
+_IMPORTED_LATER = {
+    "hvd_estimators.torch.trainer": "torch._dynamo",
+    "hvd_estimators.lightning.trainer": "torch._dynamo",
+}
 # A short text in a pickle: a code, its length, and the text.
 _MENTIONED = re.compile(
     rb"\x8c(.)((?:" + "|".join(_PACKAGES).encode() + rb")(?:\.[A-Za-z_][A-Za-z0-9_]*)*)", re.DOTALL
@@ -51,6 +57,7 @@ def modules_of(call: bytes) -> tuple[str, ...]:
             # What is longer begins like a module and is none.
             if length[0] == len(text):
                 found.add(text.decode())
+    found |= {_IMPORTED_LATER[name] for name in found & _IMPORTED_LATER.keys()}
     return tuple(sorted({name for name in map(_to_import, found) if name}))
 
 
@@ -62,6 +69,8 @@ def known_module(name: str) -> str | None:
 def _to_import(name: str) -> str:
     """Return the module to import for one that is mentioned; empty if there is none."""
     package, _, rest = name.partition(".")
+    if name in _IMPORTED_LATER.values():
+        return name
     if package not in _BY_SUBMODULE:
         return package
     if not rest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from typing import Any
 
@@ -50,6 +51,13 @@ def test_an_estimator_says_which_trainer_it_has() -> None:
     call: Any = StoredCall(None, "", "", "", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
     found = of(train_stored, call)
     assert "hvd_estimators.torch.trainer" in found
+    # What torch imports when the trainer makes an optimizer.
+    code = (
+        "import sys, torch; torch.optim.SGD([torch.ones(1)], lr=1)\n"
+        "print('torch._dynamo' in sys.modules)"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ("torch._dynamo" in found) == (told.stdout.strip() == "True")
     assert "hvd_estimators" not in found
     # Before there is anything to call, the same is known.
     put: Any = StoredCall(None, "/s/call", "0a" * 32, "/s/state", "hvd_estimators.torch.trainer")  # type: ignore[arg-type]
