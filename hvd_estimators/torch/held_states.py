@@ -119,13 +119,16 @@ def _stateful(name: str, value: Any, known: set[int], depth: int) -> Iterator[tu
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with a name that says where it is."""
+    """Yield the parts of a value that are not plain, each with a name that says where it is."""
+    # A list with a number of each batch is looked through at each checkpoint.
     if isinstance(value, _DICTS):
         for key, entry in value.items():
-            yield f"{name}[{key!r}]", entry
+            if type(entry) not in _PLAIN:
+                yield f"{name}[{key!r}]", entry
     elif isinstance(value, _LISTS):
         for index, entry in enumerate(value):
-            yield f"{name}[{index}]", entry
+            if type(entry) not in _PLAIN:
+                yield f"{name}[{index}]", entry
     elif isinstance(value, functools.partial):
         yield f"{name}.func", value.func
         yield from _parts(f"{name}.args", value.args)
