@@ -21,22 +21,13 @@ ROWS, VALIDATION_ROWS, BATCH_SIZE, EPOCHS, EVERY = 107, 30, 8, 2, 3
 STEPS = 7
 """Of an epoch, on two ranks."""
 
-# Those that save within epochs, too.
-WITHIN_EPOCHS: tuple[str, ...] = ("torch", "lightning")
+LENGTH = Length(
+    steps=EPOCHS * STEPS, validations=2 * EPOCHS, checkpoints=8 * (EPOCHS * STEPS // EVERY)
+)
+"""How many events a run has, of checkpoints as many as there are at least."""
 
-
-def length(framework: str) -> Length:
-    """Return how many events a run has, of checkpoints as many as there are at least."""
-    saves = EPOCHS * STEPS // EVERY if framework in WITHIN_EPOCHS else EPOCHS
-    return Length(steps=EPOCHS * STEPS, validations=2 * EPOCHS, checkpoints=8 * saves)
-
-
-def most_lost(framework: str) -> int:
-    """Return how many steps of a rank are trained again at most.
-
-    A checkpoint may be on its way to the store while the next steps are trained.
-    """
-    return 2 * EVERY if framework in WITHIN_EPOCHS else 2 * STEPS
+MOST_LOST = 2 * EVERY
+"""Steps of a rank that are trained again at most: a checkpoint may be on its way to the store."""
 
 
 def write_data(store: Any) -> None:

@@ -16,11 +16,11 @@ import kills
 import pytest
 from kill_fits import (
     EVERY,
+    LENGTH,
+    MOST_LOST,
     assert_equal_bits,
     end_of,
-    length,
     make_estimator,
-    most_lost,
     write_data,
 )
 from kills import KillingBackend, TellingStore, events_of, was_killed
@@ -61,8 +61,8 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
         return found
 
     whole = fit("whole")
-    assert events_of(folder / "whole", "step") == [length(framework).steps] * kills.RANKS
-    drawn = kills.draw_kills(f"{seed} {framework} {reader}", number, length(framework))
+    assert events_of(folder / "whole", "step") == [LENGTH.steps] * kills.RANKS
+    drawn = kills.draw_kills(f"{seed} {framework} {reader}", number, LENGTH)
     failed: list[str] = []
     for index, kill in enumerate(drawn):
         name = f"killed-{index}"
@@ -73,8 +73,8 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
             assert was_killed(folder / name), "the run has ended before it"
             assert_equal_bits(found, whole)
             # What came before the last checkpoint but one is not trained again.
-            again = sum(events_of(folder / name, "step")) - kills.RANKS * length(framework).steps
-            assert again <= kills.RANKS * most_lost(framework), again
+            again = sum(events_of(folder / name, "step")) - kills.RANKS * LENGTH.steps
+            assert again <= kills.RANKS * MOST_LOST, again
         except (AssertionError, HvdEstimatorsError) as error:
             # The others may tell more of what is wrong.
             failed.append(f"{told}: {type(error).__name__}: {error}")

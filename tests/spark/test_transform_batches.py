@@ -136,8 +136,8 @@ class Large(torch.nn.Module):
         return self.table[x.long()].squeeze(-1)
 
 
-def broadcast_files(spark: Any) -> list[Path]:
-    return [path for path in Path(spark.sparkContext._temp_dir).iterdir() if path.is_file()]
+def broadcast_files(spark: Any) -> set[Path]:
+    return {path for path in Path(spark.sparkContext._temp_dir).iterdir() if path.is_file()}
 
 
 def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -> None:
@@ -154,12 +154,16 @@ def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -
             input_shapes=[[-1, 1]],
         )
 
+    def new_files() -> int:
+        # Those of other tests may still go meanwhile.
+        return len(broadcast_files(spark) - before)
+
     collected()
-    before = len(broadcast_files(spark))
+    before = broadcast_files(spark)
     model = make(1.5)
     frames = [model.transform(spark.range(3)) for _ in range(3)]
     frames.append(model.copy({"outputCols": ["other"]}).transform(spark.range(4)))
-    assert len(broadcast_files(spark)) == before + 1
+    assert new_files() == 1
 
     # Without the model, plans need it; also those that are made of them.
     derived = frames[0].select(F.sum("y__output").alias("sum"))
@@ -168,12 +172,12 @@ def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -
     assert derived.collect() == [(4.5,)]
     assert derived.collect() == [(4.5,)]
     other = make(2.5).transform(spark.range(2))
-    assert len(broadcast_files(spark)) == before + 2
+    assert new_files() == 2
     assert [row[1] for row in other.collect()] == [2.5, 2.5]
 
     del derived, other
     deadline = time.monotonic() + 30
     # Spark's own threads hold on to what has just run for a moment.
-    while len(broadcast_files(spark)) > before and time.monotonic() < deadline:
+    while new_files() and time.monotonic() < deadline:
         collected()
-    assert len(broadcast_files(spark)) == before
+    assert new_files() == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import horovod.torch as hvd
 import numpy as np
 import pytest
 
@@ -106,6 +107,7 @@ def test_fewer_processes_than_ranks_are_told_of() -> None:
     """Such a backend calls the function once, and says that it has two ranks."""
 
     class Horovod:
+        mpi_ops = hvd.mpi_ops
         size = staticmethod(lambda: 1)
         init = shutdown = staticmethod(lambda: None)
 
