@@ -17,7 +17,7 @@ from pyspark import Broadcast, SparkFiles
 
 from hvd_estimators.inference.shared import Parts, Sent
 
-__all__ = ["as_bytes", "received"]
+__all__ = ["received"]
 
 _FOLDER = "hvd_estimators-models"
 # Models of an executor: those that are predicted with in turn, say. A file that is deleted stays
@@ -38,11 +38,6 @@ def received(sent: Sent) -> Iterator[bytes | Path]:
             yield path
     else:
         yield _value(sent)
-
-
-def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
-    """Return the bytes of a document that may be a file."""
-    return document if isinstance(document, bytes) else Path(document).read_bytes()
 
 
 def _value(variable: Broadcast[bytes]) -> bytes:

@@ -26,7 +26,7 @@ from hvd_estimators.temporary import LocalFile
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = ["Parts", "Sent", "SharedBytes", "chunks", "size_of"]
+__all__ = ["Parts", "Sent", "SharedBytes", "as_bytes", "chunks", "size_of"]
 
 PART_BYTES = 64 * 2**20
 """Bytes of a broadcast variable, at most. A driver's heap has 1 GiB by default."""
@@ -82,11 +82,10 @@ class SharedBytes:
         size = size_of(document)
         # Spark Connect has no broadcast variables.
         if size <= _INLINE_BYTES or not hasattr(dataset, "_jdf"):
-            return document if isinstance(document, bytes) else Path(document).read_bytes()
+            return as_bytes(document)
         context = dataset.sparkSession.sparkContext
         if size <= PART_BYTES:
-            whole = b"".join(chunks(document, PART_BYTES))
-            sent: Sent = _registry.get(context, whole)
+            sent: Sent = _registry.get(context, as_bytes(document))
         else:
             digest = hashlib.sha256()
             parts = []
@@ -99,6 +98,11 @@ class SharedBytes:
 
     def __reduce__(self) -> Any:
         return SharedBytes, ()
+
+
+def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
+    """Return the bytes of a document that may be a file."""
+    return document if isinstance(document, bytes) else Path(document).read_bytes()
 
 
 def size_of(document: bytes | LocalFile) -> int:

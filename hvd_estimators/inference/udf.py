@@ -22,8 +22,8 @@ from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.classification import ClassScores
-from hvd_estimators.inference.received import as_bytes, received
-from hvd_estimators.inference.shared import Sent, chunks
+from hvd_estimators.inference.received import received
+from hvd_estimators.inference.shared import Sent, as_bytes, chunks
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile

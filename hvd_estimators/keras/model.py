@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.inference.received import as_bytes
+from hvd_estimators.inference.shared import as_bytes
 from hvd_estimators.inference.udf import Document
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.devices import limit_threads
