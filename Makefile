@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 comma := ,
 BIN := .venv/bin
 SOURCES := hvd_estimators tests benchmarks examples setup.py
-EXTRAS := build,dev,examples,hdfs,keras,lightning,s3,torch
+EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.
 checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)

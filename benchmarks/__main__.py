@@ -9,6 +9,7 @@ import sys
 BENCHMARKS = (
     "prepare",
     "transform",
+    "stream",
     "loader",
     "shuffle",
     "memory",

@@ -1,64 +1,123 @@
-"""The training that one would write by hand with Horovod, on arrays that lie ready on disk."""
+"""Inference as one would write it without this package: for `benchmarks.transform`."""
 
 from __future__ import annotations
 
+import sys
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
-import horovod.torch as hvd
+import cloudpickle
 import numpy as np
+import pyarrow as pa
 import torch
+from pyspark.ml.functions import array_to_vector, predict_batch_udf, vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import types as T
 
-from benchmarks.common import Arrays, Net, squared_error
+__all__ = ["forward_seconds", "map_in_arrow", "predict_batches"]
 
-
-@dataclass(frozen=True)
-class Trained:
-    """What rank 0 returns: the weights and the seconds that its loop took."""
-
-    state: dict[str, Any]
-    seconds: float
-
-
-def save(folder: Path, split: str, rows: Arrays) -> None:
-    """Write the arrays that `train` reads."""
-    np.save(folder / f"{split}_features.npy", rows.features)
-    np.save(folder / f"{split}_labels.npy", rows.labels)
+OUTPUT = "label__output"
+_VALUES = "values"
 
 
-def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed: int) -> Trained:
-    """Train `Net`, validating after each epoch. Runs on every rank."""
-    hvd.init()
-    torch.manual_seed(seed + hvd.rank())
-    model = Net()
-    features, labels = _share(folder, "train")
-    val_features, val_labels = _share(folder, "validation")
-    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * hvd.size())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-    started = time.perf_counter()
-    for _ in range(epochs):
-        model.train()
-        for rows in torch.randperm(len(features)).split(batch_size):
-            optimizer.zero_grad()
-            squared_error(model(features[rows]), labels[rows]).backward()
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            hvd.allreduce(squared_error(model(val_features), val_labels), name="validation")
-    taken = time.perf_counter() - started
-    state = model.state_dict()
-    hvd.shutdown()
-    return Trained(state, taken)
+def map_in_arrow(
+    spark: SparkSession, net: torch.nn.Module, features: str, shape: tuple[int, ...], outputs: int
+) -> Callable[[DataFrame], DataFrame]:
+    """Return a `mapInArrow` over dense vectors, or arrays of floats, of one size."""
+    model = spark.sparkContext.broadcast(_pickled(net))
+
+    def infer(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        torch.set_num_threads(1)
+        net = cloudpickle.loads(model.value)
+        for batch in batches:
+            column = batch.column(features)
+            lists = column.field(_VALUES) if pa.types.is_struct(column.type) else column
+            rows = lists.flatten().to_numpy().reshape(-1, *shape)
+            with torch.inference_mode():
+                found = net(torch.from_numpy(rows.astype(np.float32))).numpy().astype(np.float64)
+            values = pa.array(found.reshape(-1))
+            if outputs > 1:
+                ends = np.arange(0, found.size + 1, outputs, dtype=np.int32)
+                values = pa.ListArray.from_arrays(ends, values)
+            names = [*batch.schema.names, OUTPUT]
+            yield pa.RecordBatch.from_arrays([*batch.columns, values], names=names)
+
+    def transform(frame: DataFrame) -> DataFrame:
+        data_type = T.ArrayType(T.DoubleType()) if outputs > 1 else T.DoubleType()
+        schema = T.StructType([*frame.schema.fields, T.StructField(OUTPUT, data_type)])
+        return _with_vector(frame.mapInArrow(infer, schema), outputs)
+
+    return transform
 
 
-def _share(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return this rank's share of the rows; all ranks have the same number."""
-    features = np.load(folder / f"{split}_features.npy", mmap_mode="r")
-    labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
-    rows = len(features) // hvd.size() * hvd.size()
-    mine = slice(hvd.rank(), rows, hvd.size())
-    return torch.from_numpy(features[mine].copy()), torch.from_numpy(labels[mine].copy())
+def predict_batches(
+    spark: SparkSession, net: torch.nn.Module, features: str, shape: tuple[int, ...], outputs: int
+) -> Callable[[DataFrame], DataFrame]:
+    """Return the same by PySpark's `predict_batch_udf`."""
+    model = spark.sparkContext.broadcast(_pickled(net))
+
+    def make() -> Callable[[Any], Any]:
+        torch.set_num_threads(1)
+        net = cloudpickle.loads(model.value)
+
+        def predict(rows: Any) -> Any:
+            with torch.inference_mode():
+                found = net(torch.from_numpy(rows)).numpy()
+            return found if outputs > 1 else found.reshape(-1)
+
+        return predict
+
+    result = T.ArrayType(T.FloatType()) if outputs > 1 else T.FloatType()
+    udf = predict_batch_udf(
+        make, return_type=result, batch_size=10_000, input_tensor_shapes=[list(shape)]
+    )
+
+    def transform(frame: DataFrame) -> DataFrame:
+        is_vector = isinstance(frame.schema[features].dataType, VectorUDT)
+        column = vector_to_array(features, "float32") if is_vector else frame[features]
+        return _with_vector(frame.withColumn(OUTPUT, udf(column)), outputs)
+
+    return transform
+
+
+def forward_seconds(
+    net: torch.nn.Module, shape: tuple[int, ...], rows: int, batch_rows: int, processes: int
+) -> float:
+    """Return how long forward passes alone take, in one process for each core, the slowest one."""
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        jobs = [
+            pool.submit(_forward, _pickled(net), shape, rows // processes, batch_rows)
+            for _ in range(processes)
+        ]
+        return max(job.result() for job in jobs)
+
+
+def _forward(pickled: bytes, shape: tuple[int, ...], rows: int, batch_rows: int) -> float:
+    torch.set_num_threads(1)
+    net = cloudpickle.loads(pickled)
+    batch = torch.rand(batch_rows, *shape)
+    with torch.inference_mode():
+        net(batch)
+        begin = time.perf_counter()
+        for start in range(0, rows, batch_rows):
+            net(batch[: min(batch_rows, rows - start)])
+        return time.perf_counter() - begin
+
+
+def _with_vector(frame: DataFrame, outputs: int) -> DataFrame:
+    return frame.withColumn(OUTPUT, array_to_vector(OUTPUT)) if outputs > 1 else frame
+
+
+def _pickled(net: torch.nn.Module) -> bytes:
+    # Python workers do not have this package.
+    module = sys.modules[type(net).__module__]
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        pickled: bytes = cloudpickle.dumps(net)
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+    return pickled

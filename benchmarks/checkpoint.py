@@ -1,7 +1,8 @@
 """Steps per second with checkpoints within epochs beside none, and seconds from a kill to a step.
 
 Two ranks on a local disk, for each framework, with a small network and with one of 400 MB. With and
-without take turns; the best of each counts.
+without take turns; the best of each counts. A run's speed is the median of its stretches of 100
+steps, lest what else the machine does for a moment count.
 """
 
 from __future__ import annotations
@@ -186,9 +187,11 @@ def fit(framework: str, folder: Path, name: str, width: int, batch_size: int, **
 
 
 def speed(moments: Sequence[float]) -> float:
-    """Return the steps per second."""
+    """Return the steps per second: of the median of stretches that have a checkpoint each."""
     measured = moments[WARM_UP:]
-    return (len(measured) - 1) / (measured[-1] - measured[0])
+    length = EVERY if len(measured) > 5 * EVERY else len(measured) - 1
+    bounds = measured[::length]
+    return float(length / np.median(np.diff(bounds)))
 
 
 def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> list[float]:
@@ -207,7 +210,12 @@ def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float
     name = f"{framework}-killed"
     how = {"kill_at": kill_at, "max_restarts": 1, "checkpoint_every_n_steps": EVERY}
     path = fit(framework, folder, name, 0, batch_size, **how)
-    return float(np.load(path)[0]) - float(Path(f"{path}.killed").read_text())
+    # The next run is killed, too.
+    killed = Path(f"{path}.killed")
+    moment = float(killed.read_text())
+    killed.unlink()
+    # Callbacks of Keras come back with what they had noted before.
+    return float(min(step for step in np.load(path) if step > moment)) - moment
 
 
 def main() -> None:

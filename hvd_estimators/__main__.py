@@ -71,6 +71,20 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     build.add_argument(
         "--jobs", type=_positive, metavar="N", help="compilers to run at the same time"
     )
+    compat = build.add_mutually_exclusive_group()
+    compat.add_argument(
+        "--with-compat",
+        action="store_true",
+        default=None,
+        help="make the wheel's horovod.spark this package's, for code and libraries that cannot "
+        "change their imports (default: as in the Horovod that is installed)",
+    )
+    compat.add_argument(
+        "--without-compat",
+        action="store_false",
+        dest="with_compat",
+        help="switch the wheel's horovod.spark off",
+    )
     build.set_defaults(run=_build)
 
 
@@ -105,6 +119,7 @@ def _build(options: argparse.Namespace) -> int:
             force=options.force,
             install=not options.no_install,
             jobs=options.jobs,
+            with_compat=options.with_compat,
             report=lambda line: print(line, file=sys.stderr, flush=True),
         )
     finally:

@@ -209,7 +209,9 @@ class HorovodEstimator(EstimatorHooks):
                         **restarts.environment(),
                         **self._rank_environment(),
                     }
-                    launch = Launch(*(handover, train, spec_for, spec, call, env, handler))
+                    launch = Launch(
+                        *(handover, train, spec_for, spec, call, env, handler), fence=held.fence
+                    )
                     answers = restarts.run(backend, launch)
                 with handover.naming_what_is_kept(trained=True):
                     results = RunResults(handover.read(answers), launch.spec)

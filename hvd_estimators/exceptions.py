@@ -16,8 +16,10 @@ __all__ = [
     "GpuError",
     "HvdEstimatorsError",
     "JobCancelledError",
+    "LeftOutError",
     "NotFiniteError",
     "ParamError",
+    "PredictionError",
     "ReaderError",
     "ResultsError",
     "ShapeError",
@@ -68,8 +70,16 @@ class StoreUnavailableError(StoreError):
     """The store has not answered as it should for as long as that was tried again."""
 
 
+class PredictionError(HvdEstimatorsError, RuntimeError):
+    """A model failed on a batch of rows that it was to predict on."""
+
+
 class ReaderError(HvdEstimatorsError, RuntimeError):
     """What reads the rows for a rank has ended, and cannot go on."""
+
+
+class LeftOutError(HvdEstimatorsError, ImportError):
+    """A name of ``horovod.spark`` was asked for that this package leaves out."""
 
 
 class SlotsError(HvdEstimatorsError, RuntimeError):

@@ -10,21 +10,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 from pyspark.ml import Model
 from pyspark.ml.functions import array_to_vector
+from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql import types as T
 
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.history import history_rows
 from hvd_estimators.inference.batch_bytes import spread
+from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
 from hvd_estimators.inference.opaque import with_opaque
+from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
-from hvd_estimators.inference.udf import Document, Inference, Predictor, is_scalar, make_udf
-from hvd_estimators.params import declare, integer, names
+from hvd_estimators.inference.sql import active_session, checked_name, sql_form
+from hvd_estimators.inference.steps import Inference, is_scalar
+from hvd_estimators.inference.udf import make_udf, takes_arrow
+from hvd_estimators.params import declare, names
 from hvd_estimators.params.classification import ClassificationParams
+from hvd_estimators.params.history import HistoryParams
+from hvd_estimators.params.inference import InferenceParams
 from hvd_estimators.params.transformation import TransformationParams
 from hvd_estimators.prepare.column_names import clashing, quoted, require_columns, require_frame
 from hvd_estimators.prepare.schema import feature_array
@@ -34,14 +39,18 @@ from hvd_estimators.temporary import LocalFile
 __all__ = ["HorovodModel", "Predictor"]
 
 
-class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritable, FileReadable):
+class HorovodModel(
+    Model,
+    TransformationParams,
+    InferenceParams,
+    ClassificationParams,
+    HistoryParams,
+    FileWritable,
+    FileReadable,
+):
     """Base of the fitted models."""
 
     model = declare("The trained model.")
-    history = declare(
-        "What was measured in each epoch: a list of dicts with epoch, train and validation. See "
-        "history_frame() for rows."
-    )
     run_id = declare("Name of the run that trained it.")
     feature_columns = declare("Input columns, in the order of the model's inputs.", convert=names)
     label_columns = declare(
@@ -61,11 +70,6 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         "number), an ML vector (one dimension) or nested arrays of doubles."
     )
     _metadata = declare("The columns that were trained on, see `column_metadata`: name to a dict.")
-    inference_batch_size = declare(
-        "Rows of one forward pass. Default: a whole Arrow batch, of "
-        "spark.sql.execution.arrow.maxRecordsPerBatch rows, or of 32 MiB if these are fewer.",
-        convert=integer(1),
-    )
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -76,31 +80,6 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         """Return ``_metadata``; as the models of ``horovod.spark`` do."""
         metadata: dict[str, Any] | None = self.getOrDefault("_metadata")
         return metadata
-
-    def history_frame(self) -> pd.DataFrame:
-        """Return what was measured as rows: the same columns for all frameworks.
-
-        ``getHistory()`` has a shape of its own for each of them:
-
-        - Keras: that of Keras's ``History.history``, a dict of name to a list of values by epoch;
-          names of validation begin with ``val_``, which is left out here. It does not tell epochs:
-          of what a callback adds in some of them only, the first value is taken for epoch 0's.
-        - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
-          ``validation``; the latter two hold ``loss`` and ``all_metrics``, a list with a dict per
-          group of metrics, such as ``{"group_0_label": 0.1}``.
-        - Lightning: the same list; ``train`` and ``validation`` hold ``loss`` where steps return
-          one, and what the module logs by the names that it logs it by.
-
-        Returns
-        -------
-        pandas.DataFrame
-            A row per number, with the columns ``epoch`` (of the whole run, from 0), ``stage``
-            (``"train"`` or ``"validation"``), ``name`` (that of a metric; members of an array are
-            numbered, ``name_0`` and so on) and ``value`` (a float). Empty if there is no history.
-        """
-        rows = history_rows(self.getOrDefault("history") or [])
-        columns = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}
-        return pd.DataFrame(rows, columns=list(columns)).astype(columns)
 
     def _kept_elsewhere(self) -> str:
         run_id = self.getOrDefault("run_id")
@@ -126,6 +105,67 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
     def _output_shapes(self) -> list[tuple[int, ...]]:
         """Return the shape of one row of each output."""
 
+    def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
+        """Return the shape of one row of each output, for a DataFrame or for any.
+
+        A hook: models whose shapes depend on what they are given override it.
+        """
+        return self._output_shapes()
+
+    def as_udf(self, name: str | None = None) -> Callable[..., Column]:
+        """Return a UDF that predicts, for expressions of columns and, by a name, for SQL.
+
+        >>> model.as_udf("my_model")
+        >>> spark.sql("select id, my_model(features) as prediction from rows")
+
+        It is called with the feature columns, in their order: numbers, booleans, vectors, arrays of
+        numbers, and text where the model takes it; with ``apply_transformation`` as they are before
+        the transformation. It gives a double for a number per row and arrays of doubles for
+        everything else (SQL has no vectors; `pyspark.ml.functions.array_to_vector` makes them), or
+        what ``output_types`` says. Several outputs, and the columns of classes, are the fields of a
+        struct, named as `transform` names its columns.
+
+        Runs on the driver, and no Spark job. What `transform` knows of a DataFrame a UDF does not:
+
+        - Spark may run it twice for a row, in a filter on what it gives and behind it. `transform`
+          prevents that; here ``as_udf().asNondeterministic()`` does, registered with
+          ``spark.udf.register``, for queries without aggregates of it and joins on it.
+        - Its batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, however large.
+        - It cannot leave rows out: ``handleInvalid="skip"`` is as ``"keep"``.
+        - Before Spark 4.1 NaN counts as null in columns of floating-point numbers.
+
+        Parameters
+        ----------
+        name : str, optional
+            Name by which the active session's SQL finds it, instead of another UDF that has it.
+
+        Returns
+        -------
+        callable
+            Takes columns, or their names, and returns a column.
+
+        Raises
+        ------
+        ParamError
+            If no session is active, the name is one of Spark's own functions, the shapes of the
+            outputs are not known, or ``output_types`` are not of numbers.
+        """
+        session = active_session()
+        if name is not None:
+            checked_name(session, name)
+        inference = self._inference(None)
+        added = self._types_of_added()
+        shapes = [*inference.fields.values()]
+        is_text = self._takes_text()
+        text = [n for n in inference.columns if is_text or n in self._text_features()]
+        udf = make_udf(
+            *self._make_predictor(),
+            inference,
+            functools.partial(self._shared.send, session.range(0)),
+            form=sql_form(session, shapes, [*added], [*added.values()], text),
+        )
+        return udf if name is None else session.udf.register(name, udf)
+
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns. Lazy: nothing runs before the result is used."""
         require_frame("dataset", dataset)
@@ -141,13 +181,9 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
                     f"outputCols: the column {name!r} cannot be added, there is {taken[0]!r} "
                     "already. Drop that, or set other names with setOutputCols."
                 )
-        shapes = self._output_shapes()
-        if len(shapes) != len(outputs):
-            raise ParamError(
-                f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "
-                f"{outputs}."
-            )
-        inference = self._inference(dataset, features, shapes)
+        inference = self._inference(dataset)
+        if self.getOrDefault("handleInvalid") == "skip":
+            dataset = without_nulls(dataset, inference.columns)
         document, load = self._make_predictor()
         items = sum(math.prod(shape) for shape in inference.fields.values())
         spread_out = spread(dataset, inference.columns, self._known_sizes(), items)
@@ -170,8 +206,7 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
             if spread_out is None
             else spread_out.without_empty_rows(predicted, made)
         )
-        types = self.getOrDefault("output_types") or [None] * len(outputs)
-        wanted = [*zip(outputs, types, strict=True), *((n, None) for n in class_columns.values())]
+        wanted = self._types_of_added().items()
         fields = inference.fields
         columns = {
             name: _as_type(F.col(made)[field] if len(fields) > 1 else F.col(made), shape, data_type)
@@ -179,44 +214,61 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
         }
         return with_made.withColumns(columns).drop(made)
 
+    def _types_of_added(self) -> dict[str, str | None]:
+        """Return the names of what is added to their types; None for the default one."""
+        outputs = self.getOutputCols()
+        types = self.getOrDefault("output_types") or [None] * len(outputs)
+        of_classes = dict.fromkeys(self._class_columns().values())
+        return {**dict(zip(outputs, types, strict=True)), **of_classes}
+
     def _given_columns(self, dataset: DataFrame, inference: Inference) -> list[Column]:
         """Return what the UDF is called with: its columns, and where there are nulls in some."""
-        given = [self._feature_column(dataset, name) for name in inference.columns]
-        if not inference.may_be_nan:
-            return given
-        # To pandas NaN and null are the same.
-        positions = [
-            F.when(F.col(quoted(name)).isNull(), F.lit(position))
-            for position, name in enumerate(inference.may_be_nan)
-        ]
-        return [*given, F.coalesce(*positions, F.lit(-1))]
+        given = []
+        for name in inference.columns:
+            column = self._feature_column(dataset, name)
+            if takes_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
+                # Sparse ones stay sparse on the way, and dense ones need no conversion in the JVM.
+                column = F.unwrap_udt(F.col(quoted(name)))
+            if name in inference.flagged:
+                column = without_null(column, dataset.schema[name].dataType)
+            given.append(column)
+        return [*given, first_null(inference.flagged)] if inference.flagged else given
 
-    def _inference(
-        self, dataset: DataFrame, features: list[str], shapes: list[tuple[int, ...]]
-    ) -> Inference:
-        """Return what is to be done with a batch of rows."""
-        inference = self._applied(dataset, features)
-        floats = (T.FloatType, T.DoubleType, T.DecimalType)
-        may_be_nan = (
-            n for n in inference.columns if isinstance(dataset.schema[n].dataType, floats)
-        )
+    def _inference(self, dataset: DataFrame | None) -> Inference:
+        """Return what is to be done with a batch of rows, of a DataFrame or of any."""
+        shapes, outputs = self._output_shapes_on(dataset), self.getOutputCols()
+        if len(shapes) != len(outputs):
+            raise ParamError(
+                f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "
+                f"{outputs}."
+            )
+        inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
+        # A UDF cannot leave rows out.
+        keeping = ("keep",) if dataset is not None else ("keep", "skip")
+        keeps = self.getOrDefault("handleInvalid") in keeping
         return replace(
             inference,
-            may_be_nan=tuple(may_be_nan),
+            # Arrow tells nulls from NaN.
+            flagged=() if takes_arrow() else flagged(dataset, inference.columns, keeps),
+            keeps_nulls=keeps,
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=self._class_scores(shapes),
         )
 
-    def _applied(self, dataset: DataFrame, features: list[str]) -> Inference:
-        """Return what comes before the forward pass: the columns, and what is made of them."""
+    def _applied(self, dataset: DataFrame | None, features: list[str]) -> Inference:
+        """Return what comes before the forward pass: the columns, and what is made of them.
+
+        Without a DataFrame the columns are the features alone.
+        """
         transformation = None
         if self.getOrDefault("apply_transformation"):
             transformation = self._make_transformation(features, self._text_features())
         if transformation is None:
             return Inference(tuple(features), tuple(features))
         known = self._get_metadata() or {}
-        others = [n for n in known if n not in features and n in dataset.columns]
+        there = dataset.columns if dataset is not None else []
+        others = [n for n in known if n not in features and n in there]
         dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
         return Inference(
             (*features, *others), tuple(features), transformation=transformation, dtypes=dtypes
@@ -224,8 +276,12 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
         """Return a column as the UDF takes it: numbers, arrays of them, or text."""
-        is_text = self.getOrDefault("apply_transformation") or name in self._text_features()
+        is_text = self._takes_text() or name in self._text_features()
         return feature_array(dataset, name, allow_text=is_text)
+
+    def _takes_text(self) -> bool:
+        """Return whether all columns may be text. A hook."""
+        return bool(self.getOrDefault("apply_transformation"))
 
     def _known_sizes(self) -> dict[str, int | None]:
         """Return how many numbers a row has in a column, at most, where that is known."""
@@ -238,19 +294,9 @@ class HorovodModel(Model, TransformationParams, ClassificationParams, FileWritab
 
 
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:
-    column = _with_nan(column, 0 if is_scalar(shape) else len(shape))
     if data_type is not None:
         return column.cast(data_type)
-    return column if is_scalar(shape) or len(shape) > 1 else array_to_vector(column)
-
-
-def _with_nan(column: Column, depth: int) -> Column:
-    """Return predictions with NaN again, which has become null on the way from pandas."""
-    nan = F.lit(float("nan"))
-    if depth == 0:
-        return F.coalesce(column, nan)
-    mended = F.transform(column, lambda entry: _with_nan(entry, depth - 1))
-    if depth > 1:
-        return mended
-    # Faster where there is none: null says that the array holds a null.
-    return F.when(F.array_contains(column, nan).isNull(), mended).otherwise(column)
+    if is_scalar(shape) or len(shape) > 1:
+        return column
+    # It takes no nulls.
+    return F.when(column.isNotNull(), array_to_vector(column))

@@ -18,6 +18,7 @@ INSTALL = {
     "lightning": 'pip install --upgrade "hvd_estimators[lightning]"',
     "matplotlib": 'pip install "hvd_estimators[plot]"',
     "ocifs": "pip install ocifs",
+    "onnx": 'pip install "hvd_estimators[onnx]"',
     "ossfs": "pip install ossfs",
     "petastorm": (
         'pip install "hvd_estimators[petastorm]" && pip install --no-deps petastorm==0.13.1'

@@ -66,3 +66,25 @@ def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[Non
     cloudpickle.register_pickle_by_value(request.module)
     yield
     cloudpickle.unregister_pickle_by_value(request.module)
+
+
+@pytest.fixture
+def compat() -> Iterator[None]:
+    """Names of horovod.spark that resolve to this package, until the test ends."""
+    from hvd_estimators import first_imports
+    from hvd_estimators.compat import finder
+
+    def forget() -> None:
+        for name in list(sys.modules):
+            if any(f"{name}.".startswith(f"{alias}.") for alias in finder.ALIASES):
+                del sys.modules[name]
+
+    def uninstall() -> None:
+        sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, finder._AliasFinder)]
+        first_imports._modules.clear()
+        forget()
+
+    forget()
+    finder.install()
+    yield
+    uninstall()

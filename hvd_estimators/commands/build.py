@@ -25,7 +25,11 @@ from typing import BinaryIO
 from hvd_estimators.commands.build_log import Report, run_logged
 from hvd_estimators.commands.build_mends import mend_source, unpack_source
 from hvd_estimators.commands.build_recipe import BuildRecipe
-from hvd_estimators.commands.build_redirect import REDIRECT_REVISION, redirect_horovod_spark
+from hvd_estimators.commands.build_redirect import (
+    finished_folder,
+    installed_horovod_spark,
+    redirect_horovod_spark,
+)
 from hvd_estimators.commands.build_tools import (
     NCCL_LIBRARY,
     build_path,
@@ -53,6 +57,7 @@ def build_horovod(
     force: bool = False,
     install: bool = True,
     jobs: int | None = None,
+    with_compat: bool | None = None,
     report: Report = print,
 ) -> Path:
     """Build Horovod for the installed frameworks, or find it in the cache, and install it.
@@ -69,13 +74,16 @@ def build_horovod(
         Install the wheel into this interpreter's environment.
     jobs : int, optional
         Compilers to run at the same time; by default as many as cores and memory allow.
+    with_compat : bool, optional
+        Whether the wheel's ``horovod.spark`` is `hvd_estimators.compat`'s, or raises an ImportError
+        that says where to go. By default as it is in the Horovod that is installed.
     report : callable
         Called with each line of progress.
 
     Returns
     -------
     Path
-        The wheel, in the cache. Its ``horovod.spark`` raises an ImportError that says where to go.
+        The wheel, in the cache.
 
     Raises
     ------
@@ -105,18 +113,22 @@ def build_horovod(
             report(f"found {wheel}")
         else:
             wheel = build_wheel(recipe, folder, jobs=jobs, report=report)
-        wheel = _finished(wheel)
+        if with_compat is None:
+            with_compat = installed_horovod_spark() == "compat"
+        wheel = _finished(wheel, with_compat)
+    if with_compat:
+        report("with hvd_estimators' horovod.spark")
     if install:
         install_wheel(wheel, recipe, report=report)
     return wheel
 
 
-def _finished(wheel: Path) -> Path:
+def _finished(wheel: Path, with_compat: bool) -> Path:
     """Return the wheel that is installed, which is made of the compiled one if need be."""
-    finished = wheel.parent / f"finished-{REDIRECT_REVISION}" / wheel.name
+    finished = wheel.parent / finished_folder(with_compat) / wheel.name
     if not finished.exists() or finished.stat().st_mtime_ns < wheel.stat().st_mtime_ns:
         finished.parent.mkdir(exist_ok=True)
-        redirect_horovod_spark(wheel, finished)
+        redirect_horovod_spark(wheel, finished, with_compat)
     return finished
 
 

@@ -1,9 +1,10 @@
-"""A finishing touch to a Horovod wheel: its frozen ``horovod.spark`` says where to go.
+"""A finishing touch to a Horovod wheel: its frozen ``horovod.spark`` gives way.
 
 Horovod's wheel brings ``horovod.spark`` of 2023, and an import that was forgotten when a program
 moved here would use that without a word. So its ``__init__.py`` is made to raise an ImportError,
 unless an environment variable asks for the old package, as the benchmarks do that compare with it.
-Nothing else in the wheel changes, and nothing is compiled.
+With ``--with-compat`` the whole of it is replaced: modules of the same names hand on what
+`hvd_estimators.compat` has. Nothing else in the wheel changes, and nothing is compiled.
 """
 
 from __future__ import annotations
@@ -15,19 +16,25 @@ import io
 import os
 import uuid
 import zipfile
+from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
+import hvd_estimators
 from hvd_estimators.exceptions import BuildError
 
-__all__ = ["REDIRECT_REVISION", "redirect_horovod_spark"]
+__all__ = ["finished_folder", "installed_horovod_spark", "redirect_horovod_spark"]
 
 REDIRECT_REVISION = 1
 """Part of a finished wheel's place in the cache: raise it when what is written below changes."""
 
-_MODULE = "horovod/spark/__init__.py"
+_FOLDER = "horovod/spark/"
+_MODULE = f"{_FOLDER}__init__.py"
+_COMPAT = Path(hvd_estimators.__file__).parent / "compat" / "spark"
+_SIGN = "# Written by hvd-estimators build-horovod"
 
-_GUARD = """\
-# Written by hvd-estimators build-horovod; what follows it is Horovod's own.
+_GUARD = f"""\
+{_SIGN}; what follows it is Horovod's own.
 import os as _os
 
 if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
@@ -48,8 +55,73 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
 """
 
 
-def redirect_horovod_spark(wheel: Path, target: Path) -> None:
-    """Write a copy of a wheel whose ``horovod.spark`` cannot be imported by mistake.
+# `hvd_estimators.compat.finder` looks for the attribute.
+_COMPAT_SIGN = f"{_SIGN} --with-compat, in the place of Horovod's own."
+_COMPAT_PACKAGE = f"""\
+{_COMPAT_SIGN}
+import importlib as _importlib
+import os as _os
+import sys as _sys
+
+HVD_ESTIMATORS_COMPAT = True
+
+if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") == "1":
+    raise ImportError(
+        "HVD_ESTIMATORS_HOROVOD_SPARK=1 asks for the frozen horovod.spark, which this Horovod was "
+        "installed without. Run: hvd-estimators build-horovod --without-compat"
+    )
+
+_importlib.import_module("hvd_estimators.compat")
+_sys.modules[__name__] = _importlib.import_module("hvd_estimators.compat.spark")
+"""
+# For tools that read sources: by then imports find the real modules.
+_COMPAT_MODULE = f"""\
+{_COMPAT_SIGN}
+from {{real}} import *
+"""
+
+
+def finished_folder(with_compat: bool) -> str:
+    """Return the name of a finished wheel's folder in the cache."""
+    if not with_compat:
+        return f"finished-{REDIRECT_REVISION}"
+    written = hashlib.sha256(b"".join(_compat_modules().values())).hexdigest()[:8]
+    return f"finished-{REDIRECT_REVISION}-compat-{written}"
+
+
+def installed_horovod_spark() -> str | None:
+    """Return what ``horovod.spark`` of the installed Horovod is; imports nothing of Horovod.
+
+    Returns
+    -------
+    str or None
+        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: that of
+        2023; None: there is no Horovod, or no such package in it.
+    """
+    spec = find_spec("horovod")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        module = Path(place, "spark", "__init__.py")
+        if module.is_file():
+            text = module.read_text()
+            if text.startswith(_COMPAT_SIGN):
+                return "compat"
+            return "off" if text.startswith(_SIGN) else "frozen"
+    return None
+
+
+def _compat_modules() -> Mapping[str, bytes]:
+    """Return what takes the place of ``horovod/spark``: names in the wheel to contents."""
+    found = {}
+    for path in sorted(_COMPAT.rglob("*.py")):
+        parts = path.relative_to(_COMPAT).with_suffix("").parts
+        real = "".join(f".{part}" for part in parts if part != "__init__")
+        text = _COMPAT_MODULE.format(real=f"hvd_estimators.compat.spark{real}")
+        found[_FOLDER + path.relative_to(_COMPAT).as_posix()] = text.encode()
+    return {**found, _MODULE: _COMPAT_PACKAGE.encode()}
+
+
+def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False) -> None:
+    """Write a copy of a wheel whose frozen ``horovod.spark`` cannot be imported by mistake.
 
     Parameters
     ----------
@@ -57,6 +129,8 @@ def redirect_horovod_spark(wheel: Path, target: Path) -> None:
         A wheel of Horovod, as pip built it.
     target : Path
         The copy, which appears whole or not at all.
+    with_compat : bool
+        Whether ``horovod.spark`` of the copy is `hvd_estimators.compat`'s. Otherwise it raises.
 
     Raises
     ------
@@ -76,33 +150,35 @@ def redirect_horovod_spark(wheel: Path, target: Path) -> None:
                     f"{wheel} is not a wheel of Horovod as it is known: {_MODULE!r} "
                     "or its RECORD is missing."
                 )
-            module = _GUARD.encode() + original.read(_MODULE)
-            changed = {
-                _MODULE: module,
-                records[0]: _with_hash(original.read(records[0]), module),
-            }
-            for entry in original.infolist():
-                content = changed.get(entry.filename)
-                copy.writestr(
-                    entry,
-                    original.read(entry) if content is None else content,
-                    zipfile.ZIP_DEFLATED,
-                )
+            if with_compat:
+                written = _compat_modules()
+                kept = [name for name in names if not name.startswith(_FOLDER)]
+            else:
+                written = {_MODULE: _GUARD.encode() + original.read(_MODULE)}
+                kept = [name for name in names if name not in written]
+            record = _record(original.read(records[0]), {*kept}, written)
+            for name in kept:
+                content = record if name == records[0] else original.read(name)
+                copy.writestr(original.getinfo(name), content, zipfile.ZIP_DEFLATED)
+            for name, content in written.items():
+                # With a date of its own, the earliest, so that the same wheel is the same bytes.
+                entry = zipfile.ZipInfo(name)
+                entry.external_attr = original.getinfo(_MODULE).external_attr
+                copy.writestr(entry, content, zipfile.ZIP_DEFLATED)
         os.replace(partial, target)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _with_hash(record: bytes, module: bytes) -> bytes:
-    """Return a RECORD with the hash and the size of the changed file.
+def _record(record: bytes, kept: set[str], written: Mapping[str, bytes]) -> bytes:
+    """Return a RECORD of the files that are kept, and of those that are written.
 
     https://packaging.python.org/en/latest/specifications/recording-installed-packages/
     """
-    digest = base64.urlsafe_b64encode(hashlib.sha256(module).digest()).rstrip(b"=").decode()
-    rows = [
-        [name, f"sha256={digest}", str(len(module))] if name == _MODULE else [name, *rest]
-        for name, *rest in csv.reader(io.StringIO(record.decode()))
-    ]
-    written = io.StringIO()
-    csv.writer(written, lineterminator="\n").writerows(rows)
-    return written.getvalue().encode()
+    rows = [row for row in csv.reader(io.StringIO(record.decode())) if row[0] in kept]
+    for name, content in written.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        rows.append([name, f"sha256={digest}", str(len(content))])
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue().encode()

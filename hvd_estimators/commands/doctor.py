@@ -82,6 +82,7 @@ def diagnose(facts: Facts) -> list[Row]:
         _petastorm(facts),
         *_frameworks(facts),
         *_horovod(facts),
+        *_horovod_spark(facts),
         *_allreduce(facts),
         _gpus(facts),
     ]
@@ -181,6 +182,18 @@ def _horovod(facts: Facts) -> Iterator[Row]:
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:
             yield Row(component, f"{version}, with {', '.join(build.features)}")
+
+
+def _horovod_spark(facts: Facts) -> Iterator[Row]:
+    component = "horovod.spark"
+    if facts.horovod_spark == "compat":
+        yield Row(component, "this package's names, in every process (--with-compat)")
+    elif facts.horovod_spark == "off":
+        found = "switched off; this package's where a program imports hvd_estimators.compat"
+        yield Row(component, found)
+    elif facts.horovod_spark == "frozen":
+        found = "that of 2023, which does not run on today's packages"
+        yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
 
 
 def _same_version(one: str, other: str) -> bool:

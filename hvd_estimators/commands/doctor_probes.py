@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from hvd_estimators.commands.build_redirect import installed_horovod_spark
 from hvd_estimators.commands.build_tools import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.commands.doctor_processes import ProbeError, run_python, two_rank_allreduce
 from hvd_estimators.launch.mends import installed_mends
@@ -85,6 +86,8 @@ class Facts:
         Per installed framework; empty without Horovod.
     horovod_mends : int
         Revision of the changes that Horovod was compiled with; 0 without them.
+    horovod_spark : str or None
+        What ``horovod.spark`` is, see `installed_horovod_spark`.
     allreduce : float or ProbeError or None
         Seconds that two ranks took to start and reduce, or why they did not; None if not tried.
     gpus : tuple of str
@@ -99,6 +102,7 @@ class Facts:
     import_errors: Mapping[str, str] = field(default_factory=dict)
     horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
     horovod_mends: int = 0
+    horovod_spark: str | None = None
     allreduce: float | ProbeError | None = None
     gpus: tuple[str, ...] = ()
     torch_cuda: bool = False
@@ -127,6 +131,7 @@ def collect() -> Facts:
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
         horovod_mends=installed_mends(),
+        horovod_spark=installed_horovod_spark(),
         allreduce=_try_allreduce(works) if works else None,
         gpus=_gpus(),
         torch_cuda="torch" in versions and cuda_of("torch") is not None,

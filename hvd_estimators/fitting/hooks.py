@@ -14,6 +14,7 @@ from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.grids import GridParams
+from hvd_estimators.params.inference import InferenceParams
 from hvd_estimators.params.writing import WritingParams
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.manifest import DatasetManifest
@@ -23,7 +24,9 @@ from hvd_estimators.training.spec import TrainSpec
 __all__ = ["EstimatorHooks"]
 
 
-class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridParams):
+class EstimatorHooks(
+    TrainPlanning, WritingParams, InferenceParams, ClassificationParams, GridParams
+):
     """The params of all estimators, and the hooks in the order in which the recipe calls them.
 
     All of them run on the driver. What they share is a `Trial`, which says what the dry run found
@@ -213,6 +216,7 @@ class EstimatorHooks(TrainPlanning, WritingParams, ClassificationParams, GridPar
             "feature_columns": self.getOrDefault("feature_cols"),
             "label_columns": self.getOrDefault("label_cols"),
             "_metadata": metadata,
+            **self._inference_params(),
             **self._classification(),
             **self._transformation_params(),
             **fitted,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.events import Handler
+from hvd_estimators.store.fence import Fence
 from hvd_estimators.training.handover import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
@@ -38,6 +39,10 @@ class Launch:
         Their environment variables.
     handler : callable
         Gets what they report.
+    fence : callable
+        Returns what keeps ranks of earlier launches from the run, given the launch's number.
+    number : int
+        How many launches there have been.
     """
 
     handover: Handover
@@ -47,6 +52,8 @@ class Launch:
     call: StoredCall
     env: Mapping[str, str | None]
     handler: Handler
+    fence: Callable[[int], Fence | None] = lambda launch: None
+    number: int = 0
 
     def __call__(self, backend: Backend) -> list[Any]:
         """Return what the ranks return."""
@@ -54,9 +61,11 @@ class Launch:
         if num_ranks != self.spec.data.num_ranks:
             self.spec = self.spec_for(num_ranks)
             self.call = self.handover.put(self.train, self.spec)
+        call = replace(self.call, fence=self.fence(self.number))
+        self.number += 1
         return backend.run(
             train_stored,
-            args=(self.call,),
+            args=(call,),
             kwargs={},
             env=dict(self.env),
             on_event=self.handler,

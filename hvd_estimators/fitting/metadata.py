@@ -102,7 +102,11 @@ def ended(document: Mapping[str, Any], error: BaseException | None, store: Store
     """Return what is noted when a fit has ended, given what was noted when it began."""
     state: dict[str, Any] = {"state": "finished", "ended": now()}
     if error is not None:
-        told = {"class": type(error).__name__, "message": _message(error, store)}
+        told: dict[str, Any] = {"class": type(error).__name__, "message": _message(error, store)}
+        if isinstance(error, WorkerFailedError):
+            # A lost executor, a killed rank and an exception of the user's are this class alike.
+            told |= {"cause": error.cause, "rank": error.rank, "host": error.host}
+            told["error_type"] = error.error_type or None
         how = "interrupted" if is_interrupt(error) else "failed"
         state = {**state, "state": how, "error": told}
     *earlier, fit = document["fits"]

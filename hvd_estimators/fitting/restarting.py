@@ -115,6 +115,8 @@ class Restarts:
             If a rank failed in a way that comes back, or once too often.
         SlotsError
             If there were too few task slots for too long.
+        JobCancelledError
+            If the thread's Spark jobs were cancelled, also while none of them ran.
         """
         current, before, pauses = backend, self.newest, _pauses()
         while True:
@@ -131,8 +133,9 @@ class Restarts:
                 pause = next(pauses)
                 if error.error_type == _LEAVING:
                     pause = max(pause, _LEAVING_PAUSE)
-                time.sleep(pause)
-                current = self._for_slots(backend, current)
+                with _waiting(backend) as wait:
+                    wait(pause)
+                    current = self._for_slots(backend, current, wait)
                 self._tell(lost, position, current.num_processes())
             except (SlotsError, UnreachableError) as error:
                 # Slots that were there a moment ago may have gone.
@@ -140,8 +143,9 @@ class Restarts:
                     raise
                 if time.monotonic() > self._deadline:
                     raise self._too_few(current, str(error)) from self.failures[-1]
-                time.sleep(_FIRST_PAUSE)
-                current = self._for_slots(backend, current)
+                with _waiting(backend) as wait:
+                    wait(_FIRST_PAUSE)
+                    current = self._for_slots(backend, current, wait)
 
     def environment(self) -> dict[str, str]:
         """Return environment variables of the ranks, so that one that hangs is noticed."""
@@ -202,7 +206,9 @@ class Restarts:
             lost["steps"] = max(steps, 0)
         return lost
 
-    def _for_slots(self, backend: Backend, before: Backend) -> Backend:
+    def _for_slots(
+        self, backend: Backend, before: Backend, wait: Callable[[float], None]
+    ) -> Backend:
         """Return what runs as many ranks as there are slots for, once there are enough."""
         most = backend.num_processes()
         least = most if self.least is None else self.least
@@ -213,6 +219,7 @@ class Restarts:
             return backend
 
         def count() -> int:
+            wait(0)
             return backend.task_slots() or 0
 
         slots = slots_again(count, least, before.num_processes(), self._deadline)
@@ -261,6 +268,12 @@ class Restarts:
             "(min_num_proc) were waited for in vain, until HOROVOD_ELASTIC_TIMEOUT (600 s by "
             f"default): {found}. They had been launched again {len(self.failures) - 1} times."
         )
+
+
+def _waiting(backend: Backend) -> contextlib.AbstractContextManager[Callable[[float], None]]:
+    """Return how to wait until a backend is to launch ranks again."""
+    waiting = getattr(backend, "waiting", None)
+    return contextlib.nullcontext(time.sleep) if waiting is None else waiting()
 
 
 def _pauses(*first: float) -> Iterator[float]:

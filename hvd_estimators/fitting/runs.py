@@ -24,6 +24,7 @@ from hvd_estimators.plain import plain
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import positions
+from hvd_estimators.store.fence import Fence
 from hvd_estimators.store.lease import RunLease
 from hvd_estimators.store.runs import read_metadata, run_file
 
@@ -168,6 +169,17 @@ class HeldRun:
                 self._store.delete_empty(self._run.run_path)
             except OSError as error:
                 logger.warning("What a fit has left could not be deleted: %s", error)
+
+    def fence(self, launch: int) -> Fence | None:
+        """Return what tells the ranks of a launch, from 0, whether they are still to write.
+
+        Those of earlier launches are not from now on.
+        """
+        if self._lease is None:
+            return None
+        if launch:
+            self._lease.note_launch(launch)
+        return Fence(self._lease.path, self._lease.token, launch)
 
     @property
     def lost(self) -> bool:

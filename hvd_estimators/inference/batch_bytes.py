@@ -21,7 +21,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.inference.opaque import with_opaque
+from hvd_estimators.inference.opaque import computed_here, with_opaque
 from hvd_estimators.prepare.column_names import clashing, quoted
 
 __all__ = ["BATCH_BYTES", "Spread", "spread"]
@@ -133,7 +133,9 @@ def spread(
         value = F.when(kept, column).otherwise(_empty(field))
         emptied[field.name] = value.alias(field.name, metadata=field.metadata)
     nested = tuple(field for field in large if not isinstance(field.dataType, _TEXT))
-    return Spread(frame.withColumns(emptied), marker, nested)
+    if emptied:
+        frame = computed_here(frame.withColumns(emptied))
+    return Spread(frame, marker, nested)
 
 
 _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"

@@ -1,19 +1,29 @@
 """A classifier's columns as Spark ML has them: prediction, probability, rawPrediction.
 
-Runs on the executors; the params are in `hvd_estimators.params.classification`.
+The columns are made on the executors; the params are in `hvd_estimators.params.classification`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.parquet.columns import Array
 
-__all__ = ["ClassScores"]
+__all__ = ["ClassScores", "check_classes", "class_columns", "class_scores"]
+
+Get = Callable[[str], Any]
+"""The name of a param to its value."""
+
+_PARAMS = {
+    "prediction": "predictionCol",
+    "probability": "probabilityCol",
+    "raw": "rawPredictionCol",
+}
 
 # Sums of probabilities differ from one by more than this in a model that gives none. Half
 # precision has three digits.
@@ -97,3 +107,73 @@ def _highest(raw: Array) -> Array:
     positions = raw.argmax(axis=1).astype(np.float64)
     positions[np.isnan(raw).any(axis=1)] = np.nan
     return positions
+
+
+def class_columns(get: Get) -> dict[str, str]:
+    """Return the columns that are wanted: what they hold, to their names."""
+    columns = {content: get(param) for content, param in _PARAMS.items()}
+    return {content: name for content, name in columns.items() if name}
+
+
+def check_classes(get: Get, outputs: int) -> None:
+    """Check the params as far as that is possible before the outputs' shapes are known.
+
+    Raises
+    ------
+    ParamError
+        If they do not go together, or not with so many outputs.
+    """
+    wanted, kind = class_columns(get), get("outputs_are")
+    if not wanted:
+        return
+    if outputs != 1:
+        raise ParamError(
+            f"{_named(wanted)}: expected a model with one output, found {outputs}. Leave them out."
+        )
+    if kind is None and "probability" in wanted:
+        raise _kind_is_missing(wanted)
+    if kind == "values" and set(wanted) != {"prediction"}:
+        raise ParamError(
+            f"{_named(wanted)}: outputs_are='values' are no scores of classes, which are for "
+            "predictionCol alone. Set 'logits', 'probabilities' or 'log_probabilities'."
+        )
+
+
+def class_scores(get: Get, shapes: Sequence[tuple[int, ...]]) -> ClassScores | None:
+    """Return what makes the columns; None if none is wanted.
+
+    Raises
+    ------
+    ParamError
+        If they cannot be made of outputs of these shapes.
+    """
+    wanted, kind = class_columns(get), get("outputs_are")
+    if not wanted:
+        return None
+    check_classes(get, len(shapes))
+    shape = tuple(shapes[0])
+    single = shape in ((), (1,))
+    if len(shape) > 1:
+        raise ParamError(
+            f"{_named(wanted)}: expected a model that gives a number or a vector per row, found "
+            f"shape {shape}. Leave the columns out."
+        )
+    if kind is None and single:
+        raise _kind_is_missing(wanted)
+    if kind == "values" and not single:
+        raise ParamError(
+            f"{_named(wanted)}: outputs_are='values' takes a model that gives a number per row, "
+            f"found shape {shape}. Set 'logits', 'probabilities' or 'log_probabilities'."
+        )
+    return ClassScores(kind or "logits", tuple(wanted))
+
+
+def _named(wanted: Mapping[str, str]) -> str:
+    return ", ".join(_PARAMS[content] for content in wanted)
+
+
+def _kind_is_missing(wanted: Mapping[str, str]) -> ParamError:
+    return ParamError(
+        f"{_named(wanted)}: outputs_are is not set. Set outputs_are to what the "
+        "model gives: 'logits', 'probabilities' or 'log_probabilities' of classes, or 'values'."
+    )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pyspark.sql import Column, DataFrame
+import uuid
 
-__all__ = ["with_opaque"]
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+
+__all__ = ["computed_here", "with_opaque"]
 
 
 def with_opaque(frame: DataFrame, column: Column, name: str) -> DataFrame:
@@ -28,3 +31,13 @@ def with_opaque(frame: DataFrame, column: Column, name: str) -> DataFrame:
     # it makes; and it computes none of these that nothing asks for.
     variable = f"{name}_from"
     return frame.unpivot("*", column.alias("column"), variable, name).drop(variable)
+
+
+def computed_here(frame: DataFrame) -> DataFrame:
+    """Return the same DataFrame; what its columns are made of does not go further up.
+
+    Spark puts what a column holds into the expression that uses it, where that is one, and a UDF's
+    rows then wait for its results with what the column is made of.
+    """
+    name = f"__{uuid.uuid4().hex}"
+    return with_opaque(frame, F.lit(0), name).drop(name)

@@ -9,24 +9,25 @@ whether one still does, and the file is deleted once none does.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from pyspark import Broadcast
 from pyspark.sql import DataFrame
 
+from hvd_estimators.inference.documents import as_bytes, chunks, size_of
 from hvd_estimators.temporary import LocalFile
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
 
-__all__ = ["Parts", "Sent", "SharedBytes", "as_bytes", "chunks", "size_of"]
+__all__ = ["Parts", "Sent", "SharedBytes"]
 
 PART_BYTES = 64 * 2**20
 """Bytes of a broadcast variable, at most. A driver's heap has 1 GiB by default."""
@@ -45,7 +46,7 @@ class Parts:
     Attributes
     ----------
     digest : str
-        SHA-256 of all of them.
+        `Hashed.digest`, which names them.
     parts : tuple of Broadcast
         The parts, in order.
     """
@@ -58,6 +59,33 @@ Sent = Union[bytes, "Broadcast[bytes]", Parts]
 """What takes the place of bytes in a UDF."""
 
 
+@dataclass(frozen=True)
+class Hashed:
+    """Bytes that are to be sent, and what tells them from others: of GBs that takes a while.
+
+    Attributes
+    ----------
+    document : bytes or LocalFile
+        The bytes, or a file that holds them.
+    digests : tuple of str
+        SHA-256 of each part of `PART_BYTES`, in order.
+    """
+
+    document: bytes | LocalFile
+    digests: tuple[str, ...]
+
+    @classmethod
+    def of(cls, document: bytes | LocalFile) -> Hashed:
+        """Return a document with its digests."""
+        parts = chunks(document, PART_BYTES)
+        return cls(document, tuple(hashlib.sha256(part).hexdigest() for part in parts))
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the parts' digests."""
+        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
+
+
 class SharedBytes:
     """What a model has sent to executors. Held by the model and by its copies.
 
@@ -67,7 +95,7 @@ class SharedBytes:
     def __init__(self) -> None:
         self._last: dict[str, Sent] = {}
 
-    def send(self, dataset: DataFrame, role: str, document: bytes | LocalFile) -> Sent:
+    def send(self, dataset: DataFrame, role: str, hashed: Hashed) -> Sent:
         """Return what takes the place of bytes in a UDF on a DataFrame; see `received`.
 
         Parameters
@@ -76,49 +104,28 @@ class SharedBytes:
             Its application needs them.
         role : str
             What they are; of each role one is kept.
-        document : bytes or LocalFile
-            The bytes, or a file that holds them.
+        hashed : Hashed
+            The bytes.
         """
+        document = hashed.document
         size = size_of(document)
         # Spark Connect has no broadcast variables.
         if size <= _INLINE_BYTES or not hasattr(dataset, "_jdf"):
             return as_bytes(document)
         context = dataset.sparkSession.sparkContext
         if size <= PART_BYTES:
-            sent: Sent = _registry.get(context, as_bytes(document))
+            sent: Sent = _registry.get(context, hashed.digests[0], lambda: as_bytes(document))
         else:
-            digest = hashlib.sha256()
-            parts = []
-            for part in chunks(document, PART_BYTES):
-                digest.update(part)
-                parts.append(_registry.get(context, bytes(part)))
-            sent = Parts(digest.hexdigest(), tuple(parts))
+            parts = (
+                _registry.get(context, digest, functools.partial(bytes, part))
+                for digest, part in zip(hashed.digests, chunks(document, PART_BYTES), strict=True)
+            )
+            sent = Parts(hashed.digest, tuple(parts))
         self._last[role] = sent
         return sent
 
     def __reduce__(self) -> Any:
         return SharedBytes, ()
-
-
-def as_bytes(document: bytes | os.PathLike[str]) -> bytes:
-    """Return the bytes of a document that may be a file."""
-    return document if isinstance(document, bytes) else Path(document).read_bytes()
-
-
-def size_of(document: bytes | LocalFile) -> int:
-    """Return how many bytes a document has."""
-    return len(document) if isinstance(document, bytes) else os.path.getsize(document)
-
-
-def chunks(document: bytes | LocalFile, size: int) -> Iterator[bytes | memoryview]:
-    """Yield a document in pieces of a size."""
-    if isinstance(document, bytes):
-        view = memoryview(document)
-        yield from (view[start : start + size] for start in range(0, len(view), size))
-        return
-    with open(document, "rb") as file:
-        while piece := file.read(size):
-            yield piece
 
 
 @dataclass(frozen=True)
@@ -147,13 +154,17 @@ class _Registry:
         self._files: list[_File] = []
         self._left_bytes = 0
 
-    def get(self, context: SparkContext, document: bytes) -> Broadcast[bytes]:
-        key = (str(context.applicationId), hashlib.sha256(document).hexdigest())
+    def get(
+        self, context: SparkContext, digest: str, read: Callable[[], bytes]
+    ) -> Broadcast[bytes]:
+        """Return the variable of bytes with a digest, which are read if there is none yet."""
+        key = (str(context.applicationId), digest)
         with self._lock:
             found = self._sent.get(key)
             if found is not None:
                 return found
             self.sweep(context)
+            document = read()
             broadcast = context.broadcast(document)
             assert context._jvm is not None
             reference = context._jvm.java.lang.ref.WeakReference(broadcast._jbroadcast)

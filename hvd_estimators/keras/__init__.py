@@ -1,5 +1,7 @@
 """Keras 3 on Spark: `KerasEstimator`, `KerasModel`; an optimizer, callbacks, a state for Horovod.
 
+`load_predictor` loads a saved model to predict without Spark.
+
 Imported when first used, so that a rank can import the trainer without PySpark.
 """
 
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
         LearningRateScheduleCallback,
         LearningRateWarmupCallback,
     )
+    from hvd_estimators.keras.loading import load_predictor
     from hvd_estimators.keras.model import KerasModel
     from hvd_estimators.keras.optimizer import DistributedOptimizer
 
@@ -36,6 +39,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "LogCallback",
     "MetricAverageCallback",
+    "load_predictor",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -51,5 +55,6 @@ __getattr__, __dir__ = lazy_names(
         "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
         "LogCallback": "hvd_estimators.keras.callbacks",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
+        "load_predictor": "hvd_estimators.keras.loading",
     },
 )

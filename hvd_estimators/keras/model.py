@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
-from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.inference.shared import as_bytes
-from hvd_estimators.inference.udf import Document
+from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.devices import limit_threads
 from hvd_estimators.keras.files import save_plainly
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import has_loss, has_own_step
-from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.keras.serialization import dump, dump_model, load_model
-from hvd_estimators.keras.tensors import alike
+from hvd_estimators.keras.predictor import KerasPredictor, of_labels
+from hvd_estimators.keras.serialization import dump, dump_model
 from hvd_estimators.keras.trial_calls import call_on_zeros
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
-from hvd_estimators.parquet.columns import Array
+from hvd_estimators.remedies import INSTALL
+from hvd_estimators.saving.exported import exported, is_installed
 
 __all__ = ["KerasModel"]
 
@@ -33,7 +32,8 @@ class KerasModel(HorovodModel):
 
     `transform` adds one column per output: a double for a number per row, an ML vector for a
     one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
-    is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
+    on the GPU that Spark assigns to it.
 
     Columns are taken as the training's ``transformation_fn`` leaves them; with
     ``apply_transformation`` they are transformed first, as in training.
@@ -56,6 +56,64 @@ class KerasModel(HorovodModel):
         floatx: str = self.getOrDefault("_floatx")
         return floatx
 
+    def export(
+        self,
+        path: str,
+        *,
+        format: str = "tf_saved_model",
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write the model for other programs, by Keras's own ``export``, for any number of rows.
+
+        Outputs are as the model returns them: not cast, and without a classifier's columns. A
+        transformation is no part of it. Runs on the driver. ONNX needs the packages of
+        ``pip install "hvd_estimators[onnx]"``.
+
+        Parameters
+        ----------
+        path : str
+            The folder of a SavedModel, or the file of another format: a local path, or a URL that a
+            store is registered for. On the local disk it appears whole; elsewhere its
+            ``saved_model.pb``, without which it does not load, is written last.
+        format : str
+            ``"tf_saved_model"``, ``"onnx"``, or another one that Keras knows.
+        overwrite : bool
+            Whether it may take another one's place.
+        storage_options : mapping, optional
+            Passed to fsspec's filesystem.
+        **options
+            Passed to ``keras.Model.export``, such as ``input_signature``.
+
+        Raises
+        ------
+        DependencyError
+            If a package is not installed.
+        ParamError
+            If Keras cannot export the model in that format.
+        StoreError
+            If there is something already, or it cannot be written.
+        """
+        require_tensorflow()
+        model = self.getOrDefault("model")
+        if model is None:
+            raise ParamError("model is not set. Set model.")
+        for package in ("onnx", "tf2onnx") if format == "onnx" else ():
+            if not is_installed(package):
+                raise DependencyError(
+                    f"export(format='onnx') needs {package}, which is not installed. Run: "
+                    f"{INSTALL['onnx']}"
+                )
+        with exported(path, overwrite, storage_options, last="saved_model.pb") as target:
+            try:
+                model.export(target, format=format, **{"verbose": False, **options})
+            except Exception as error:
+                raise ParamError(
+                    f"model: Keras does not export it as {format!r} ({type(error).__name__}: "
+                    f"{error})."
+                ) from error
+
     def _make_predictor(self) -> tuple[bytes, Any]:
         require_tensorflow()
         model = self.getOrDefault("model")
@@ -65,9 +123,12 @@ class KerasModel(HorovodModel):
         labels = self.getOrDefault("label_columns") or []
         structure, floatx = self._inputs(), self.getOrDefault("_floatx")
         compares = _compares(model)
+        precision = self.getOrDefault("inference_precision")
 
-        def load(document: Document) -> Predictor:
-            return _KerasPredictor(document, structure, columns, labels, floatx, compares)
+        def load(document: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+            return KerasPredictor(
+                document, structure, columns, labels, floatx, compares, precision, resources
+            )
 
         return dump_model(model, self.getOrDefault("custom_objects")), load
 
@@ -83,7 +144,7 @@ class KerasModel(HorovodModel):
             )
         outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []
-        found = _of_labels(model, outputs, labels, _compares(model))
+        found = of_labels(model, outputs, labels, _compares(model))
         return [tuple(output.shape[1:]) for output in found]
 
     def _inputs(self) -> Any:
@@ -108,47 +169,6 @@ class KerasModel(HorovodModel):
                 return {os.path.basename(path): file.read()}
 
 
-class _KerasPredictor:
-    """Runs a model's forward pass; lives in an executor's Python worker."""
-
-    def __init__(
-        self,
-        document: Document,
-        structure: Any,
-        columns: list[str],
-        labels: list[str],
-        floatx: str,
-        compares: bool,
-    ) -> None:
-        limit_threads()
-        tf.config.set_visible_devices([], "GPU")
-        keras.config.set_floatx(floatx)
-        self._model = load_model(as_bytes(document))
-        self._structure = structure
-        self._columns = columns
-        self._labels = labels
-        self._compares = compares
-
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        columns = dict(zip(self._columns, arrays, strict=True))
-        x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._structure))
-        outputs = self._model.predict_on_batch(x)
-        return _of_labels(self._model, outputs, self._labels, self._compares)
-
-
 def _compares(model: keras.Model) -> bool:
     """Return whether labels had to pair with outputs while a model was trained."""
     return not (has_own_step(model) or (model.compiled and not has_loss(model)))
-
-
-def _of_labels(model: keras.Model, outputs: Any, labels: list[str], compares: bool) -> list[Any]:
-    """Return the outputs of the labels, in their order; all of them where they are not paired."""
-    flat = keras.tree.flatten(outputs)
-    if not labels:
-        return list(flat)
-    try:
-        return Outputs.of(model, outputs, labels).select(flat, labels)
-    except ShapeError:
-        if compares:
-            raise
-        return list(flat)

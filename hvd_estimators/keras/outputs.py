@@ -34,8 +34,8 @@ class Outputs:
         The outputs as the model returns them, each as its place among all of them: Keras flattens
         a dict by its sorted keys.
     names : tuple of (str or None)
-        Name of each output, in that order: its key in a dict, or that of the layer that it comes
-        from; None where there is none.
+        Name of each output, in that order: its key in a dict, its field in a named tuple, or that
+        of the layer that it comes from; None where there is none.
     layers : tuple of (str or None)
         Name of the layer of each output, where the model tells.
     labels : tuple of (str or None)
@@ -53,8 +53,9 @@ class Outputs:
 
         One output belongs to one label, whatever their names. Outputs in a dict belong to the
         labels that are their keys (or else, in a functional model, the names of their layers).
-        Those of functional models in a list belong to the labels that their layers are named
-        after, where there is such a layer for every label, and otherwise go by position.
+        Those in a named tuple, and those of functional models in a list, belong to the labels that
+        their fields or layers are named after, where there is one for every label, and otherwise
+        go by position.
 
         Parameters
         ----------
@@ -77,7 +78,7 @@ class Outputs:
         if symbolic(model, "output") is not None:
             layers = tuple(getattr(model, "output_names", layers))
         keys = _keys(structure)
-        names = layers if keys is None else keys
+        names = (_fields(structure) or layers) if keys is None else keys
         found = Outputs(structure, names, layers, (None,) * len(flat))
         return found._with_labels(list(label_cols), has_keys=keys is not None)
 
@@ -203,6 +204,14 @@ def _keys(structure: Any) -> tuple[str, ...] | None:
     if not isinstance(structure, Mapping) or any(map(keras.tree.is_nested, structure.values())):
         return None
     return tuple(sorted(structure, key=lambda key: structure[key]))
+
+
+def _fields(structure: Any) -> tuple[str, ...] | None:
+    """Return the names of a flat named tuple's outputs; they may be others than the labels'."""
+    fields = getattr(structure, "_fields", None)
+    if fields is None or any(map(keras.tree.is_nested, structure)):
+        return None
+    return tuple(fields)
 
 
 def _holds_dict(structure: Any) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 import keras
 
 from hvd_estimators.keras.checkpoint import CallbackStates, save_file
+from hvd_estimators.keras.copies import copied
 from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.objects import exchange
@@ -139,7 +142,8 @@ class RunSaver:
         if self._rank != 0:
             return
         streams, callbacks, partials = zip(*gathered, strict=True)
-        parts = self._states.parts(callbacks)
+        callback_parts = self._states.parts(callbacks)
+        parts = {**callback_parts}
         if partial is not None:
             parts["partial"] = {
                 "digests": partial["digests"],
@@ -156,4 +160,10 @@ class RunSaver:
             parts,
             stopped,
         )
-        self._checkpoints.save(state, lambda file: save_file(model, file), upload)
+        made = None if partial is None else copied(model)
+        if made is None:
+            self._checkpoints.save(state, lambda file: save_file(model, file), upload)
+            return
+        # Of the rest only callbacks may change what they have given.
+        state = replace(state, parts={**parts, **copy.deepcopy(callback_parts)})
+        self._checkpoints.save(state, made.save, upload, is_copy=True)

@@ -36,6 +36,7 @@ __all__ = [
     "dump_model",
     "load",
     "load_model",
+    "load_uncompiled",
 ]
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,16 @@ def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
 def load(document: bytes) -> Any:
     """Return what `dump` wrote. Models are compiled as they were."""
     return pickle.loads(document)
+
+
+def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | None]:
+    """Return a model that `dump` wrote, as `load_model` makes it, and what it was compiled with.
+
+    Of the latter an optimizer is not made; None where the model was not compiled, or comes back
+    compiled.
+    """
+    unpickler = _Uncompiled(io.BytesIO(document))
+    return unpickler.load(), unpickler.compiled
 
 
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
@@ -270,6 +281,32 @@ def _load_model(
         if model.trainable_variables:
             optimizer.restore(model.optimizer, model.trainable_variables)
     return model
+
+
+class _Uncompiled(pickle.Unpickler):
+    """Makes models without compiling them.
+
+    Attributes
+    ----------
+    compiled : mapping or None
+        What the model was compiled with that was made last, which is the outermost.
+    """
+
+    compiled: Mapping[str, Any] | None = None
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        found = super().find_class(module, name)
+        return self._load if found is _load_model else found
+
+    def _load(
+        self,
+        document: Any,
+        custom_objects: Mapping[str, Any] | None = None,
+        compiled: Mapping[str, Any] | None = None,
+        traits: Traits | None = None,
+    ) -> keras.Model:
+        self.compiled = compiled
+        return _load_model(document, custom_objects, None, traits)
 
 
 def _make_optimizer(document: OptimizerDocument) -> keras.optimizers.Optimizer:

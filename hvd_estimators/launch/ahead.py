@@ -12,10 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pyspark import InheritableThread
-
 from hvd_estimators.launch.jobs import spark_job
-from hvd_estimators.launch.profiles import collect_from_tasks
 from hvd_estimators.launch.task import import_task
 from hvd_estimators.launch.warm import IDLE_SECONDS
 
@@ -62,13 +59,13 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
 
     def ask() -> None:
         task = functools.partial(import_task, job=job)
-        asking = spark_job(cluster.context, "Imports for ranks", ranks=True)
+        asking = spark_job(cluster, "Imports for ranks", ranks=True)
         with contextlib.suppress(Exception), asking as tag:
             tags.append(tag)
-            collect_from_tasks(cluster.session(), num_proc, task, "x int", cluster.profile)
+            cluster.collect(num_proc, task, "x int")
 
     # With the caller's job group, by which the job can be cancelled.
-    thread = InheritableThread(target=ask, daemon=True)
+    thread = cluster.thread(ask)
     thread.start()
     try:
         yield
@@ -78,5 +75,5 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
         ended = time.monotonic() + _END_SECONDS
         while thread.is_alive() and time.monotonic() < ended:
             for tag in tags:
-                cluster.context.cancelJobsWithTag(tag)
+                cluster.cancel(tag)
             thread.join(_POLL_SECONDS)

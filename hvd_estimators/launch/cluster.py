@@ -1,7 +1,7 @@
 """What launching asks of a Spark application: slots, hosts, Python, and how jobs and tasks fare.
 
-All of it is asked here, so that a session of another kind (Spark Connect) needs another class with
-these methods and nothing else. Runs on the driver.
+All of it is asked here, so that a session of another kind (`hvd_estimators.launch.connect`) needs
+another class with these methods and nothing else. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -11,27 +11,34 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pyspark import SparkContext
-from pyspark.sql import SparkSession
+from pyspark import InheritableThread
 
 from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.launch.profiles import collect_from_tasks
+from hvd_estimators.launch.sessions import current_session
+from hvd_estimators.launch.sharing import broadcast
+from hvd_estimators.launch.versions import installed_versions
 
 if TYPE_CHECKING:
+    from pyspark import Broadcast, SparkContext
     from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
 
-    from hvd_estimators.launch.profiles import TaskResources
+    from hvd_estimators.launch.profiles import Task
 
-__all__ = ["Cluster", "FailedTask"]
+__all__ = ["DYNAMIC_ALLOCATION", "Cluster", "FailedTask"]
 
 # A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
 _COPIES_OF_RESULTS = 6
 
-_DYNAMIC = "spark.dynamicAllocation.enabled"
+DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
+"""The setting with which executors come and go with the work."""
+_PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
 # Blocks in which Spark takes barrier jobs although executors come and go.
 _accepting = 0
 _lock = threading.Lock()
@@ -65,33 +72,22 @@ class Cluster:
         The application.
     profile : ResourceProfile, optional
         What tasks ask for, as the application knows it. Default: what its settings say.
+    session : SparkSession, optional
+        The session in which jobs run. Default: `current_session`.
     """
 
-    def __init__(self, context: SparkContext, profile: ResourceProfile | None = None) -> None:
+    knows_slots: bool = True
+    """Whether `task_slots` is a number that holds."""
+
+    def __init__(
+        self,
+        context: SparkContext,
+        profile: ResourceProfile | None = None,
+        session: SparkSession | None = None,
+    ) -> None:
         self.context = context
         self.profile = profile
-
-    @classmethod
-    def current(cls, resources: TaskResources | None = None) -> Cluster:
-        """Return that of this thread's session, which is made if there is none.
-
-        Parameters
-        ----------
-        resources : TaskResources, optional
-            What tasks ask for.
-
-        Raises
-        ------
-        SlotsError
-            If the cluster manager has no such resources.
-        """
-        context = cls.session().sparkContext
-        return cls(context, None if resources is None else resources.on(context))
-
-    @staticmethod
-    def session() -> SparkSession:
-        """Return this thread's session, which is made if there is none."""
-        return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+        self._session = session
 
     @property
     def application(self) -> str:
@@ -116,7 +112,7 @@ class Cluster:
     @property
     def allocates_dynamically(self) -> bool:
         """Whether executors come and go with the work; never where Spark is local."""
-        is_set = self.conf.get(_DYNAMIC, "false").lower() == "true" or _accepting > 0
+        is_set = self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" or _accepting > 0
         return is_set and not self.is_local
 
     @contextlib.contextmanager
@@ -133,14 +129,14 @@ class Cluster:
         conf = self._scala.conf()
         with _lock:
             _accepting += 1
-            conf.set(_DYNAMIC, "false")
+            conf.set(DYNAMIC_ALLOCATION, "false")
         try:
             yield
         finally:
             with _lock:
                 _accepting -= 1
                 if not _accepting:
-                    conf.set(_DYNAMIC, "true")
+                    conf.set(DYNAMIC_ALLOCATION, "true")
 
     @property
     def age(self) -> float:
@@ -204,6 +200,75 @@ class Cluster:
                 "environment before the Spark session is made."
             )
 
+    def installed_versions(self) -> dict[str, str]:
+        """Return what is installed here and has to be the same where ranks run."""
+        return {} if self.is_local else installed_versions()
+
+    @contextlib.contextmanager
+    def tagged(self, tags: Sequence[str], description: str | None, ranks: bool) -> Iterator[None]:
+        """Give the jobs of the block tags, beside the thread's job group and other properties.
+
+        Parameters
+        ----------
+        tags : sequence of str
+            The tags.
+        description : str or None
+            Shown by Spark unless the thread has set one.
+        ranks : bool
+            Whether tasks are interrupted when they are cancelled. HDFS may take an interrupt of a
+            task that writes for the failure of a node.
+        """
+        context = self.context
+        before = {name: context.getLocalProperty(name) for name in _PROPERTIES}
+        try:
+            for tag in tags:
+                context.addJobTag(tag)
+            if ranks:
+                context.setLocalProperty("spark.job.interruptOnCancel", "true")
+            if description and not before["spark.job.description"]:
+                context.setLocalProperty("spark.job.description", description)
+            yield
+        finally:
+            # The context may have been stopped.
+            with contextlib.suppress(Exception):
+                for name, value in before.items():
+                    # None removes a property, which the type hints do not know.
+                    context.setLocalProperty(name, value)  # type: ignore[arg-type]
+
+    def cancel(self, tag: str) -> None:
+        """Cancel the jobs that have a tag."""
+        self.context.cancelJobsWithTag(tag)
+
+    def thread(self, target: Callable[[], None]) -> threading.Thread:
+        """Return a thread whose jobs have this thread's job group and tags."""
+        return InheritableThread(target=target, daemon=True)
+
+    def shared(self, call: bytes) -> contextlib.AbstractContextManager[bytes | Broadcast[bytes]]:
+        """Yield a call as the tasks of the block's jobs get it."""
+        return broadcast(self.context, call)
+
+    def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
+        """Run a barrier job; return the rows of its tasks, see `collect_from_tasks`."""
+        session = self._session or current_session()
+        return collect_from_tasks(session, num_tasks, task, schema, self.profile)
+
+    def started_tasks(self, tag: str) -> int:
+        """Return how many tasks of the jobs that have a tag have begun."""
+        return self.active_tasks(self.jobs(tag), ended=True)
+
+    def slots_beside(self, tag: str, others: str) -> int | None:
+        """Return the task slots that jobs with a tag leave to one of them; None where they all are.
+
+        Parameters
+        ----------
+        tag : str
+            A tag of that one alone.
+        others : str
+            A tag of all of them.
+        """
+        held = self.active_tasks((self.active_jobs() & self.jobs(others)) - self.jobs(tag))
+        return self.task_slots() - held if held else None
+
     def jobs(self, tag: str) -> set[int]:
         """Return the ids of the jobs that have a tag."""
         # PySpark's own status tracker knows groups only.
@@ -224,8 +289,8 @@ class Cluster:
                 active += stage.numActiveTasks() + (stage.numCompleteTasks() if ended else 0)
         return active
 
-    def failed_tasks(self, tag: str) -> list[FailedTask]:
-        """Return the tasks that have failed of the jobs that have a tag."""
+    def failed_tasks(self, tag: str) -> list[FailedTask] | None:
+        """Return the tasks that have failed of the jobs that have a tag; None if nobody knows."""
         store = self._scala.statusStore()
         found = []
         for stage in (stage for job in self.jobs(tag) for stage in self._stages(job)):

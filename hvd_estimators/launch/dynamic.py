@@ -13,8 +13,6 @@ import contextlib
 import time
 from typing import TYPE_CHECKING, Any
 
-from pyspark import InheritableThread
-
 from hvd_estimators.launch.jobs import spark_job
 
 if TYPE_CHECKING:
@@ -61,13 +59,13 @@ def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
         numbers: Any = context.parallelize(range(wanted), wanted)
         if cluster.profile is not None:
             numbers = numbers.withResources(cluster.profile)
-        job = spark_job(context, "Executors for ranks", ranks=True)
+        job = spark_job(cluster, "Executors for ranks", ranks=True)
         with contextlib.suppress(Exception), job as mine:
             tag.append(mine)
             numbers.foreach(_wait)
 
     # With the caller's job group, by which the job can be cancelled.
-    thread = InheritableThread(target=ask, daemon=True)
+    thread = cluster.thread(ask)
     thread.start()
     try:
         while slots < wanted and time.monotonic() < ended and thread.is_alive():
@@ -75,7 +73,7 @@ def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
             slots = cluster.task_slots()
     finally:
         for name in tag:
-            context.cancelJobsWithTag(name)
+            cluster.cancel(name)
         thread.join(_END_SECONDS)
     return slots
 

@@ -45,7 +45,7 @@ class _Kind:
 
 _KINDS = [
     _Kind(
-        r"Job \S+ cancelled|SparkContext was shut ?down|SparkContext has been shutdown",
+        r"Job \S+ cancelled|OPERATION_CANCEL|SparkContext (was|has been) shut ?down",
         JobCancelledError,
         "The Spark job was cancelled.",
     ),
@@ -135,7 +135,8 @@ def typed_failure(
 
 def _message(error: BaseException) -> str:
     """Return Spark's message without the JVM's stack traces."""
-    lines = str(error).splitlines()
+    # Over Spark Connect the stack comes under a line of its own.
+    lines = str(error).partition("\n\nJVM stacktrace:")[0].splitlines()
     kept = [
         line.removeprefix(": ")
         for line in lines
@@ -151,6 +152,8 @@ def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
     try:
         while True:
             failed = cluster.failed_tasks(tag)
+            if failed is None:
+                return None, None
             if failed:
                 return min(failed).host, min(failed).executor
             if time.monotonic() > deadline:

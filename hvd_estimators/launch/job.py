@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from pyspark import Broadcast
 
+from hvd_estimators.launch.sharing import AddedFile
+
 __all__ = ["Job"]
 
 
@@ -24,7 +26,7 @@ class Job:
     timeline.
     """
 
-    call: bytes | Broadcast[bytes] = field(repr=False)
+    call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
     max_bytes: int
     secret: bytes = field(repr=False)
     one_machine: bool

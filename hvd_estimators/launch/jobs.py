@@ -6,32 +6,37 @@ Runs on the driver.
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from pyspark import InheritableThread
-
-from hvd_estimators.exceptions import SlotsError
-from hvd_estimators.launch.cluster import Cluster
+from hvd_estimators.exceptions import JobCancelledError, SlotsError
+from hvd_estimators.launch.clusters import current_cluster
 from hvd_estimators.launch.failures import typed_failure
+from hvd_estimators.launch.sessions import current_session, is_connect, using_session
 
 if TYPE_CHECKING:
-    from pyspark import SparkContext
     from pyspark.sql import DataFrame
 
-__all__ = ["barrier_job", "interruptible", "jobs_on", "spark_job"]
+    from hvd_estimators.launch.cluster import Cluster
+
+__all__ = ["barrier_job", "cancellable_wait", "interruptible", "jobs_on", "spark_job"]
+
+logger = logging.getLogger(__name__)
 
 _TAG = "hvd_estimators"
 _POLL_SECONDS = 0.2
-_PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
+_CANCEL_SECONDS = 10.0
+# Longer than anybody waits.
+_SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM range(0, 1, 1, 1)"
 
 
 @contextlib.contextmanager
 def spark_job(
-    context: SparkContext, description: str | None = None, *, ranks: bool = False
+    cluster: Cluster, description: str | None = None, *, ranks: bool = False
 ) -> Iterator[str]:
     """Run the block's Spark jobs so that they end with it, and their failures are typed errors.
 
@@ -39,8 +44,8 @@ def spark_job(
 
     Parameters
     ----------
-    context : SparkContext
-        What runs them.
+    cluster : Cluster
+        The application that runs them.
     description : str, optional
         Shown by Spark unless the thread has set one.
     ranks : bool
@@ -64,35 +69,24 @@ def spark_job(
         If an executor or its Python process ends.
     """
     tag = f"{_TAG}-{uuid.uuid4().hex}"
-    before = {name: context.getLocalProperty(name) for name in _PROPERTIES}
     try:
-        context.addJobTag(_TAG)
-        context.addJobTag(tag)
-        if ranks:
-            # Not for tasks that write: HDFS may take an interrupt for the failure of a node.
-            context.setLocalProperty("spark.job.interruptOnCancel", "true")
-        if description and not before["spark.job.description"]:
-            context.setLocalProperty("spark.job.description", description)
-        yield tag
+        with cluster.tagged([_TAG, tag], description, ranks):
+            yield tag
     except BaseException as error:
-        # The context may have been stopped.
+        # The application may have been stopped.
         with contextlib.suppress(Exception):
-            context.cancelJobsWithTag(tag)
-        typed = typed_failure(error, Cluster(context), tag, all_failures=ranks)
+            cluster.cancel(tag)
+        typed = typed_failure(error, cluster, tag, all_failures=ranks)
         if typed is None:
             raise
         raise typed from error
-    finally:
-        with contextlib.suppress(Exception):
-            for name, value in before.items():
-                # None removes a property, which the type hints do not know.
-                context.setLocalProperty(name, value)  # type: ignore[arg-type]
 
 
-def jobs_on(frame: DataFrame) -> contextlib.AbstractContextManager[object]:
-    """Run jobs on a user's DataFrame as `spark_job` does; with Spark Connect, just run them."""
-    context = getattr(frame.sparkSession, "sparkContext", None)
-    return contextlib.nullcontext() if context is None else spark_job(context)
+@contextlib.contextmanager
+def jobs_on(frame: DataFrame) -> Iterator[None]:
+    """Run jobs on a user's DataFrame, in its session, as `spark_job` does."""
+    with using_session(frame.sparkSession), spark_job(current_cluster()):
+        yield
 
 
 @contextlib.contextmanager
@@ -107,27 +101,27 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
     SlotsError
         If the tasks have not started in time.
     """
-    context = cluster.context
     timed_out, finished = threading.Event(), threading.Event()
 
     def cancel_late_start(tag: str) -> None:
         waited, last = 0.0, time.monotonic()
         while not finished.wait(_POLL_SECONDS):
             try:
-                if cluster.active_tasks(cluster.jobs(tag), ended=True) >= num_proc:
+                if cluster.started_tasks(tag) >= num_proc:
                     return
                 if waited > start_timeout:
                     timed_out.set()
-                    context.cancelJobsWithTag(tag)
+                    cluster.cancel(tag)
                     return
-                held = _held_by_others(cluster, tag, num_proc)
+                left = cluster.slots_beside(tag, _TAG)
+                held = left is not None and left < num_proc
             except Exception:
                 return  # the context has been stopped
             now = time.monotonic()
             waited, last = waited + (0 if held else now - last), now
 
     try:
-        named = spark_job(context, f"Horovod on {num_proc} ranks", ranks=True)
+        named = spark_job(cluster, f"Horovod on {num_proc} ranks", ranks=True)
         with cluster.accepting_barrier_jobs(), named as tag:
             watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
             watcher.start()
@@ -146,7 +140,82 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
         ) from error
 
 
-def interruptible(collect: Callable[[], list[Any]]) -> list[Any]:
+@contextlib.contextmanager
+def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
+    """Have a job in the thread's job group while the driver waits between launches.
+
+    Cancelling a group ends the jobs that run then, and Spark tells nobody else of it. This job has
+    one task that sleeps in the JVM. It may take the task slot of a rank, and gives it back at once.
+
+    Yields
+    ------
+    callable
+        Waits for some seconds, 0 to have a look.
+
+    Raises
+    ------
+    JobCancelledError
+        By what is yielded, if the job is cancelled.
+    """
+    session = current_session()
+    if is_connect(session):
+        # It has no job groups.
+        yield time.sleep
+        return
+    ending, ended = threading.Event(), threading.Event()
+    cancelled: list[JobCancelledError] = []
+    tags: list[str] = []
+
+    def sleep() -> None:
+        try:
+            with spark_job(cluster, "Waiting to launch ranks again", ranks=True) as tag:
+                tags.append(tag)
+                session.sql(_SLEEP).collect()
+        except JobCancelledError as error:
+            if not ending.is_set():
+                cancelled.append(error)
+        except Exception as error:
+            # With its executor, for instance. Then the launch finds out what there is.
+            logger.debug("A job that only waits has failed: %s", error)
+        finally:
+            ended.set()
+
+    thread = cluster.thread(sleep)
+    looks = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        # A pause of 0 s, and one look that finds all slots, are no waiting.
+        if thread.ident is None:
+            if not seconds and looks <= 2:
+                return
+            thread.start()
+        deadline = time.monotonic() + seconds
+        if ended.wait(seconds) and not cancelled:
+            time.sleep(max(deadline - time.monotonic(), 0))
+        if cancelled:
+            raise cancelled[0]
+
+    try:
+        yield wait
+    finally:
+        ending.set()
+        # The job may be about to begin.
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while (
+            thread.ident is not None
+            and not ended.wait(_POLL_SECONDS)
+            and time.monotonic() < deadline
+        ):
+            for tag in tags:
+                with contextlib.suppress(Exception):  # the context has been stopped
+                    cluster.cancel(tag)
+    if cancelled:
+        raise cancelled[0]
+
+
+def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
     """Return what a Spark job collects; raises KeyboardInterrupt where the user interrupts that.
 
     Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails
@@ -163,17 +232,9 @@ def interruptible(collect: Callable[[], list[Any]]) -> list[Any]:
         except BaseException as error:
             errors.append(error)
 
-    # With this thread's job group and tags.
-    thread = InheritableThread(target=run, daemon=True)
+    thread = cluster.thread(run)
     thread.start()
     thread.join()
     if errors:
         raise errors[0]
     return rows
-
-
-def _held_by_others(cluster: Cluster, tag: str, num_proc: int) -> bool:
-    """Return whether our other jobs leave too few task slots."""
-    others = (cluster.active_jobs() & cluster.jobs(_TAG)) - cluster.jobs(tag)
-    held = cluster.active_tasks(others)
-    return held > 0 and cluster.task_slots() - held < num_proc

@@ -37,6 +37,8 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
     SlotsError
         If they cannot.
     """
+    if not cluster.knows_slots:
+        return  # Spark waits for them, and start_timeout ends that
     if cluster.allocates_dynamically:
         most = most_slots(cluster, resources)
         if most is not None and most < wanted:

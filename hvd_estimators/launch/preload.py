@@ -26,6 +26,8 @@ _PACKAGES = (
 )
 # Of these a submodule brings in a framework, and the package itself none.
 _BY_SUBMODULE = {"hvd_estimators": None, "horovod": 2}
+# The one changes what the other is, which is a job's own affair: others fork from the process, too.
+_NEVER = ("horovod.spark", "hvd_estimators.compat")
 # Of torch, an optimizer that is made imports another second of it in each rank. The trainers make
 # one, whatever their users do.
 _IMPORTED_LATER = {
@@ -73,6 +75,8 @@ def _to_import(name: str) -> str:
         return name
     if package not in _BY_SUBMODULE:
         return package
+    if any(f"{name}.".startswith(f"{never}.") for never in _NEVER):
+        return ""
     if not rest:
         return ""
     parts = _BY_SUBMODULE[package]

@@ -21,11 +21,13 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.first_imports import first_imports
 from hvd_estimators.launch.forked import ForkedRank
 from hvd_estimators.launch.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.guardian import PID_FILE
 from hvd_estimators.launch.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.output import OutputReader
+from hvd_estimators.launch.rank_folder import make_rank_folder
 from hvd_estimators.launch.stalls import (
     StallWatch,
     is_stopped,
@@ -52,7 +54,7 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
         If it cannot be pickled.
     """
     try:
-        return cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+        return cloudpickle.dumps((*first_imports(), fn, tuple(args), dict(kwargs)))
     except Exception as error:
         # What we wrap around it is not what a user knows.
         is_ours = str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
@@ -118,7 +120,7 @@ class RankProcess:
     def __enter__(self) -> Self:
         self._process: subprocess.Popen[bytes] | ForkedRank | None = None
         self._start_error = ""
-        self._directory = tempfile.mkdtemp(prefix="hvd-estimators-rank-")
+        self._directory = make_rank_folder()
         self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
         self._patience = 0.0
         reading, writing = os.pipe()

@@ -75,6 +75,10 @@ class TaskResources:
         given = {"gpus_per_task": self.gpus_per_task, "cpus_per_task": self.cpus_per_task}
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
+    def built(self) -> ResourceProfile | None:
+        """Return the profile; None for the default one."""
+        return None if self.is_default else _built(self)
+
     def on(self, context: SparkContext) -> ResourceProfile | None:
         """Return the profile as an application knows it; None for the default one.
 

@@ -26,28 +26,27 @@ from hvd_estimators.launch.arguments import (
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
 from hvd_estimators.launch.channel import new_secret
-from hvd_estimators.launch.cluster import Cluster
+from hvd_estimators.launch.clusters import current_cluster
 from hvd_estimators.launch.dynamic import ask_for_executors
 from hvd_estimators.launch.environment import shared_environment
 from hvd_estimators.launch.events import Handler, receive_events
 from hvd_estimators.launch.exchange import ExchangeServer
 from hvd_estimators.launch.job import Job
-from hvd_estimators.launch.jobs import barrier_job, interruptible
+from hvd_estimators.launch.jobs import barrier_job, cancellable_wait, interruptible
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.outcome import results_in_order
 from hvd_estimators.launch.outlets import Outlets
 from hvd_estimators.launch.preflight import check_slots
 from hvd_estimators.launch.process import pickle_call
-from hvd_estimators.launch.profiles import TaskResources, collect_from_tasks
+from hvd_estimators.launch.profiles import TaskResources
 from hvd_estimators.launch.references import modules_of_call
-from hvd_estimators.launch.sharing import shared
 from hvd_estimators.launch.slots import await_slots
 from hvd_estimators.launch.task import run_task
 from hvd_estimators.launch.timeline import keep_timeline
-from hvd_estimators.launch.versions import installed_versions
 from hvd_estimators.launch.warm import wanted
 
 if TYPE_CHECKING:
+    from hvd_estimators.launch.cluster import Cluster
     from hvd_estimators.store import Store
 
 __all__ = ["SparkBackend"]
@@ -166,7 +165,9 @@ class SparkBackend(Backend):
 
         With dynamic allocation executors for so many as there are to be are asked for first.
         """
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
+        if not cluster.knows_slots:
+            return self.num_processes()
         if cluster.allocates_dynamically and self._num_proc:
             return ask_for_executors(cluster, self._num_proc, _ASKING_SECONDS)
         return cluster.task_slots()
@@ -177,15 +178,25 @@ class SparkBackend(Backend):
         other._num_proc = num_proc
         return other
 
+    def waiting(self) -> contextlib.AbstractContextManager[Callable[[float], None]]:
+        """Wait between two launches, so that who cancels this thread's job group ends that, too."""
+        return cancellable_wait(current_cluster(self._resources))
+
     def _all_slots(self) -> int:
         """Return the cluster's task slots, the same number for as long as the application lives."""
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
         application = cluster.application
         if self._slots is None or self._slots[0] != application:
             if cluster.allocates_dynamically:
                 raise ParamError(
                     "num_proc: the number of task slots changes while spark.dynamicAllocation."
                     "enabled is true. Set num_proc to the number of ranks."
+                )
+            if not cluster.knows_slots:
+                raise ParamError(
+                    "num_proc: the number of task slots is not known over Spark Connect, whose "
+                    f"server's settings do not tell it (master {cluster.master}). Set num_proc to "
+                    "the number of ranks."
                 )
             timeout = 0 if cluster.is_local else self._start_timeout
             # Without any, `check` says so.
@@ -194,7 +205,7 @@ class SparkBackend(Backend):
 
     def driver_host(self) -> str:
         """Return the address at which executors reach the driver."""
-        return Cluster.current().driver_host()
+        return current_cluster().driver_host()
 
     def check(self) -> None:
         """Make sure that the cluster has a task slot for every rank.
@@ -207,7 +218,7 @@ class SparkBackend(Backend):
             If a local session's Python tasks run another Python, or if Horovod was not built by
             ``hvd-estimators build-horovod``.
         """
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
         cluster.check_python()
         require_mends()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
@@ -220,7 +231,7 @@ class SparkBackend(Backend):
         StoreError
             If a machine does not.
         """
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
         if cluster.is_local and store.local_path(store.folder) is not None:
             return
         num_proc = self.num_processes()
@@ -256,14 +267,14 @@ class SparkBackend(Backend):
         # Before executors are waited for.
         document = pickle_call(*call_of(fn, args, kwargs))
         self.check()
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
         handler, host = self._outlets.handler(on_event), cluster.driver_host()
         num_proc = self.num_processes()
         with contextlib.ExitStack() as stack:
             modules = None
             if self._forks_ranks:
                 modules = modules_of_call(document, fn, args, kwargs)
-            call = stack.enter_context(shared(cluster.context, document))
+            call = stack.enter_context(cluster.shared(document))
             events = stack.enter_context(receive_events(handler, host))
             secret = new_secret()
             server = stack.enter_context(
@@ -275,7 +286,7 @@ class SparkBackend(Backend):
                 max_bytes=cluster.collectable_bytes() // num_proc,
                 secret=secret,
                 events=events,
-                versions={} if cluster.is_local else installed_versions(),
+                versions=cluster.installed_versions(),
                 exchange=server.place,
                 timeline=self.gathers_timeline and not cluster.is_local,
             )
@@ -292,7 +303,7 @@ class SparkBackend(Backend):
         env: Mapping[str, str | None] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """Let executors import what ``fn(*args)`` will need; see `Backend.warming_up`."""
-        cluster = Cluster.current(self._resources)
+        cluster = current_cluster(self._resources)
         if not self._forks_ranks or cluster.allocates_dynamically:
             return contextlib.nullcontext()
         modules = modules_of_call(pickle_call(fn, args, {}), fn, args)
@@ -330,8 +341,5 @@ class SparkBackend(Backend):
         self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
     ) -> list[Any]:
         """Run a function in barrier tasks, and return the rows that it yields there."""
-        session = cluster.session()
         with barrier_job(cluster, num_proc, self._start_timeout):
-            return interruptible(
-                lambda: collect_from_tasks(session, num_proc, task, schema, cluster.profile)
-            )
+            return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

@@ -1,5 +1,7 @@
 """Lightning on Spark: `LightningEstimator`, `LightningModel`, and `HorovodStrategy`.
 
+`load_predictor` loads a saved model to predict without Spark.
+
 Imported when first used, so that a rank can import the trainer without PySpark. The estimator and
 its model also go by ``TorchEstimator`` and ``TorchModel``, their names in ``horovod.spark``.
 """
@@ -12,6 +14,7 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
+    from hvd_estimators.lightning.loading import load_predictor
     from hvd_estimators.lightning.model import LightningModel, TorchModel
     from hvd_estimators.lightning.strategy import HorovodStrategy
 
@@ -21,6 +24,7 @@ __all__ = [
     "LightningModel",
     "TorchEstimator",
     "TorchModel",
+    "load_predictor",
 ]
 
 __getattr__, __dir__ = lazy_names(
@@ -31,5 +35,6 @@ __getattr__, __dir__ = lazy_names(
         "LightningModel": "hvd_estimators.lightning.model",
         "TorchEstimator": "hvd_estimators.lightning.estimator",
         "TorchModel": "hvd_estimators.lightning.model",
+        "load_predictor": "hvd_estimators.lightning.loading",
     },
 )

@@ -17,8 +17,9 @@ from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
 from hvd_estimators.lightning.checks import check_shards_of_module, check_step, row_shapes
 from hvd_estimators.lightning.loaders import with_dtypes
-from hvd_estimators.lightning.model import LightningModel, forward_inputs
+from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
+from hvd_estimators.lightning.predictor import forward_inputs
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_checks import adapted_trainer_args

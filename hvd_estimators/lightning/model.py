@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from pyspark.sql import Column, DataFrame, Row
+from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.udf import Document
+from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.nulls import without_nulls
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.steps import Inference
+from hvd_estimators.inference.zeros import known_shapes, rows_of_zeros
 from hvd_estimators.lightning.flavor import is_lightning
+from hvd_estimators.lightning.predictor import (
+    LightningPredictor,
+    RowFunction,
+    RowPredictor,
+    floating_dtype,
+    forward_inputs,
+)
+from hvd_estimators.loading.transformation import EditedField
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, declare
 from hvd_estimators.parquet.columns import Array
@@ -22,13 +36,15 @@ from hvd_estimators.prepare.column_names import quoted
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.calls import call_with_leading
+from hvd_estimators.torch.checks import torch_traceless
+from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.serialization import load_module, module_document, plain_module
+from hvd_estimators.torch.serialization import module_document, plain_module
 from hvd_estimators.torch.tensors import with_form
 
-__all__ = ["LightningModel", "TorchModel", "forward_inputs"]
+__all__ = ["LightningModel", "TorchModel"]
 
-RowFunction = Callable[[torch.nn.Module, Any], Any]
+logger = logging.getLogger(__name__)
 
 
 class LightningModel(torch_model.TorchModel):
@@ -38,7 +54,8 @@ class LightningModel(torch_model.TorchModel):
     ``predict_step`` with a dict of them, see ``use_predict_step``. Floating columns come in the
     dtype of the module's parameters, others as they are stored, or as ``column_dtypes`` says. A
     subclass that overrides `get_prediction_fn` predicts row by row instead. It runs on the driver
-    and is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    and is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
+    on the GPU that Spark assigns to it.
 
     Columns are taken as the training's ``transformation_fn`` leaves them; with
     ``apply_transformation`` they are transformed first, as in training.
@@ -72,17 +89,51 @@ class LightningModel(torch_model.TorchModel):
 
         return predict
 
-    def _transform(self, dataset: DataFrame) -> DataFrame:
+    def _output_shapes_on(self, dataset: DataFrame | None) -> list[tuple[int, ...]]:
         if self.getOrDefault("model") is None:
             raise ParamError("model is not set. Set model.")
+        known = self.getOrDefault("output_shapes")
         # What fit() found out are the shapes of what forward() returns.
-        if self.getOrDefault("output_shapes") is None or self.getOrDefault("use_predict_step"):
-            shaped = self.copy({"output_shapes": self._probe(dataset)})
-            return super(LightningModel, shaped)._transform(dataset)
-        return super()._transform(dataset)
+        if known is not None and not self.getOrDefault("use_predict_step"):
+            return self._output_shapes()
+        applied = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
+        document, load = self._make_predictor()
+        tried = self._try_on_zeros(dataset, applied, document, load)
+        if tried is not None:
+            return tried
+        if dataset is not None and not dataset.isStreaming:
+            return self._try_on_first_row(dataset, applied, document, load)
+        if known is not None:
+            return self._output_shapes()
+        raise ParamError(
+            "output_shapes is not known for a model that was not fitted, or that predicts by its "
+            "predict_step, and the shapes of its inputs are not known either. A stream and a UDF "
+            "have no row to find it out with. Set output_shapes (the shape of one row of each "
+            "output), or input_shapes."
+        )
+
+    def _exported_call(self, names: Sequence[str]) -> Call:
+        if not self.getOrDefault("use_predict_step"):
+            return super()._exported_call(names)
+
+        def call(module: Any, inputs: list[torch.Tensor]) -> Any:
+            return call_with_leading(module.predict_step, dict(zip(names, inputs, strict=True)), 0)
+
+        return call
+
+    def _input_dtype(self, module: torch.nn.Module, name: str) -> torch.dtype:
+        dtypes = self.getOrDefault("column_dtypes") or {}
+        if name in dtypes:
+            return super()._input_dtype(module, name)
+        known = (self._get_metadata() or {}).get(name, {}).get("dtype", "float32")
+        stored = torch.from_numpy(np.empty(0, known)).dtype
+        return floating_dtype(module) if stored.is_floating_point else stored
 
     def _predicts_rows(self) -> bool:
         return type(self).get_prediction_fn is not LightningModel.get_prediction_fn
+
+    def _takes_text(self) -> bool:
+        return super()._takes_text() or self._predicts_rows()
 
     def _feature_column(self, dataset: DataFrame, name: str) -> Column:
         data_type = dataset.schema[name].dataType
@@ -93,9 +144,16 @@ class LightningModel(torch_model.TorchModel):
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
         features = list(self.getOrDefault("feature_columns") or [])
         document = module_document(plain_module(self.getOrDefault("model")))
+        precision = self.getOrDefault("inference_precision")
         if self._predicts_rows():
             function = self.get_prediction_fn()
-            return document, lambda given: _RowPredictor(given, function, features)
+
+            def load_by_rows(
+                given: Document, resources: Resources = FRAMEWORKS_CHOICE
+            ) -> Predictor:
+                return RowPredictor(given, function, features, precision, resources)
+
+            return document, load_by_rows
         shapes, dtypes = self.getOrDefault("input_shapes"), self.getOrDefault("column_dtypes")
         by_step = self.getOrDefault("use_predict_step")
         if by_step and not is_lightning(self.getOrDefault("model"), "LightningModule"):
@@ -106,119 +164,69 @@ class LightningModel(torch_model.TorchModel):
         form = self.getOrDefault("input_form")
         labels = list(self.getOrDefault("label_columns") or [])
 
-        def load(given: Document) -> Predictor:
-            return _BatchPredictor(given, by_step, features, labels, form, shapes, dtypes)
+        def load(given: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+            return LightningPredictor(
+                given, by_step, features, labels, form, shapes, dtypes, precision, resources
+            )
 
         return document, load
 
-    def _probe(self, dataset: DataFrame) -> list[list[int]]:
+    def _try_on_zeros(
+        self,
+        dataset: DataFrame | None,
+        applied: Inference,
+        document: bytes | LocalFile,
+        load: Callable[[Document], Predictor],
+    ) -> list[tuple[int, ...]] | None:
+        """Return the outputs' shapes for rows of zeros; None where the model cannot take any."""
+        metadata: dict[str, Any] = self._get_metadata() or {}
+        edited: tuple[EditedField, ...] = ()
+        transformation = self._make_transformation(applied.features, self._text_features())
+        if applied.transformation is None and transformation is not None:
+            # The columns come as the transformation leaves them, not as training read them.
+            metadata, edited = {}, transformation.edited
+        shapes, dtypes = known_shapes(
+            applied.columns, metadata, edited, dataset, allow_text=self._takes_text()
+        )
+        if transformation is None:
+            for name, shape in zip(
+                applied.features, self.getOrDefault("input_shapes") or (), strict=False
+            ):
+                if shapes.get(name) != () and -1 not in shape[1:]:
+                    shapes[name] = (math.prod(shape[1:]),)
+        zeros = rows_of_zeros(applied.columns, shapes, dtypes)
+        if zeros is None:
+            return None
+        try:
+            with torch_traceless():
+                outputs = applied.predict(load(document), zeros)
+        except Exception as error:
+            logger.info("The model cannot be tried on rows of zeros (%s).", error)
+            return None
+        return [tuple(output.shape[1:]) for output in outputs]
+
+    def _try_on_first_row(
+        self,
+        dataset: DataFrame,
+        applied: Inference,
+        document: bytes | LocalFile,
+        load: Callable[[Document], Predictor],
+    ) -> list[tuple[int, ...]]:
         """Return the outputs' shapes as the first row shows them; it is computed for that."""
-        features = list(self.getOrDefault("feature_columns") or [])
-        applied = self._applied(dataset, features)
         columns = [self._feature_column(dataset, name).alias(name) for name in applied.columns]
-        first = dataset.select(*columns).limit(1).collect()
+        usable = without_nulls(dataset, applied.columns)
+        first = usable.select(*columns).limit(1).collect()
         if not first:
             raise DataError(
-                "output_shapes is not known, and there is no row to find it out with. Set "
-                "output_shapes: the shape of one row of each output."
+                "output_shapes is not known, and there is no row without nulls to find it out "
+                "with. Set output_shapes: the shape of one row of each output."
             )
-        document, load = self._make_predictor()
         values = pd.Series(list(first[0]), dtype=object)
         arrays = {n: _single(value) for n, value in zip(applied.columns, values, strict=True)}
-        return [list(output.shape[1:]) for output in applied.predict(load(document), arrays)]
+        return [tuple(output.shape[1:]) for output in applied.predict(load(document), arrays)]
 
 
 TorchModel = LightningModel
-
-
-def forward_inputs(
-    module: torch.nn.Module,
-    arrays: list[Array],
-    names: list[str],
-    shapes: Any = None,
-    dtypes: Any = None,
-) -> list[torch.Tensor]:
-    """Return what a module's ``forward`` is called with.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Its floating parameters tell the dtype of floating inputs.
-    arrays : list of array
-        The feature columns, rows first.
-    names : list of str
-        Their names.
-    shapes : list of list of int, optional
-        Shape of each input, -1 first.
-    dtypes : mapping, optional
-        Column name to the name of a torch dtype.
-    """
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
-    inputs = []
-    for name, array in zip(names, arrays, strict=True):
-        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-        if name in (dtypes or {}):
-            tensor = tensor.to(getattr(torch, dtypes[name]))
-        elif tensor.is_floating_point():
-            tensor = tensor.to(own)
-        inputs.append(tensor)
-    if shapes is None:
-        return inputs
-    return [x.reshape(len(x), *shape[1:]) for x, shape in zip(inputs, shapes, strict=True)]
-
-
-class _BatchPredictor:
-    """Runs a module's forward pass; lives in an executor's Python worker."""
-
-    def __init__(
-        self,
-        document: Document,
-        by_step: bool,
-        features: list[str],
-        labels: list[str],
-        form: str,
-        shapes: Any,
-        dtypes: Any,
-    ) -> None:
-        self._module: Any = load_module(document, mapped=True).eval()
-        self._by_step = by_step
-        self._features, self._labels, self._form = features, labels, form
-        self._tensors = shapes, dtypes
-
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        inputs = forward_inputs(self._module, arrays, self._features, *self._tensors)
-        with torch.inference_mode():
-            if self._by_step:
-                batch = dict(zip(self._features, inputs, strict=True))
-                raw = call_with_leading(self._module.predict_step, batch, 0)
-            else:
-                raw = with_form(self._module, inputs, self._features, self._form)
-            outputs = as_list(raw, self._labels)
-        return [output.double().numpy() for output in outputs]
-
-
-class _RowPredictor:
-    """Calls a prediction function row by row; lives in an executor's Python worker."""
-
-    def __init__(self, document: Document, function: RowFunction, features: list[str]) -> None:
-        self._module = load_module(document, mapped=True).eval()
-        self._function = function
-        self._features = features
-
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        rows = [
-            Row(**dict(zip(self._features, values, strict=True)))
-            for values in zip(*arrays, strict=True)
-        ]
-        with torch.no_grad():
-            predicted = [_outputs(self._function(self._module, row)) for row in rows]
-        return [np.stack(column) for column in zip(*predicted, strict=True)]
-
-
-def _outputs(predicted: Any) -> list[Array]:
-    """Return the outputs for one row without their dimension of rows."""
-    arrays = [np.asarray(torch.as_tensor(p).double()) for p in as_list(predicted)]
-    return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]
 
 
 def _single(value: Any) -> Array:

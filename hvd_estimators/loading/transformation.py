@@ -14,7 +14,14 @@ import numpy as np
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.parquet.columns import Array, Columns, num_rows, take
 
-__all__ = ["EditedField", "RowFunction", "Transformation", "Transformed", "edited_fields"]
+__all__ = [
+    "EditedField",
+    "RowFunction",
+    "Transformation",
+    "Transformed",
+    "edited_fields",
+    "make_transformation",
+]
 
 RowFunction = Callable[[dict[str, Any]], Mapping[str, Any]]
 BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
@@ -197,6 +204,45 @@ class Transformed:
                     f"{_form(found)} in {where}. Return one type and shape for all rows, or name "
                     "the field's type in transformation_edit_fields, which casts to it."
                 )
+
+
+def make_transformation(
+    get: Callable[[str], Any], needed: Sequence[str], text: Sequence[str] = ()
+) -> Transformation | None:
+    """Return what is made of rows, as params say; None if nothing.
+
+    Parameters
+    ----------
+    get : callable
+        The name of a param to its value.
+    needed : sequence of str
+        Fields that must be there, and numbers, in the end.
+    text : sequence of str
+        Those that may be text, too.
+
+    Raises
+    ------
+    ParamError
+        If the params do not go together.
+    """
+    by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
+    for name, function in (("transformation_fn", by_row), ("transformation_batch_fn", by_batch)):
+        if function is not None and not callable(function):
+            raise ParamError(f"{name}: expected a callable, found {function!r}.")
+    if by_row is not None and by_batch is not None:
+        raise ParamError(
+            "transformation_fn and transformation_batch_fn are both set. Set one of them."
+        )
+    edited = edited_fields(get("transformation_edit_fields"))
+    removed = tuple(get("transformation_removed_fields") or ())
+    if by_row is None and by_batch is None:
+        if edited or removed:
+            raise ParamError(
+                "transformation_edit_fields and transformation_removed_fields tell of a "
+                "transformation, and there is none. Set transformation_fn."
+            )
+        return None
+    return Transformation(by_row, by_batch, edited, removed, tuple(needed), text=tuple(text))
 
 
 def edited_fields(given: Sequence[Any] | None) -> tuple[EditedField, ...]:

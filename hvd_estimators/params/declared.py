@@ -76,6 +76,7 @@ class DeclaredParams(Params):
         cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
         for name, declaration in found.items():
             _install(cls, name, declaration)
+        _prefer_others(cls)
         if "__init__" in vars(cls) or found or vars(cls).get("__doc__"):
             _describe(cls)
 
@@ -180,12 +181,29 @@ def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None
     def setter(self: DeclaredParams, value: Any) -> DeclaredParams:
         return self._set(**{name: value})
 
+    getter.is_declared = setter.is_declared = True  # type: ignore[attr-defined]
     getter.__doc__ = f"Return ``{name}``: {declaration.doc}"
     setter.__doc__ = f"Set ``{name}``: {declaration.doc}"
     for spelling in (accessor, *declaration.aliases):
         for prefix, function in (("get", getter), ("set", setter)):
             if f"{prefix}{spelling}" not in vars(cls):
                 setattr(cls, f"{prefix}{spelling}", function)
+
+
+def _prefer_others(cls: type[DeclaredParams]) -> None:
+    """Let accessors of a subclass's other bases take the place of ours of the same name.
+
+    Packages have params of their own, such as ``label_col`` beside our ``labelCol``, in classes
+    that come after ours among the bases, and know nothing of ours.
+    """
+    for base in cls.__mro__[1:]:
+        if issubclass(base, DeclaredParams) or base.__module__.partition(".")[0] == "pyspark":
+            continue
+        for name, accessor in vars(base).items():
+            if name.startswith(("get", "set")) and callable(accessor):
+                ours = inspect.getattr_static(cls, name, None)
+                if getattr(ours, "is_declared", False):
+                    setattr(cls, name, accessor)
 
 
 def _describe(cls: type[DeclaredParams]) -> None:

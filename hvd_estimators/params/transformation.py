@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hvd_estimators.exceptions import ParamError
-from hvd_estimators.loading.transformation import Transformation, edited_fields
+from hvd_estimators.loading.transformation import Transformation, make_transformation
 from hvd_estimators.params import DeclaredParams, boolean, declare, names
 
 __all__ = ["TransformationParams"]
@@ -50,28 +49,7 @@ class TransformationParams(DeclaredParams):
         text : sequence of str
             Those that may be text, too.
         """
-        get = self.getOrDefault
-        by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
-        for name, function in (
-            ("transformation_fn", by_row),
-            ("transformation_batch_fn", by_batch),
-        ):
-            if function is not None and not callable(function):
-                raise ParamError(f"{name}: expected a callable, found {function!r}.")
-        if by_row is not None and by_batch is not None:
-            raise ParamError(
-                "transformation_fn and transformation_batch_fn are both set. Set one of them."
-            )
-        edited = edited_fields(get("transformation_edit_fields"))
-        removed = tuple(get("transformation_removed_fields") or ())
-        if by_row is None and by_batch is None:
-            if edited or removed:
-                raise ParamError(
-                    "transformation_edit_fields and transformation_removed_fields tell of a "
-                    "transformation, and there is none. Set transformation_fn."
-                )
-            return None
-        return Transformation(by_row, by_batch, edited, removed, tuple(needed), text=tuple(text))
+        return make_transformation(self.getOrDefault, needed, text)
 
     def _transformation_params(self) -> dict[str, Any]:
         """Return these params, those that are set, as an estimator gives them to its model."""

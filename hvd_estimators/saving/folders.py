@@ -2,7 +2,8 @@
 
 A relative path, one without a scheme and one of a scheme that only the cluster knows (``dbfs:/``)
 are resolved by Hadoop, and files on anything but the local disk are copied by it, with the
-credentials that Spark has. Runs on the driver, whose JVM is on the same machine.
+credentials that Spark has. Over Spark Connect, where there is no JVM, it is what a store takes it
+for: a path of the client's disk, or a URL that fsspec serves. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store import LocalStore
+from hvd_estimators.launch.sessions import is_connect
+from hvd_estimators.store import LocalStore, Store
 
 __all__ = ["Folder", "open_folder"]
 
@@ -79,6 +81,12 @@ def open_folder(session: SparkSession, path: str) -> Folder:
     StoreError
         If Spark knows no filesystem for it.
     """
+    if is_connect(session):
+        store = Store.create(path)
+        local = store.local_path(store.folder)
+        if local is not None:
+            return _LocalFolder(f"file://{local}", Path(local))
+        return _StoreFolder(store)
     jvm: Any = session._jvm
     configuration = session.sparkContext._jsc.hadoopConfiguration()
     with _errors(path):
@@ -133,6 +141,49 @@ class _LocalFolder(Folder):
             path.unlink()
         else:
             self._store.delete(str(path))
+
+
+class _StoreFolder(Folder):
+    """What fsspec reaches, with the credentials of its environment."""
+
+    def __init__(self, store: Store) -> None:
+        self.url = store.url(store.folder)
+        self._store = store
+
+    def exists(self, name: str = "") -> bool:
+        # A directory of an object store is there where something is in it.
+        return self._store.exists(self._path(name)) or bool(self.names(name))
+
+    def is_file(self) -> bool:
+        return bool(self._store.fs.isfile(self._store.folder))
+
+    def names(self, name: str = "") -> list[str]:
+        return self._store.names(self._path(name))
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._store.read(self._path(name))
+        except StoreError as error:
+            raise StoreError(f"{self.url!r} is not complete: it lacks {name!r}.") from error
+
+    def write(self, name: str, content: bytes) -> None:
+        with self._store.open_atomic(self._path(name)) as file:
+            file.write(content)
+
+    def move_file(self, name: str, target: str) -> None:
+        self.write(target, self.read(name))
+        self.delete(name)
+
+    def move_directory(self, name: str, target: str) -> None:
+        for file in self.names(name):
+            self.move_file(f"{name}/{file}", f"{target}/{file}")
+        self.delete(name)
+
+    def delete(self, name: str = "") -> None:
+        self._store.delete(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._store.folder}/{name}" if name else self._store.folder
 
 
 class _HadoopFolder(Folder):

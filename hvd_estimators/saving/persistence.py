@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import time
 import uuid
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from pyspark.ml.util import (
 )
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
+from hvd_estimators.launch.sessions import is_connect
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.store import Store
@@ -125,16 +127,12 @@ class _Writer(MLWriter):
             for name, content in document.params.items():
                 folder.write(f"{params}/{name}.pkl", content)
             # Last: a directory without metadata does not load, so a save that broke off never does.
-            DefaultParamsWriter.saveMetadata(
-                document.bare,
-                f"{folder.url}/{staging}" if staging else folder.url,
-                self.sparkSession.sparkContext,
-                extraMetadata={
-                    "pickledParams": sorted(document.params),
-                    "leftOutParams": document.left_out,
-                    "paramsFolder": params,
-                },
-            )
+            further = {
+                "pickledParams": sorted(document.params),
+                "leftOutParams": document.left_out,
+                "paramsFolder": params,
+            }
+            self._write_metadata(folder, staging, document.bare, further)
         except BaseException:
             # What was there before is as it was.
             for name in (params, staging):
@@ -148,6 +146,26 @@ class _Writer(MLWriter):
         # The old one's files, and what saves have left that were killed.
         for name in set(folder.names()) - {params, _METADATA, *document.extra}:
             folder.delete(name)
+
+    def _write_metadata(self, folder: Folder, staging: str, bare: Any, further: Any) -> None:
+        place = f"{staging}/" if staging else ""
+        session: Any = self.sparkSession
+        if not is_connect(session):
+            url = f"{folder.url}/{staging}" if staging else folder.url
+            DefaultParamsWriter.saveMetadata(bare, url, session.sparkContext, extraMetadata=further)
+            return
+        # Not by the server, as Spark's writer would: a path here may be none there.
+        metadata = {
+            "class": f"{type(bare).__module__}.{type(bare).__name__}",
+            "timestamp": round(time.time() * 1000),
+            "sparkVersion": session.version,
+            "uid": bare.uid,
+            "paramMap": {param.name: value for param, value in bare._paramMap.items()},
+            "defaultParamMap": {p.name: value for p, value in bare._defaultParamMap.items()},
+            **further,
+        }
+        folder.write(f"{place}{_METADATA}/part-00000.txt", f"{json.dumps(metadata)}\n".encode())
+        folder.write(f"{place}{_METADATA}/_SUCCESS", b"")
 
 
 def _move_metadata(folder: Folder, source: str) -> None:
@@ -242,7 +260,7 @@ class _Reader(MLReader[Any]):
                 f"path: there is no saved {self._cls.__name__} at {path!r}. Set the path that "
                 "save() was given."
             )
-        metadata = DefaultParamsReader.loadMetadata(folder.url, self.sparkSession.sparkContext)
+        metadata = self._metadata(folder)
         instance = self._cls()
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
@@ -255,6 +273,16 @@ class _Reader(MLReader[Any]):
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance
+
+    def _metadata(self, folder: Folder) -> dict[str, Any]:
+        if not is_connect(self.sparkSession):
+            context = self.sparkSession.sparkContext
+            return DefaultParamsReader.loadMetadata(folder.url, context)
+        # Spark leaves empty files, too, where there were empty partitions.
+        documents = [folder.read(f"{_METADATA}/{name}") for name in _data_files(folder, _METADATA)]
+        (document,) = filter(None, documents)
+        metadata: dict[str, Any] = json.loads(document)
+        return metadata
 
 
 def is_json(value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store import runs
+from hvd_estimators.store.left_out import LeftOutNames
 from hvd_estimators.store.paths import RunPaths, StorePaths
 from hvd_estimators.store.registry import store_class
 
@@ -33,7 +34,7 @@ def require_store(given: Any) -> None:
         raise ParamError(f"store: expected a Store, found {given!r}. Set Store.create(prefix).")
 
 
-class Store(StorePaths):
+class Store(LeftOutNames, StorePaths):
     """Keeps what a training run reads and writes under one prefix.
 
     ``Store.create(prefix)`` picks the class by the prefix. A store holds values only, so it

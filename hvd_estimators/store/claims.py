@@ -29,7 +29,7 @@ import time
 import uuid
 import weakref
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -316,6 +316,20 @@ class Heartbeat:
                 self._path,
                 STALE_SECONDS // 60,
             )
+
+    def note(self, **details: Any) -> None:
+        """Write more details at once, unless the file is somebody else's by now; see `lost`.
+
+        Raises
+        ------
+        StoreError, OSError
+            If they cannot be written.
+        """
+        with self._lock:
+            if self.lost or not self._is_ours():
+                return
+            self._claim = replace(self._claim, details={**self._claim.details, **details})
+            self._write()
 
     def _delete(self) -> None:
         try:

@@ -9,7 +9,8 @@ Runs on the driver. ``runs/<run_id>/lease.json`` names the process that holds th
   file, lets `SETTLE_SECONDS` pass, and reads it again: who wrote last has it. Two of them may both
   believe to have it only where a write took longer than that to be seen.
 - A holder that was taken for gone (its machine was asleep for minutes, or did not reach the store)
-  finds out when it next writes its heartbeat, and says so; nothing stops its ranks.
+  finds out when it next writes its heartbeat, and says so. Its ranks find out before they next
+  write a checkpoint, see `hvd_estimators.store.fence`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from hvd_estimators.store.owners import Owner, is_here, this_process
 from hvd_estimators.store.paths import RunPaths
 
 __all__ = [
+    "LAUNCH",
     "SETTLE_SECONDS",
     "RunLease",
     "await_free",
@@ -48,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 5.0
 
+
+LAUNCH = "launch"
+"""Detail of a lease: which launch of ranks its holder has come to, if not the first."""
 
 SETTLE_SECONDS = 1.0
 """Time in which a file that was written is seen by all."""
@@ -180,6 +185,26 @@ class RunLease:
     def lost(self) -> bool:
         """Whether somebody else has taken it, who took this process for gone."""
         return self._heartbeat.lost
+
+    @property
+    def path(self) -> str:
+        """The file."""
+        return self._path
+
+    @property
+    def token(self) -> str:
+        """What tells this lease from others of the run."""
+        return self._heartbeat.token
+
+    def note_launch(self, number: int) -> None:
+        """Let ranks of earlier launches know that they are not to write to the run any more.
+
+        Raises
+        ------
+        StoreError, OSError
+            If it cannot be noted.
+        """
+        self._heartbeat.note(**{LAUNCH: number})
 
     def confirm(self) -> None:
         """Make sure that nobody has taken the lease at the same moment; may wait for a second.

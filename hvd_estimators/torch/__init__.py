@@ -1,4 +1,4 @@
-"""PyTorch on Spark: `TorchEstimator` and `TorchModel`.
+"""PyTorch on Spark: `TorchEstimator` and `TorchModel`; `load_predictor` predicts without Spark.
 
 Imported when first used, so that a rank can import the trainer without PySpark.
 """
@@ -11,14 +11,16 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.torch.estimator import TorchEstimator
+    from hvd_estimators.torch.loading import load_predictor
     from hvd_estimators.torch.model import TorchModel
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = ["TorchEstimator", "TorchModel", "load_predictor"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "TorchEstimator": "hvd_estimators.torch.estimator",
         "TorchModel": "hvd_estimators.torch.model",
+        "load_predictor": "hvd_estimators.torch.loading",
     },
 )

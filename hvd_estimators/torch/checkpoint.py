@@ -21,7 +21,6 @@ __all__ = [
     "fleeting_buffers",
     "load_file",
     "save_file",
-    "unequal_buffers",
 ]
 
 
@@ -60,24 +59,6 @@ def copied(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(copied(entry, memo) for entry in value)
     return value
-
-
-def unequal_buffers(
-    module: torch.nn.Module, shards: ShardStates
-) -> list[Mapping[str, torch.Tensor]]:
-    """Return the buffers of each shard that are not the same for all of them. Called by all ranks.
-
-    Each counts its own rows in them: batch normalization does, until an epoch is over.
-
-    Parameters
-    ----------
-    module : torch.nn.Module
-        Tells which buffers are saved.
-    shards : ShardStates
-        The shards that this rank plays.
-    """
-    own = ShardBuffers(module, shards)
-    return own.unequal(exchange.gather(own.digests, "checkpoint.digests"))
 
 
 def fleeting_buffers(module: torch.nn.Module) -> dict[str, bytes]:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cloudpickle
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.udf import Document
+from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.checks import output_shapes
-from hvd_estimators.torch.predictor import TorchPredictor
+from hvd_estimators.torch.onnx import Call, export_onnx
+from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -24,7 +27,7 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     save_state,
 )
-from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, with_form
 
 __all__ = ["TorchModel"]
 
@@ -34,7 +37,8 @@ class TorchModel(HorovodModel):
 
     `transform` adds one column per output: a double for a number per row, an ML vector for a
     one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
-    is lazy; the forward passes run in Arrow batches on the executors, on the CPU.
+    is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
+    on the GPU that Spark assigns to it.
 
     Columns are taken as the training's ``transformation_fn`` leaves them; with
     ``apply_transformation`` they are transformed first, as in training.
@@ -54,25 +58,104 @@ class TorchModel(HorovodModel):
     )
 
     def _transform_spec(self) -> TensorSpec:
-        given = self.getOrDefault("input_shapes")
-        return TensorSpec(
-            feature_cols=tuple(self.getOrDefault("feature_columns") or ()),
-            label_cols=tuple(self.getOrDefault("label_columns") or ()),
-            input_shapes=tuple(map(tuple, given)) if given else None,
-            dtypes=self.getOrDefault("column_dtypes"),
-            input_form=self.getOrDefault("input_form"),
-        )
+        return transform_spec(self.getOrDefault)
 
     def _make_predictor(self) -> tuple[bytes | LocalFile, Any]:
-        spec = self._transform_spec()
+        spec, precision = self._transform_spec(), self.getOrDefault("inference_precision")
         module = self.getOrDefault("model")
         if module is None:
             raise ParamError("model is not set. Set model.")
 
-        def load(document: Document) -> Predictor:
-            return TorchPredictor(document, spec)
+        def load(document: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+            return TorchPredictor(document, spec, precision, resources)
 
         return module_document(plain_module(module)), load
+
+    def export_onnx(
+        self,
+        path: str,
+        *,
+        input_shapes: Sequence[Sequence[int]] | None = None,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Write the model as ONNX, by torch's own exporter, for any number of rows.
+
+        Inputs have the names of the feature columns and the outputs' columns give theirs to the
+        outputs, which are as the model returns them: not cast, and without a classifier's columns.
+        A transformation is no part of it. Runs on the driver; needs the packages of
+        ``pip install "hvd_estimators[onnx]"``.
+
+        Parameters
+        ----------
+        path : str
+            The file: a local path, or a URL that a store is registered for. It appears whole. Above
+            2 GB the weights are in a file beside it, ``<name>.data``.
+        input_shapes : sequence of sequence of int, optional
+            Shape of each input, -1 first. Default: the model's ``input_shapes``, or those of the
+            columns that were trained on.
+        overwrite : bool
+            Whether it may take another file's place.
+        storage_options : mapping, optional
+            Passed to fsspec's filesystem.
+        **options
+            Passed to ``torch.onnx.export``, such as ``opset_version``.
+
+        Raises
+        ------
+        DependencyError
+            If a package is not installed.
+        ParamError
+            If the shapes are not known, or the exporter does not take the model.
+        StoreError
+            If there is a file already, or it cannot be written.
+        """
+        module = self.getOrDefault("model")
+        if module is None:
+            raise ParamError("model is not set. Set model.")
+        module = plain_module(module)
+        names = list(self.getOrDefault("feature_columns") or [])
+        given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
+        if given is None or len(given) != len(names):
+            raise ParamError(
+                f"input_shapes: expected a shape for each of {', '.join(names)}, found {given!r}. "
+                "Set the shape of each input, with -1 first."
+            )
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        inputs = {
+            name: torch.zeros(2, *shape[1:], dtype=self._input_dtype(module, name), device=device)
+            for name, shape in zip(names, given, strict=True)
+        }
+        labels = self.getOrDefault("label_columns") or []
+        export_onnx(
+            module,
+            self._exported_call(names),
+            inputs,
+            labels,
+            self.getOutputCols(),
+            path,
+            overwrite,
+            storage_options,
+            options,
+        )
+
+    def _exported_call(self, names: Sequence[str]) -> Call:
+        """Return how the module is called with one tensor per feature column. A hook."""
+        form = self.getOrDefault("input_form")
+        return lambda module, inputs: with_form(module, inputs, names, form)
+
+    def _input_dtype(self, module: torch.nn.Module, name: str) -> torch.dtype:
+        """Return the dtype in which the module gets a column. A hook."""
+        return self._transform_spec().dtype(name)
+
+    def _trained_shapes(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
+        """Return the shapes of columns that were trained on, -1 first, where they are known."""
+        known = self._get_metadata() or {}
+        shapes = [known[name].get("shape") for name in names if name in known]
+        if len(shapes) != len(names) or any(shape is None or None in shape for shape in shapes):
+            return None
+        return [(-1, *shape) for shape in shapes]
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         known = self.getOrDefault("output_shapes")

@@ -2,19 +2,114 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import os
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.inference.failures import described, naming_inputs
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.torch.forward import Forward
 from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.serialization import load_module
+from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec
 
-__all__ = ["TorchPredictor"]
+__all__ = ["ModulePredictor", "TorchPredictor", "input_forms", "transform_spec"]
 
 
-class TorchPredictor:
+class ModulePredictor(abc.ABC):
+    """Runs forward passes of a module.
+
+    Parameters
+    ----------
+    document : bytes or path
+        What `hvd_estimators.torch.serialization.module_document` returned.
+    names : sequence of str
+        The feature columns.
+    labels : sequence of str
+        What the outputs are of, see `as_list`.
+    precision : str
+        What the module computes in, see ``inference_precision``.
+    resources : Resources
+        Threads and GPU.
+
+    Attributes
+    ----------
+    overlaps : bool
+        Whether `begin` returns before the outputs are there, so that the next batch can be begun.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        names: Sequence[str],
+        labels: Sequence[str],
+        precision: str,
+        resources: Resources,
+    ) -> None:
+        self._forward = Forward(precision, resources)
+        module = plain_module(load_module(document, mapped=True)).eval()
+        self._module: Any = self._forward.placed(module)
+        self._names, self._labels = tuple(names), tuple(labels)
+        self.overlaps = self._forward.overlaps
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs, floats, for the feature columns of a batch.
+
+        Raises
+        ------
+        PredictionError
+            If the module fails.
+        """
+        return self.begin(arrays)()
+
+    def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
+        """Begin what a call does, and return what waits for the outputs and returns them."""
+        given: dict[str, Any] = dict(zip(self._names, arrays, strict=True))
+        with contextlib.ExitStack() as stack:
+            failing = naming_inputs(lambda: described(given), self._wanted)
+            stack.enter_context(failing)
+            inputs = self._inputs(arrays)
+            given = dict(zip(self._names, inputs, strict=True))
+            finish = self._forward.begin(inputs, self._outputs)
+
+        def outputs() -> list[Array]:
+            # A GPU's errors come to light when it is waited for.
+            with naming_inputs(lambda: described(given), self._wanted):
+                return finish()
+
+        return outputs
+
+    @abc.abstractmethod
+    def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
+        """Return a tensor per column, on the CPU."""
+
+    @abc.abstractmethod
+    def _call(self, inputs: list[torch.Tensor]) -> Any:
+        """Call the module."""
+
+    def _wanted(self) -> str:
+        """Return what the module takes, where that is known."""
+        return ""
+
+    def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        raw = self._call(inputs)
+        outputs = as_list(raw, self._labels)
+        for output in outputs:
+            if not isinstance(output, torch.Tensor):
+                raise ShapeError(
+                    f"The model returns {type(raw).__name__} of {type(output).__name__}. Return a "
+                    "tensor per label: alone, in a tuple, or in a dict or dataclass by name."
+                )
+        return outputs
+
+
+class TorchPredictor(ModulePredictor):
     """Runs a module's forward pass.
 
     Parameters
@@ -23,16 +118,54 @@ class TorchPredictor:
         What `hvd_estimators.torch.serialization.module_document` returned.
     spec : TensorSpec
         Which columns the module takes, and how.
+    precision : str
+        What the module computes in, see ``inference_precision``.
+    resources : Resources
+        Threads and GPU.
     """
 
-    def __init__(self, document: bytes | os.PathLike[str], spec: TensorSpec) -> None:
-        self._module = load_module(document, mapped=True).eval()
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        spec: TensorSpec,
+        precision: str = "float32",
+        resources: Resources = FRAMEWORKS_CHOICE,
+    ) -> None:
+        super().__init__(document, spec.feature_cols, spec.label_cols, precision, resources)
         self._spec = spec
 
-    def __call__(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs as float64, for the feature columns of a batch."""
-        columns = dict(zip(self._spec.feature_cols, arrays, strict=True))
-        with torch.inference_mode():
-            raw = self._spec.call(self._module, self._spec.inputs(columns))
-            outputs = as_list(raw, self._spec.label_cols)
-        return [output.double().numpy() for output in outputs]
+    def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
+        return self._spec.inputs(dict(zip(self._names, arrays, strict=True)))
+
+    def _call(self, inputs: list[torch.Tensor]) -> Any:
+        return self._spec.call(self._module, inputs)
+
+    def _wanted(self) -> str:
+        return input_forms(self._names, self._spec.input_shapes)
+
+
+def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
+    """Return which columns a module takes, and how, as a model's params say.
+
+    Parameters
+    ----------
+    get : callable
+        The name of a param to its value.
+    """
+    given = get("input_shapes")
+    return TensorSpec(
+        feature_cols=tuple(get("feature_columns") or ()),
+        label_cols=tuple(get("label_columns") or ()),
+        input_shapes=tuple(map(tuple, given)) if given else None,
+        dtypes=get("column_dtypes") or {},
+        input_form=get("input_form") or "positional",
+    )
+
+
+def input_forms(names: Sequence[str], shapes: Any) -> str:
+    """Return the shapes that are set for a module's inputs as text; empty if there are none."""
+    if shapes is None:
+        return ""
+    rows = (tuple(shape[1:]) for shape in shapes)
+    forms = (f"{name} {shape} per row" for name, shape in zip(names, rows, strict=False))
+    return f"{', '.join(forms)} (input_shapes)"

@@ -177,6 +177,7 @@ class CheckpointWriter:
         with _told(info.path):
             with opened:
                 if first is not None:
+                    self._check_fence()
                     first()
                 digest, size = hashlib.sha256(), 0
                 file.seek(0)
@@ -187,16 +188,23 @@ class CheckpointWriter:
                     file.seek(0)
                     shutil.copyfileobj(file, target, CHUNK_BYTES)
                 stored = self._look()
+                # Once more, since other ranks may write a file of this very name.
+                self._check_fence()
                 if info.position in stored:
                     # Of an earlier part of the run that got further, and was damaged.
                     self._store.delete(pointer_of(info.path))
             info = replace(info, size=size, sha256=digest.hexdigest())
+            self._check_fence()
             write_pointer(self._store, info)
         stored[info.position] = info
         try:
             self._delete_others(stored, info)
         except OSError as error:
             logger.warning("Checkpoints that are not needed could not be deleted: %s", error)
+
+    def _check_fence(self) -> None:
+        if self._options.fence is not None:
+            self._options.fence.check(self._store)
 
     def _look(self) -> dict[Position, CheckpointInfo | None]:
         """Return the checkpoints that there are; None stands for one that cannot be read.

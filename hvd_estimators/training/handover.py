@@ -23,8 +23,11 @@ import cloudpickle
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
+from hvd_estimators.first_imports import first_imports
+from hvd_estimators.launch.rank_folder import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
+from hvd_estimators.store.fence import Fence
 from hvd_estimators.store.local_file import (
     CHUNK_BYTES,
     HashingWriter,
@@ -61,6 +64,8 @@ class StoredCall:
         Where rank 0 writes the state that it has trained.
     trainer_module : str
         The module of the trainer, for a launcher that imports it before it starts the ranks.
+    fence : Fence or None
+        Tells ranks whether they are still to write to the run.
     """
 
     store: Store
@@ -68,6 +73,7 @@ class StoredCall:
     digest: str
     state_path: str
     trainer_module: str = ""
+    fence: Fence | None = None
 
 
 def train_stored(call: StoredCall) -> TrainResult:
@@ -78,11 +84,14 @@ def train_stored(call: StoredCall) -> TrainResult:
     TrainResult
         What the trainer returned, with the digest of the state's file instead of the state.
     """
+    use_own_temporary_folder()
     with tempfile.TemporaryFile() as file:
         copy_from(call.store, call.path, file, call.digest)
         file.seek(0)
-        train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
+        *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
     gather_timeline(spec.store, spec.run.logs_path)
+    if call.fence is not None:
+        spec = replace(spec, checkpoints=replace(spec.checkpoints, fence=call.fence))
     result: TrainResult = train(spec)
     state = result.state
     if state is None:
@@ -156,7 +165,7 @@ class Handover:
         path = f"{self._folder}/call"
         with self._store.open_atomic(path) as file:
             writer = HashingWriter(file)
-            _Pickler(writer, self._store, self._folder).dump((train, self._spec))
+            _Pickler(writer, self._store, self._folder).dump((*first_imports(), train, self._spec))
         module = getattr(train, "__module__", "")
         return StoredCall(self._store, path, writer.digest, self._state_path, module)
 

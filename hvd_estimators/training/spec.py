@@ -13,6 +13,7 @@ import numpy as np
 
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.fence import Fence
 from hvd_estimators.temporary import LocalFile
 
 __all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
@@ -38,6 +39,8 @@ class CheckpointOptions:
         Whether less or more of it is better, see `hvd_estimators.training.monitoring.mode_of`.
     every_n_steps : int or None
         Optimizer steps of the run between two checkpoints within an epoch; None for none.
+    fence : Fence or None
+        Tells whether these ranks are still to write to the run; None for ones that always are.
     """
 
     framework: str
@@ -45,6 +48,7 @@ class CheckpointOptions:
     monitor: str | None = None
     mode: str = "auto"
     every_n_steps: int | None = None
+    fence: Fence | None = None
 
     def due_after(self, step: int) -> bool:
         """Return whether a checkpoint is due after an optimizer step of the run, from 1.

@@ -40,9 +40,11 @@ class FaultyLoss(torch.nn.Module):
         super().__init__()
         self.folder, self.faults, self.driver = folder, faults, driver
         self.calls = 0
+        self.pause = 0.0
 
     def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        time.sleep(self.pause)
         fault = self.faults.get((int(os.environ["HOROVOD_RANK"]), self.calls))
         if fault is not None and not (self.folder / fault).exists():
             (self.folder / fault).touch()
@@ -56,11 +58,19 @@ class FaultyLoss(torch.nn.Module):
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault == "driver":
             os.kill(self.driver, signal.SIGKILL)
+        elif fault == "preempted":
+            executor_of_rank().terminate()
+            # It trains on, until all ranks have agreed on a step to end after.
+            self.pause = 0.3
         else:
-            # A rank works in the folder of its executor.
-            javas = [process for process in psutil.process_iter() if process.name() == "java"]
-            next(java for java in javas if java.cwd() == os.getcwd()).kill()
+            executor_of_rank().kill()
             time.sleep(300)
+
+
+def executor_of_rank() -> psutil.Process:
+    """Return the process of this rank's executor, in whose folder ranks work."""
+    javas = [process for process in psutil.process_iter() if process.name() == "java"]
+    return next(java for java in javas if java.cwd() == os.getcwd())
 
 
 def losing_an_executor(marker: Path) -> Any:
@@ -119,7 +129,7 @@ def fit(
     ).fit(frame)
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, preempted: bool = False) -> None:
     os.environ["PYSPARK_PYTHON"] = sys.executable
     spark = (
         SparkSession.builder.master(f"local-cluster[{RANKS},1,1024]")
@@ -135,6 +145,8 @@ def main(folder: Path) -> None:
     (folder / "preparing").unlink()
     # While rows are prepared, in the first epoch, then in the second one, and in the last.
     faults = {(0, 6): "executor", (1, 9): "stopped", (0, 17): "killed"}
+    if preempted:
+        faults = {(1, 9): "preempted"}
     disturbed = fit(spark, folder, "disturbed", faults, max_restarts=3)
     assert (folder / "preparing").exists()
     for weight, expected in zip(
@@ -142,6 +154,8 @@ def main(folder: Path) -> None:
     ):
         assert torch.equal(weight, expected), (weight, expected)
     assert disturbed.getHistory() == alone.getHistory()
+    if preempted:
+        return
     (folder / "histories.json").write_text(json.dumps(alone.getHistory()))
     fit(spark, folder, "left-alone", {(1, 17): "driver"})
 
@@ -150,4 +164,4 @@ if __name__ == "__main__":
     import restart_job
 
     # Under a name that ranks and another application know.
-    restart_job.main(Path(sys.argv[1]))
+    restart_job.main(Path(sys.argv[1]), "preempted" in sys.argv)

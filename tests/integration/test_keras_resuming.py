@@ -274,3 +274,20 @@ def test_ranks_end_together_where_asked_to_and_by_nan(backend: Any, store: Any) 
         run(store, backend, "nan", 2, optimizer=sgd, **params)
     # After the fifth of seven steps.
     assert store.get_checkpoints("nan")[-1].endswith("-000000-80.ckpt")
+
+
+def test_a_shard_with_fewer_rows_than_steps_is_no_nan(backend: Any, store: Any) -> None:
+    # Four steps, of which one shard has rows for three.
+    write_rows(Path(store.get_train_data_path()), 7)
+    params: dict[str, Any] = {"batch_size": 1, "validation": None, "callbacks": []}
+
+    def fitted(run_id: str, **more: Any) -> list[Any]:
+        keras.utils.set_random_seed(7)
+        # Batch normalization would need a row on every rank.
+        net = keras.Sequential([keras.Input((WIDTH,)), Draws(), keras.layers.Dense(1)])
+        return run(store, backend, run_id, 2, model=net, **params, **more)[:3]
+
+    expected = fitted("plain")
+    found = fitted("careful", terminate_on_nan=True, checkpoint_every_n_steps=1)
+    assert_equal_bits(found, expected)
+    assert all(np.isfinite(weights).all() for weights in expected[1])

@@ -21,17 +21,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
 
 
 def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_path: Path) -> None:
-    output = tmp_path / "output.txt"
-    with open(output, "wb") as file:
-        ended = subprocess.run(
-            [sys.executable, restart_job.__file__, str(tmp_path)],
-            stdout=file,
-            stderr=file,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            timeout=400,
-            check=False,
-        )
-    assert ended.returncode == -signal.SIGKILL, output.read_text()[-8000:]
+    status, output = run_job(tmp_path)
+    assert status == -signal.SIGKILL, output[-8000:]
 
     # What was lost is noted, and told in a line each.
     store = Store.create(str(tmp_path / "store"))
@@ -42,7 +33,7 @@ def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_pa
     places = [(restart["epoch"], restart["step"]) for restart in restarts]
     assert places == sorted(places)
     assert {0, 1} <= {epoch for epoch, _ in places}
-    lines = [line for line in output.read_text().splitlines() if "launched again" in line]
+    lines = [line for line in output.splitlines() if "launched again" in line]
     assert len(lines) == 3
     for number, line in enumerate(lines, 1):
         assert f"restart {number} of at most 3" in line
@@ -57,6 +48,33 @@ def test_a_run_outlives_its_executor_its_ranks_and_its_driver(spark: Any, tmp_pa
         assert torch.equal(weight, expected)
     states = [fit["state"] for fit in notes(store, "left-alone")["fits"]]
     assert states == ["interrupted", "finished"]
+
+
+@pytest.mark.soak
+def test_ranks_of_an_executor_that_is_asked_to_end_save_the_step_they_are_in(
+    tmp_path: Path,
+) -> None:
+    status, output = run_job(tmp_path, "preempted")
+    assert status == 0, output[-8000:]
+    (fit,) = notes(Store.create(str(tmp_path / "store")), "disturbed")["fits"]
+    (restart,) = fit["restarts"]
+    # Ranks had done eight steps when it was asked, and there is a checkpoint every two.
+    assert restart["epoch"] * restart_job.STEPS + restart["step"] > 9, restart
+
+
+def run_job(folder: Path, *arguments: str) -> tuple[int, str]:
+    """Return the status of the job's process, and what it has printed."""
+    output = folder / "output.txt"
+    with open(output, "wb") as file:
+        ended = subprocess.run(
+            [sys.executable, restart_job.__file__, str(folder), *arguments],
+            stdout=file,
+            stderr=file,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            timeout=400,
+            check=False,
+        )
+    return ended.returncode, output.read_text()
 
 
 def notes(store: Store, run_id: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from servers.connect import connect_client, why_no_connect
 from servers.driver import Application
 from servers.gpus import gpu_application
 from servers.hdfs import Hdfs
@@ -73,6 +74,15 @@ def dbfs_on_spark(dbfs: Path, spark: Any) -> Path:
 def gpu_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
     """An application with two executors of two (pretended) GPUs each; its driver runs functions."""
     with gpu_application(tmp_path_factory.mktemp("gpus")) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
+    """A client of a Spark Connect server with three task slots; it runs functions."""
+    if reason := why_no_connect():
+        pytest.skip(reason)
+    with connect_client(tmp_path_factory.mktemp("connect")) as made:
         yield made
 
 

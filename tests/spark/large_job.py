@@ -214,6 +214,15 @@ def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
         sizes.append(on_disk(spark))
     # Of models that are gone some 64 MB wait for the JVM's garbage collection.
     assert max(sizes) < 170 * 2**20, sizes
+    sizes = []
+    for _ in range(repeats):
+        same.as_udf("same")
+        TorchModel(
+            model=Net(), feature_columns=["id"], label_columns=["y"], output_shapes=[[1]]
+        ).as_udf("other")
+        assert len(spark.sql("select same(id), other(id) from range(4)").collect()) == 4
+        sizes.append(on_disk(spark))
+    assert max(sizes) < 190 * 2**20, sizes
 
 
 def on_disk(spark: SparkSession) -> int:

@@ -330,7 +330,7 @@ def test_transform_refuses_what_it_cannot_do(spark: Any) -> None:
     # One task: Spark may give the Python worker of a task that is killed beside it to the next job.
     frame = spark.createDataFrame([(None,)], "x double").coalesce(1)
     with pytest.raises(Exception, match="'x' holds nulls"):
-        model.transform(frame).collect()
+        model.setHandleInvalid("error").transform(frame).collect()
 
 
 def test_decimals_and_booleans_are_converted(spark: Any, store: Any) -> None:

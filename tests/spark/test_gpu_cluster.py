@@ -152,3 +152,41 @@ def test_executors_that_do_not_see_the_store_or_are_too_few_are_told_of(
         gpu_cluster.run(lambda: fit(str(tmp_path), store="/proc/self/cwd/apart"))
     with pytest.raises(SlotsError, match="has 4"):
         gpu_cluster.run(lambda: fit(str(tmp_path), num_proc=5))
+
+
+def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
+    """Return the GPU and the cores of each task, and with how many threads a model predicts."""
+    import torch
+    from pyspark import TaskContext
+    from pyspark.sql import SparkSession
+    from pyspark.sql import functions as F
+
+    from hvd_estimators.inference.resources import task_resources
+    from hvd_estimators.torch import TorchModel
+
+    class Threads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.full_like(x, torch.get_num_threads())
+
+    def resources(rows: object) -> list[tuple[int, int]]:
+        found = task_resources(TaskContext.get())
+        return [(found.gpu or -1, found.num_threads or -1)]
+
+    spark = SparkSession.active()
+    there = set(spark.sparkContext.parallelize(range(8), 8).mapPartitions(resources).collect())
+    model = TorchModel(
+        model=Threads(), feature_columns=["x"], label_columns=["y"], input_shapes=[[]]
+    )
+    frame = spark.range(8).select(F.col("id").cast("double").alias("x"))
+    rows = model.transform(frame.repartition(4)).collect()
+    return there, {row["y__output"] for row in rows}
+
+
+def test_transform_takes_the_tasks_gpus_and_cores_and_without_cuda_the_cpu(
+    gpu_cluster: Application,
+) -> None:
+    there, threads = gpu_cluster.run(predicted_where)
+
+    assert {gpu for gpu, _ in there} <= {int(gpu) for addresses in GPUS for gpu in addresses}
+    assert {cores for _, cores in there} == {1}
+    assert threads == {1.0}

@@ -88,7 +88,7 @@ def test_a_filter_on_another_column_reaches_the_scan(spark: Any, tmp_path: Path)
     assert [tuple(row) for row in joined.collect()] == [(2, 4.0, 4.0, 4.0, 4.0)]
 
 
-def test_nan_is_a_number_before_and_after_the_model_and_null_an_error(spark: Any) -> None:
+def test_nan_is_a_number_before_and_after_the_model_and_null_may_be_an_error(spark: Any) -> None:
     nan = float("nan")
     frame = spark.createDataFrame([(0, nan), (1, 1.5)], ["id", "x"]).coalesce(1)
     model = make_model(Noting())
@@ -98,7 +98,31 @@ def test_nan_is_a_number_before_and_after_the_model_and_null_an_error(spark: Any
     for data_type in ("double", "decimal(4,2)", "int"):
         null = spark.range(3).select(F.when(F.col("id") != 1, 2.0).cast(data_type).alias("x"))
         with pytest.raises(Exception, match="Column 'x' holds nulls; fill or drop them before"):
-            model.transform(null).collect()
+            model.setHandleInvalid("error").transform(null).collect()
+
+
+class Choosy(torch.nn.Module):
+    """Takes rows up to a number, and fails on others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 5).any()):
+            raise ZeroDivisionError("the seventh")
+        return x
+
+
+def test_a_model_that_fails_on_a_row_tells_in_sparks_error_what_it_was_called_with(
+    spark: Any,
+) -> None:
+    frame = spark.range(12).coalesce(1).select(F.col("id").cast("double").alias("x"))
+    model = make_model(Choosy(), inference_batch_size=4)
+    # The batch that has the row in it, and the line of the model; Spark leaves out the cause.
+    told = (
+        r"PredictionError: The model failed on some rows\. It was called with x \(4,\) float32\. "
+        r"It raised ZeroDivisionError: the seventh \(.*test_predictions\.py, line \d+, in forward\)"
+    )
+    with pytest.raises(Exception, match=told):
+        model.transform(frame).collect()
+    assert len(model.transform(frame.where("x < 6")).collect()) == 6
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,20 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
     assert not notes.exists()
 
 
+def test_rows_that_wait_for_predictions_hold_nothing_large_but_their_own(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_bytes, "BATCH_BYTES", 20_000)
+    model = make_model(Noting(tmp_path / "notes"), "x")
+    predicted = model.transform(make_frame(spark, 3)).select("y__output")
+    plan = predicted._jdf.queryExecution().executedPlan().toString()
+    # Outermost first. A row waits for its prediction with all that comes from below the UDF: empty
+    # ones are made there (Generate), and emptied before Spark can put that off (Expand).
+    udf = plan.index("EvalPython")
+    made = plan.index("Generate", udf)
+    assert "Expand" in plan[udf:made], plan
+
+
 def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path: Path) -> None:
     frame, notes = make_frame(spark, 30), tmp_path / "notes"
     sizes = {"x": {"max_size": WIDTH, "dtype": "float64"}}
@@ -119,7 +133,8 @@ def test_rows_that_are_known_to_be_small_travel_as_they_are(spark: Any, tmp_path
 
 def test_nulls_of_rows_are_found_among_empty_ones(spark: Any, tmp_path: Path) -> None:
     frame = make_frame(spark, 5).withColumn("v", F.when(F.col("text") != "row 3", F.col("v")))
-    predicted = make_model(Noting(tmp_path / "notes"), "v").transform(frame)
+    model = make_model(Noting(tmp_path / "notes"), "v").setHandleInvalid("error")
+    predicted = model.transform(frame)
 
     with pytest.raises(Exception, match="Column 'v' holds nulls"):
         predicted.collect()

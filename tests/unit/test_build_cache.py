@@ -64,6 +64,19 @@ class TestBuildHorovod:
         assert zipfile.ZipFile(wheel).read("horovod/torch/__init__.py") == b"of before"
         assert b"ImportError" in zipfile.ZipFile(wheel).read("horovod/spark/__init__.py")
 
+    def test_compat_is_asked_for_or_is_as_it_is_installed(self, builds, tmp_path, monkeypatch):
+        def built(installed, **options):
+            monkeypatch.setattr(build, "installed_horovod_spark", lambda: installed)
+            wheel = build_horovod(cache_dir=tmp_path, install=False, **options)
+            return b"hvd_estimators.compat" in zipfile.ZipFile(wheel).read(
+                "horovod/spark/__init__.py"
+            )
+
+        assert [built("off"), built("compat"), built(None)] == [False, True, False]
+        assert built("off", with_compat=True)
+        assert not built("compat", with_compat=False)
+        assert len(builds) == 1
+
     def test_of_two_calls_at_the_same_time_one_builds_and_the_other_waits(self, builds, tmp_path):
         lines = []
         calls = [

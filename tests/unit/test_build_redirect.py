@@ -1,29 +1,54 @@
 """A wheel of Horovod whose `horovod.spark` says where to go."""
 
 import csv
+import importlib.util
 import os
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from horovod_wheels import WHEEL_NAME, make_wheel, urlsafe_sha256
 
-from hvd_estimators.commands.build_redirect import redirect_horovod_spark
+import hvd_estimators
+from hvd_estimators.commands import build_redirect
+from hvd_estimators.commands.build_redirect import installed_horovod_spark, redirect_horovod_spark
 from hvd_estimators.exceptions import BuildError
+
+
+def finished(tmp_path, with_compat=False):
+    target = tmp_path / WHEEL_NAME.replace("cp311-cp311-linux_x86_64", "py3-none-any")
+    redirect_horovod_spark(make_wheel(tmp_path / "compiled.whl", "x = 1"), target, with_compat)
+    return target
+
+
+def run(wheel, code, *flags, **environment):
+    environment = {**os.environ, "PYTHONPATH": str(wheel), **environment}
+    command = [sys.executable, *flags, "-c", code]
+    return subprocess.run(command, text=True, capture_output=True, env=environment)
+
+
+def is_as_recorded(wheel):
+    """Whether the files are those of the RECORD, with the hashes and sizes in it."""
+    archive = zipfile.ZipFile(wheel)
+    record = archive.read("horovod-0.28.1.dist-info/RECORD").decode()
+    rows = {name: rest for name, *rest in csv.reader(record.splitlines())}
+    for name, (digest, size) in rows.items():
+        content = archive.read(name).decode()
+        if digest and (digest, size) != (f"sha256={urlsafe_sha256(content)}", str(len(content))):
+            return False
+    return rows.keys() == set(archive.namelist())
 
 
 class TestRedirect:
     @pytest.fixture
     def wheel(self, tmp_path):
-        target = tmp_path / WHEEL_NAME.replace("cp311-cp311-linux_x86_64", "py3-none-any")
-        redirect_horovod_spark(make_wheel(tmp_path / "compiled.whl", "x = 1"), target)
-        return target
+        return finished(tmp_path)
 
     def run(self, wheel, code, **environment):
-        environment = {**os.environ, "PYTHONPATH": str(wheel), **environment}
-        command = [sys.executable, "-S", "-c", code]
-        return subprocess.run(command, text=True, capture_output=True, env=environment)
+        return run(wheel, code, "-S", **environment)
 
     @pytest.mark.parametrize(
         "code", ["import horovod.spark", "from horovod.spark.torch import TorchEstimator"]
@@ -48,15 +73,7 @@ class TestRedirect:
         )
 
     def test_all_files_are_as_the_record_says(self, wheel):
-        archive = zipfile.ZipFile(wheel)
-        record = archive.read("horovod-0.28.1.dist-info/RECORD").decode()
-        rows = {name: rest for name, *rest in csv.reader(record.splitlines())}
-
-        assert rows.keys() == set(archive.namelist())
-        for name, (digest, size) in rows.items():
-            content = archive.read(name).decode()
-            if digest:
-                assert (digest, size) == (f"sha256={urlsafe_sha256(content)}", str(len(content)))
+        assert is_as_recorded(wheel)
 
     def test_the_same_wheel_gives_the_same_bytes(self, tmp_path, wheel):
         redirect_horovod_spark(tmp_path / "compiled.whl", tmp_path / "again.whl")
@@ -70,3 +87,68 @@ class TestRedirect:
         with pytest.raises(BuildError, match="is not a wheel of Horovod"):
             redirect_horovod_spark(tmp_path / "other.whl", tmp_path / "target.whl")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["other.whl"]
+
+
+class TestWithCompat:
+    @pytest.fixture
+    def wheel(self, tmp_path):
+        return finished(tmp_path, with_compat=True)
+
+    def test_an_import_finds_this_package_and_nothing_else_has_to_be_imported_before(self, wheel):
+        real = importlib.util.find_spec("horovod").submodule_search_locations[0]
+        code = (
+            f"import horovod; horovod.__path__.append({real!r})  # for horovod.runner\n"
+            "import horovod.spark.common.store as store, horovod.spark, sys\n"
+            "from horovod.spark.common import constants\n"
+            "print(store.Store.__module__, store.__name__, horovod.spark.__name__)\n"
+            "print(horovod.spark is sys.modules['hvd_estimators.compat.spark'], horovod.__file__)"
+        )
+        done = run(wheel, code, PYTHONPATH=os.pathsep.join([str(wheel), *sys.path]))
+
+        first, second = done.stdout.splitlines()
+        spark = "hvd_estimators.compat.spark"
+        assert first == f"hvd_estimators.store.base {spark}.common.store {spark}"
+        assert second == f"True {wheel}/horovod/__init__.py"
+
+    def test_modules_of_the_frozen_package_are_gone_and_ours_are_there(self, wheel):
+        compat = Path(hvd_estimators.__file__).parent / "compat" / "spark"
+        names = {name for name in zipfile.ZipFile(wheel).namelist() if "/spark/" in name}
+
+        ours = {path.relative_to(compat).as_posix() for path in compat.rglob("*.py")}
+        assert names == {f"horovod/spark/{name}" for name in ours}
+        assert is_as_recorded(wheel)
+        text = zipfile.ZipFile(wheel).read("horovod/spark/torch/__init__.py").decode()
+        assert text.endswith("from hvd_estimators.compat.spark.torch import *\n")
+
+    def test_the_frozen_package_cannot_be_asked_for(self, wheel):
+        done = run(wheel, "import horovod.spark", HVD_ESTIMATORS_HOROVOD_SPARK="1")
+
+        assert "ImportError: HVD_ESTIMATORS_HOROVOD_SPARK=1" in done.stderr
+        assert "--without-compat" in done.stderr
+
+    def test_the_rest_is_as_it_was(self, wheel):
+        assert run(wheel, "import horovod.torch", "-S").stderr == ""
+
+    def test_the_same_wheel_gives_the_same_bytes(self, tmp_path, wheel):
+        redirect_horovod_spark(tmp_path / "compiled.whl", tmp_path / "again.whl", with_compat=True)
+
+        assert (tmp_path / "again.whl").read_bytes() == wheel.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("with_compat", "expected"), [(None, "frozen"), (False, "off"), (True, "compat")]
+)
+def test_what_is_installed_is_seen_without_importing_it(
+    tmp_path, monkeypatch, with_compat, expected
+):
+    if with_compat is None:
+        wheel = make_wheel(tmp_path / "compiled.whl", "x = 1")
+    else:
+        wheel = finished(tmp_path, with_compat)
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "site" / "horovod")])
+    monkeypatch.setattr(build_redirect, "find_spec", lambda name: found)
+
+    assert installed_horovod_spark() == expected
+    monkeypatch.setattr(build_redirect, "find_spec", lambda name: None)
+    assert installed_horovod_spark() is None

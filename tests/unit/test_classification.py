@@ -117,3 +117,12 @@ def test_estimators_hand_the_columns_to_their_models() -> None:
     assert TorchModel(predictionCol="p")._class_scores([(3,)]) == ClassScores(
         "logits", ("prediction",)
     )
+
+
+def test_estimators_hand_what_is_set_of_the_inference_to_their_models() -> None:
+    given = {"inference_batch_size": 7, "inference_precision": "bfloat16", "handleInvalid": "skip"}
+    fitted = {"model": None, "history": None, "run_id": "r", "metadata": {}, "optimizer": None}
+
+    kwargs = TorchEstimator(**given)._get_model_kwargs(**fitted)
+    assert {name: kwargs[name] for name in given} == given
+    assert not set(given) & set(TorchEstimator()._get_model_kwargs(**fitted))

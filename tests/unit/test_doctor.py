@@ -79,6 +79,12 @@ def test_a_horovod_with_the_mends_that_ranks_need_is_good_enough_to_be_warned_of
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
 
 
+def test_what_horovod_spark_is_is_told():
+    for state, status in [("compat", Status.OK), ("off", Status.OK), ("frozen", Status.WARNING)]:
+        assert row(replace(HEALTHY, horovod_spark=state), "horovod.spark").status is status
+    assert "horovod.spark" not in {row.component for row in diagnose(HEALTHY)}
+
+
 def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
     assert installed_mends() >= REQUIRED_MENDS
 

@@ -24,6 +24,7 @@ def application(master: str = "yarn", **conf: str) -> Any:
         conf=settings,
         is_local=False,
         allocates_dynamically=True,
+        knows_slots=True,
         task_slots=lambda: 0,
         executors=lambda: 0,
     )

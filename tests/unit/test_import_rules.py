@@ -13,6 +13,7 @@ import hvd_estimators
 
 LAYERS = (
     ("commands",),
+    ("compat",),
     ("keras", "lightning"),
     ("torch",),
     ("estimator",),
@@ -28,6 +29,7 @@ ROOMS = {
     "__init__": "base",
     "__main__": "commands",
     "exceptions": "base",
+    "first_imports": "base",
     "fitting": "estimator",
     "inference": "estimator",
     "lazy": "base",
@@ -44,27 +46,27 @@ SPARK = ("pyspark", "py4j")
 SPARK_FILES = {
     f"launch.{name}"
     for name in (
-        *("ahead", "barrier", "cluster", "dynamic", "elastic", "exchange", "failures"),
-        *("horovod_runner", "job", "jobs", "machines", "preflight", "profiles", "runner"),
-        *("sharing", "slots", "spark", "task"),
+        *("ahead", "barrier", "cluster", "clusters", "connect", "dynamic", "elastic"),
+        *("exchange", "failures", "horovod_runner", "job", "jobs", "machines", "preflight"),
+        *("profiles", "runner", "sessions", "sharing", "slots", "spark", "task"),
     )
 }
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
 
 FRAMEWORKS = {
-    "torch": ("torch", "lightning"),
+    "torch": ("torch", "lightning", "compat"),
     "torchmetrics": ("lightning",),
-    "lightning": ("lightning",),
+    "lightning": ("lightning", "compat"),
     "pytorch_lightning": ("lightning",),
     "lightning_fabric": ("lightning",),
     "lightning_utilities": ("lightning",),
-    "keras": ("keras",),
+    "keras": ("keras", "compat"),
     "tensorflow": ("keras",),
     "horovod.torch": ("torch", "lightning"),
     "horovod.tensorflow": ("keras",),
     "horovod.keras": ("keras",),
 }
-"""Each framework and the rooms that may import it."""
+"""Each framework and the rooms that may import it, or our room of that name."""
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference import udf as inference
-from hvd_estimators.inference.udf import Inference
+from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.inference import predictors
+from hvd_estimators.inference.pandas_batches import to_arrays
+from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.steps import Inference, check_outputs, one_ahead
 
 
 def nested(array: Any) -> Any:
@@ -30,7 +32,7 @@ def nested(array: Any) -> Any:
 def test_arrays_of_rows_become_one(shape: tuple[int, ...], dtype: str) -> None:
     rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
     series = pd.Series([nested(row) for row in rows], dtype=object)
-    found = Inference(("x",), ("x",)).arrays([series])["x"]
+    found = to_arrays(Inference(("x",), ("x",)), [series])[0]["x"]
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, rows)
 
@@ -57,7 +59,7 @@ def lists(value: Any) -> Any:
 def test_ragged_arrays_and_nulls_within_are_refused(rows: Any, message: str) -> None:
     series = pd.Series([lists(row) for row in rows], dtype=object)
     with pytest.raises(DataError, match=message):
-        Inference(("x",), ("x",)).arrays([series])
+        to_arrays(Inference(("x",), ("x",)), [series])
 
 
 class Predicting:
@@ -74,7 +76,7 @@ class Predicting:
 def no_predictors() -> Iterator[None]:
     yield
     gc.unfreeze()
-    inference._predictors.clear()
+    predictors._predictors.clear()
 
 
 def test_garbage_collection_passes_over_a_predictor_until_another_comes(
@@ -87,14 +89,94 @@ def test_garbage_collection_passes_over_a_predictor_until_another_comes(
         made.append(weakref.ref(predictor))
         return predictor
 
-    inference._cached_predictor("a", b"", load)
+    predictors.cached_predictor("a", b"", load)
     # All that was imported, and the predictor.
     assert gc.get_freeze_count() > 10_000
     assert not any(entry is made[0]() for entry in gc.get_objects())
-    inference._cached_predictor("a", b"", load)
+    predictors.cached_predictor("a", b"", load)
     assert len(made) == 1
 
-    inference._cached_predictor("b", b"", load)
+    predictors.cached_predictor("b", b"", load)
     assert made[0]() is None
     assert made[1]() is not None
     assert gc.get_freeze_count() > 10_000
+
+
+class Queued:
+    """A predictor as on a GPU, which notes what is begun and what is waited for."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def __call__(self, arrays: Any) -> Any:
+        return self.begin(arrays)()
+
+    def begin(self, arrays: Any) -> Callable[[], Any]:
+        rows = f"{arrays[0][0]:g}-{arrays[0][-1]:g}"
+        self.done.append(f"begin {rows}")
+
+        def finish() -> Any:
+            self.done.append(f"wait {rows}")
+            return [2 * arrays[0]]
+
+        return finish
+
+
+@pytest.mark.parametrize("overlaps", [True, False])
+def test_on_a_gpu_the_next_forward_pass_begins_before_outputs_are_waited_for(
+    overlaps: bool,
+) -> None:
+    predictor = Queued()
+    predictor.overlaps = overlaps
+    steps = Inference(("x",), ("x",), shapes=((),), batch_rows=2)
+    batches = [np.arange(5.0), np.arange(5.0, 6.0), np.arange(6.0, 9.0)]
+
+    begun = (steps.begin(predictor, {"x": batch}) for batch in batches)
+    found = [output.tolist() for (output,) in one_ahead(begun, predictor)]
+
+    assert found == [(2 * batch).tolist() for batch in batches]
+    passes = ["0-1", "2-3", "4-4", "5-5", "6-7", "8-8"]
+    begins, waits = (
+        [predictor.done.index(f"{what} {rows}") for rows in passes] for what in ("begin", "wait")
+    )
+    assert begins == sorted(begins)
+    for next_begins, waits_for_it in zip(begins[1:], waits, strict=False):
+        assert (next_begins < waits_for_it) == overlaps
+
+
+@pytest.mark.parametrize(
+    ("outputs", "shapes", "message"),
+    [
+        ([(4, 2)], [(2,), ()], "returned 1 outputs, and 2 were expected"),
+        ([(3, 2)], [(2,)], r"Output 0 .* shape \(3, 2\) for 4 rows; expected \(4, 2\)"),
+        ([(4,), (4, 2)], [(), ()], r"Output 1 .* shape \(4, 2\) for 4 rows; expected \(4,\)"),
+        ([(4, 2)], [(2, 1)], r"shape \(4, 2\) for 4 rows; expected \(4, 2, 1\)"),
+        ([()], [()], r"shape \(\) for 4 rows"),
+    ],
+)
+def test_outputs_that_are_not_as_expected_are_refused(
+    outputs: Any, shapes: Any, message: str
+) -> None:
+    made = list(map(np.zeros, outputs))
+    with pytest.raises(ShapeError, match=message):
+        check_outputs(made, 4, shapes)
+    with pytest.raises(ShapeError, match=message):
+        Inference(("x",), ("x",), shapes=tuple(shapes))(lambda arrays: made, {"x": np.zeros(4)})
+
+
+def test_outputs_may_have_other_sizes_and_a_number_another_shape() -> None:
+    check_outputs([np.zeros((4, 3)), np.zeros((4, 1)), np.zeros(4)], 4, [(2,), (), (1,)])
+    with pytest.raises(ShapeError, match="Output 0 of the model is object; expected numbers"):
+        check_outputs([np.array(["a"], object)], 1, [()])
+
+
+def test_tasks_with_other_resources_have_another_predictor(no_predictors: None) -> None:
+    def load(document: bytes, resources: Resources) -> Any:
+        return lambda arrays: resources.gpu
+
+    found = [
+        predictors.cached_predictor("a", b"", load, Resources(1, gpu))([]) for gpu in (0, 1, 1, 0)
+    ]
+    assert found == [0, 1, 1, 0]

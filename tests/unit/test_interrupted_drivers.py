@@ -86,6 +86,7 @@ def test_it_does_not_wait_for_others_nor_longer_than_they_ask(caplog: Any) -> No
         (JobCancelledError("by its group"), "interrupted"),
         (WorkerFailedError("told to end", error_type="TrainingInterruptedError"), "interrupted"),
         (WorkerFailedError("no", error_type="ValueError"), "failed"),
+        (WorkerFailedError("gone", host="node7", cause="lost"), "failed"),
         (StoreError("no"), "failed"),
         (None, "finished"),
     ],
@@ -96,6 +97,10 @@ def test_the_state_of_a_run_tells_interrupts_from_failures(
     document = ended({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
     assert document["state"] == document["fits"][0]["state"] == state
     assert ("error" in document) == (error is not None)
+    if isinstance(error, WorkerFailedError):
+        told = ("cause", "rank", "host", "error_type")
+        expected = [error.cause, error.rank, error.host, error.error_type or None]
+        assert [document["fits"][0]["error"][name] for name in told] == expected
 
 
 def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -71,6 +71,26 @@ def test_outputs_in_structures_without_names_go_by_position() -> None:
     assert Outputs.of(model, (one, [one, one]), ["c", "a", "b"]).labels == ("c", "a", "b")
     with pytest.raises(ShapeError, match="pair with labels by name"):
         Outputs.of(model, (one, {"b": one, "a": one}), ["c", "a", "b"])
+
+
+class Pair(NamedTuple):
+    b: Any
+    a: Any
+
+
+def test_outputs_in_a_named_tuple_belong_to_labels_by_their_fields_or_else_go_by_position() -> None:
+    model, outputs = keras.Model(), Pair(np.zeros((3, 1)), np.zeros((3, 2)))
+
+    def found(*labels: str) -> list[int]:
+        flat = keras.tree.flatten(outputs)
+        chosen = Outputs.of(model, outputs, labels).select(flat, labels)
+        return [array.shape[1] for array in chosen]
+
+    assert found("a", "b") == [2, 1]
+    assert found("a") == [2]
+    assert found("y", "z") == [1, 2]
+    with pytest.raises(ShapeError, match="by name and by position they pair in different ways"):
+        found("a", "z")
 
 
 def test_params_name_labels_outputs_or_layers() -> None:

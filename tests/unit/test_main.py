@@ -67,14 +67,14 @@ def builds(monkeypatch):
 
 def test_flags_reach_the_build(builds):
     arguments = ["--gpu", "none", "--cache-dir", "/cache", "--force", "--no-install", "--jobs", "3"]
+    arguments.append("--with-compat")
 
     assert main(["build-horovod", *arguments]) == 0
     assert main(["build-horovod"]) == 0
 
-    assert builds == [
-        {"gpu": "none", "cache_dir": Path("/cache"), "force": True, "install": False, "jobs": 3},
-        {"gpu": "auto", "cache_dir": None, "force": False, "install": True, "jobs": None},
-    ]
+    given = {"gpu": "none", "cache_dir": Path("/cache"), "force": True, "install": False, "jobs": 3}
+    default = {"gpu": "auto", "cache_dir": None, "force": False, "install": True, "jobs": None}
+    assert builds == [{**given, "with_compat": True}, {**default, "with_compat": None}]
 
 
 def test_without_installing_the_wheels_path_alone_is_on_standard_output(builds, capsys):

@@ -4,6 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
+from pyspark.ml.param import Param, Params
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import (
@@ -102,6 +103,33 @@ def test_a_setter_that_a_class_writes_itself_is_kept():
 
     assert Own().getEpochs() == "own"
     assert Own().setEpochs(2).getOrDefault("epochs") == 2
+
+
+class OwnColumns(Params):
+    """What another package has beside ours, and knows nothing of it."""
+
+    batch = Param(Params._dummy(), "batch", "a column")
+
+    def getBatchSize(self):
+        return self.getOrDefault(self.batch)
+
+    def setBatchSize(self, value):
+        return self._set(batch=value)
+
+
+def test_accessors_of_a_subclasss_other_bases_come_before_ours():
+    class Both(Derived, OwnColumns):
+        pass
+
+    class Further(Both):
+        def setBatchSize(self, value):
+            return super().setBatchSize(value + 1)
+
+    for cls, expected in [(Both, 3), (Further, 4)]:
+        both = cls(batch_size=8).setBatchSize(3)
+        assert both.getBatchSize() == expected
+        assert both.getOrDefault("batch_size") == 8
+    assert Derived(batch_size=8).getBatchSize() == 8
 
 
 @pytest.mark.parametrize(

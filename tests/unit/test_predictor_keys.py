@@ -10,7 +10,8 @@ import numpy as np
 import pytorch_lightning
 import torch
 
-from hvd_estimators.inference.udf import _cached_predictor, predictor_key
+from hvd_estimators.inference.predictors import cached_predictor, predictor_key
+from hvd_estimators.inference.shared import Hashed
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel
@@ -19,7 +20,9 @@ from hvd_estimators.torch import TorchModel
 def predict(model: Any, *arrays: Any) -> Any:
     """Predict as an executor's Python worker does, which keeps the predictor of the task before."""
     document, load = model._make_predictor()
-    return _cached_predictor(predictor_key(document, load), document, load)(list(arrays))[0]
+    return cached_predictor(predictor_key(Hashed.of(document), load), document, load)(list(arrays))[
+        0
+    ]
 
 
 class Shape(torch.nn.Module):

@@ -72,3 +72,13 @@ def test_a_large_call_is_looked_at_where_its_code_is() -> None:
 
     assert of(train, bytes(5 * 2**20)) == ("torch",)
     assert of(len, bytes(5 * 2**20), train) == ("torch",)
+
+
+def test_what_changes_other_jobs_imports_is_left_to_the_ranks(compat: None) -> None:
+    def train() -> Any:
+        import horovod.spark.task as task
+        import horovod.torch as hvd
+
+        return hvd, task
+
+    assert of(train) == ("horovod.torch", "torch")

@@ -50,9 +50,13 @@ def test_the_outcome_holds_what_the_function_returned():
 
 
 def test_a_call_which_may_hold_secrets_is_in_no_file():
-    call = run(lambda secret: (secret, os.listdir(sys.argv[1]), sys.stdin.read()), "mark")
+    def look(secret):
+        files = {path.name: path.read_text() for path in Path(sys.argv[1]).iterdir()}
+        return secret, sorted(files), "mark" in str(files), sys.stdin.read()
 
-    assert pickle.loads(call.result) == ("mark", ["rank.pid"], "")
+    call = run(look, "mark")
+
+    assert pickle.loads(call.result) == ("mark", ["owner.json", "rank.pid"], False, "")
 
 
 def test_results_may_be_of_classes_that_only_the_main_program_knows():

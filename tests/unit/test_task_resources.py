@@ -65,6 +65,7 @@ def cluster(slots: int, *, is_local: bool = False, **conf: str) -> Any:
         master="local[2]" if is_local else "local-cluster[1,2,1024]",
         is_local=is_local,
         allocates_dynamically=False,
+        knows_slots=True,
         conf={f"spark.{name.replace('__', '.')}": value for name, value in conf.items()},
         age=100.0,
         task_slots=lambda: slots,

@@ -18,7 +18,6 @@ from hvd_estimators.torch.checkpoint import (
     fleeting_buffers,
     load_file,
     save_file,
-    unequal_buffers,
 )
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.training.shards import ShardStates
@@ -67,6 +66,10 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
     monkeypatch.setattr(checkpoint, "exchange", threads)
     num_shards = 3
 
+    def unequal(net: Net, shards: ShardStates) -> Any:
+        own = ShardBuffers(net, shards)
+        return own.unequal(threads.gather(own.digests, "digests"))
+
     def as_rank(rank: int) -> tuple[Any, Any]:
         net = Net()
         shards = ShardStates(num_shards, rank, size, (BufferState(net),))
@@ -79,7 +82,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
         # As an epoch begins with seeds.
         shards.for_each(lambda shard: None)
         shards.for_each(train)
-        found = unequal_buffers(net, shards)
+        found = unequal(net, shards)
         of_step = ShardBuffers(net, shards, fleeting_buffers(Net()))
         with_fleeting = of_step.unequal(threads.gather(of_step.digests, "digests"))
         assert [buffers["passing"].tolist() for buffers in with_fleeting] == [
@@ -99,7 +102,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
         # Not those that are the same for all, nor those that a state does not have.
         assert [list(buffers) for buffers in found] == [["norm.running_mean"]] * num_shards
         assert all(mean == [shard, shard] for shard, mean in restored.items())
-    equal = threads.run(lambda rank: unequal_buffers(Net(), ShardStates(num_shards, rank, size)))
+    equal = threads.run(lambda rank: unequal(Net(), ShardStates(num_shards, rank, size)))
     assert equal == [[{}] * num_shards] * size
 
 

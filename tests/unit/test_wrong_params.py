@@ -187,6 +187,12 @@ ALL = {
         transformation_fn=len,
         transformation_edit_fields=[("x", "flot", ())],
     ),
+    "handleInvalid": param(
+        ParamError, "handleInvalid", "expected one of 'keep'", handleInvalid="drop"
+    ),
+    "inference_precision": param(
+        ParamError, "inference_precision", "expected one of 'float32'", inference_precision="half"
+    ),
     "outputs_are": param(
         ParamError, "outputs_are", "expected one of 'logits'", outputs_are="logit"
     ),

@@ -1,0 +1,49 @@
+"""``horovod.tensorflow.keras.callbacks`` for Keras 3, which Horovod's own callbacks do not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hvd_estimators.keras import (
+    BestModelCheckpoint,
+    BroadcastCallback,
+    LearningRateScheduleCallback,
+    LearningRateWarmupCallback,
+)
+from hvd_estimators.keras import MetricAverageCallback as _MetricAverageCallback
+
+__all__ = [
+    "BestModelCheckpoint",
+    "BroadcastGlobalVariablesCallback",
+    "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback",
+    "MetricAverageCallback",
+]
+
+
+class BroadcastGlobalVariablesCallback(BroadcastCallback):
+    """Sends one rank's weights and optimizer to the others when training begins.
+
+    Parameters
+    ----------
+    root_rank : int
+        That rank.
+    device, local_variables
+        Accepted for Horovod's sake, and ignored.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__(root_rank)
+
+
+class MetricAverageCallback(_MetricAverageCallback):
+    """Merges what ranks measure, see `hvd_estimators.keras.MetricAverageCallback`.
+
+    Parameters
+    ----------
+    device
+        Accepted for Horovod's sake, and ignored.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()

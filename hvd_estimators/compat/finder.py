@@ -1,0 +1,97 @@
+"""What makes ``horovod.spark`` and its submodules names of the modules of `compat.spark`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+from hvd_estimators.compat.left_out import check_module
+from hvd_estimators.exceptions import LeftOutError
+from hvd_estimators.first_imports import import_first
+
+__all__ = ["MARKER", "install", "is_installed"]
+
+ALIASES = {
+    "horovod.spark": "hvd_estimators.compat.spark",
+    # Horovod's own do not work with Keras 3, and its scripts for Spark use them.
+    "horovod.keras.callbacks": "hvd_estimators.compat.callbacks",
+    "horovod.tensorflow.keras.callbacks": "hvd_estimators.compat.callbacks",
+}
+"""Names to what stands behind them, submodules included."""
+
+MARKER = "HVD_ESTIMATORS_COMPAT"
+"""Attribute of a ``horovod.spark`` that ``build-horovod --with-compat`` has put into the wheel."""
+
+
+class _AliasLoader(Loader):
+    """Gives a module that has a name of its own, and leaves it as it is."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The import has made it the spec of the other name.
+        module.__spec__ = self._spec
+
+
+class _AliasFinder(MetaPathFinder):
+    def find_spec(
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: ModuleType | None = None,
+    ) -> ModuleSpec | None:
+        real = _real_name(fullname)
+        if real is None:
+            return None
+        check_module(fullname)
+        found = importlib.util.find_spec(real)
+        if found is None:
+            return None
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, _AliasLoader(real), origin=found.origin, is_package=is_package)
+
+
+def _real_name(name: str) -> str | None:
+    for alias, real in ALIASES.items():
+        if name == alias or name.startswith(f"{alias}."):
+            return real + name[len(alias) :]
+    return None
+
+
+def is_installed() -> bool:
+    """Return whether ``horovod.spark`` is this package's in this process."""
+    return any(isinstance(finder, _AliasFinder) for finder in sys.meta_path)
+
+
+def install() -> None:
+    """Make ``horovod.spark`` this package's, in this process and in those that it sends work to.
+
+    Importing `hvd_estimators.compat` does it; once more does nothing.
+
+    Raises
+    ------
+    LeftOutError
+        If another ``horovod.spark`` has been imported before.
+    """
+    if is_installed():
+        return
+    other = sys.modules.get("horovod.spark")
+    if other is not None and not hasattr(other, MARKER):
+        raise LeftOutError(
+            f"horovod.spark is already imported, from {getattr(other, '__file__', None)}. Import "
+            "hvd_estimators.compat before it, and leave HVD_ESTIMATORS_HOROVOD_SPARK out of the "
+            "environment."
+        )
+    sys.meta_path.insert(0, _AliasFinder())
+    import_first("hvd_estimators.compat")

@@ -1,0 +1,42 @@
+"""``horovod.spark.common.backend``: what starts the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pyspark.sql import SparkSession
+
+from hvd_estimators.launch import spark
+from hvd_estimators.launch.backend import Backend
+
+__all__ = ["Backend", "SparkBackend", "default_num_proc"]
+
+
+def default_num_proc() -> int:
+    """Return the number of task slots, which is how many ranks there are by default."""
+    return spark.SparkBackend().num_processes()
+
+
+class SparkBackend(spark.SparkBackend):
+    """`hvd_estimators.launch.spark.SparkBackend` with the attributes that subclasses rely on.
+
+    ``_num_proc`` is the number of ranks, ``_env`` what was given as ``env``, and ``_kwargs`` a dict
+    of the further arguments.
+
+    Parameters
+    ----------
+    num_proc, env, **kwargs
+        See `hvd_estimators.launch.spark.SparkBackend`.
+    """
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(num_proc, env, **kwargs)
+        self._kwargs = dict(kwargs)
+        if not self._num_proc and SparkSession.getActiveSession() is not None:
+            self._num_proc = self.num_processes()

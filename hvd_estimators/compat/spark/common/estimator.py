@@ -1,0 +1,8 @@
+"""``horovod.spark.common.estimator``: the bases of all estimators and models."""
+
+from __future__ import annotations
+
+from hvd_estimators.estimator import HorovodEstimator
+from hvd_estimators.model import HorovodModel
+
+__all__ = ["HorovodEstimator", "HorovodModel"]

@@ -1,0 +1,16 @@
+"""``horovod.spark.keras.datamodule``: what reads the rows for a rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hvd_estimators.compat.left_out import left_out_names
+
+if TYPE_CHECKING:
+    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+
+__all__ = ["PetastormDataModule"]
+
+__getattr__, __dir__ = left_out_names(
+    __name__, {"PetastormDataModule": "hvd_estimators.loading.readers.petastorm"}
+)

@@ -1,0 +1,11 @@
+"""``horovod.spark.keras.estimator``: estimator and model of Keras 3."""
+
+from __future__ import annotations
+
+from hvd_estimators.compat.left_out import left_out_names
+from hvd_estimators.keras.estimator import KerasEstimator
+from hvd_estimators.keras.model import KerasModel
+
+__all__ = ["KerasEstimator", "KerasModel"]
+
+__getattr__, __dir__ = left_out_names(__name__)

@@ -1,0 +1,13 @@
+"""``horovod.spark.lightning.estimator``: estimator and model of Lightning 2."""
+
+from __future__ import annotations
+
+from hvd_estimators.compat.left_out import left_out_names
+from hvd_estimators.lightning.estimator import TorchEstimator
+from hvd_estimators.lightning.model import TorchModel
+
+__all__ = ["MIN_PL_VERSION", "TorchEstimator", "TorchModel"]
+
+MIN_PL_VERSION = "2.0.0"
+
+__getattr__, __dir__ = left_out_names(__name__)

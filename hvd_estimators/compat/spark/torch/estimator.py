@@ -1,0 +1,11 @@
+"""``horovod.spark.torch.estimator``: estimator and model of torch."""
+
+from __future__ import annotations
+
+from hvd_estimators.compat.left_out import left_out_names
+from hvd_estimators.torch.estimator import TorchEstimator
+from hvd_estimators.torch.model import TorchModel
+
+__all__ = ["TorchEstimator", "TorchModel"]
+
+__getattr__, __dir__ = left_out_names(__name__)

@@ -1,0 +1,271 @@
+"""Columns of Arrow as arrays, and arrays as columns: without a Python object per row.
+
+Imports no PySpark: what predicts without Spark uses it, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from hvd_estimators.inference.arguments import DENSE, VECTOR, check_count, is_no_number
+from hvd_estimators.inference.steps import Inference, has_nulls, is_ragged, is_scalar
+from hvd_estimators.parquet.columns import Array
+
+__all__ = ["arguments", "to_array", "to_arrays", "to_column", "to_result", "valid_rows"]
+
+_ITEM = "element"
+"""As Spark names what is in arrays. Under other names it would cast them."""
+
+
+def to_arrays(
+    inference: Inference, columns: Sequence[pa.Array], is_row: Array | None = None
+) -> tuple[dict[str, Array], Array | None]:
+    """Return the columns of a batch, and which of its rows these are; None for all of them.
+
+    Parameters
+    ----------
+    inference : Inference
+        Says which they are, and whether rows with nulls are left out.
+    columns : sequence of pa.Array
+        The columns.
+    is_row : array, optional
+        Which rows are none of the empty ones.
+
+    Raises
+    ------
+    DataError
+        If there are nulls that are an error, or lists that differ in length.
+    """
+    masks = [] if is_row is None else [is_row]
+    for name, column in zip(inference.columns, columns, strict=True):
+        holds_none = valid_rows(column)
+        if holds_none is None:
+            continue
+        if (
+            not inference.keeps_nulls
+            and not (holds_none if is_row is None else holds_none | ~is_row).all()
+        ):
+            raise has_nulls(name)
+        masks.append(holds_none)
+    valid = np.logical_and.reduce(masks) if masks else None
+    if valid is None or valid.all():
+        valid = None
+    else:
+        columns = [column.filter(pa.array(valid)) for column in columns]
+    arrays = {
+        name: to_array(column, name)
+        for name, column in zip(inference.columns, columns, strict=True)
+    }
+    return arrays, valid
+
+
+def to_result(columns: Mapping[str, pa.Array]) -> pa.Array:
+    """Return what a UDF yields: a column, or several as a struct."""
+    names, arrays = list(columns), list(columns.values())
+    return arrays[0] if len(arrays) == 1 else pa.StructArray.from_arrays(arrays, names)
+
+
+def arguments(
+    given: Sequence[pa.Array], columns: Sequence[str], text: Sequence[str]
+) -> list[pa.Array]:
+    """Return what a UDF is called with in SQL as columns: numbers, arrays of them, or text.
+
+    Parameters
+    ----------
+    given : sequence of pa.Array
+        The arguments.
+    columns : sequence of str
+        What they are, by position.
+    text : sequence of str
+        Those that may be text.
+
+    Raises
+    ------
+    ParamError
+        If they are not as many.
+    ColumnError
+        If the model can take no values of such a type.
+    """
+    check_count(given, columns)
+    return [
+        _argument(values, name, name in text) for values, name in zip(given, columns, strict=True)
+    ]
+
+
+def valid_rows(column: pa.Array) -> Array | None:
+    """Return which rows hold no null, neither themselves nor in an array; None where all do not."""
+    valid: Array | None = None
+    if column.null_count:
+        valid = column.is_valid().to_numpy(zero_copy_only=False)
+    if not _is_list(column.type):
+        return valid
+    offsets, items = _parts(column)
+    valid_items = valid_rows(items)
+    if valid_items is None:
+        return valid
+    # A row holds nulls if their number grows from its first entry to its last.
+    num_nulls = np.concatenate([[0], np.cumsum(~valid_items)])[offsets]
+    holds_none = num_nulls[1:] == num_nulls[:-1]
+    return holds_none if valid is None else valid & holds_none
+
+
+def to_array(column: pa.Array, name: str) -> Array:
+    """Return a column without nulls as an array, rows first.
+
+    It may be a view of Arrow's memory, which cannot be written to.
+
+    Parameters
+    ----------
+    column : pa.Array
+        Numbers, booleans, text, lists of one length in all rows (also nested or of a fixed size),
+        or Spark's vectors, which become 32-bit floats.
+    name : str
+        Its name, for errors.
+
+    Raises
+    ------
+    DataError
+        If lists differ in length.
+    """
+    if pa.types.is_struct(column.type):
+        return _vectors(column, name)
+    if not _is_list(column.type):
+        array: Array = column.to_numpy(zero_copy_only=False)
+        return array
+    offsets, items = _parts(column)
+    size = _size_of_all(np.diff(offsets), name)
+    array = to_array(items, name)
+    return array.reshape(len(column), size, *array.shape[1:])
+
+
+def to_column(
+    array: Array, shape: tuple[int, ...], valid: Array | None = None, dtype: str = "float64"
+) -> pa.Array:
+    """Return an output as a column of numbers, or of lists of them. NaN stays a number.
+
+    Parameters
+    ----------
+    array : array
+        The output, rows first.
+    shape : tuple of int
+        What a row of it is.
+    valid : array, optional
+        Which of the column's rows the output's are; the others are null.
+    dtype : str
+        NumPy's name of the numbers' type. Of whole numbers none stands for NaN: null does.
+    """
+    values = np.ascontiguousarray(array)
+    is_nan = None
+    if np.dtype(dtype).kind != "f" and values.dtype.kind == "f":
+        is_nan = np.isnan(values).reshape(-1)
+        values = np.where(np.isnan(values), 0, values)
+    values = values.astype(dtype, copy=False)
+    if is_scalar(shape):
+        values = values.reshape(-1)
+        if valid is None:
+            return pa.array(values, mask=is_nan)
+        filled, missing = np.zeros(len(valid), dtype), ~valid
+        filled[valid] = values
+        if is_nan is not None:
+            missing[valid] = is_nan
+        return pa.array(filled, mask=missing)
+    column = pa.array(values.reshape(-1), mask=is_nan)
+    for axis in range(values.ndim - 1, 0, -1):
+        rows, size = math.prod(values.shape[:axis]), values.shape[axis]
+        if axis > 1 or valid is None:
+            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
+        else:
+            ends = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(size)
+            # A null where a list begins says that the list is null.
+            offsets = pa.array(ends, mask=np.append(~valid, False))
+        data_type = pa.list_(pa.field(_ITEM, column.type))
+        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
+    return column
+
+
+def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
+    kinds, found = pa.types, column.type
+    if kinds.is_struct(found) and {field.name for field in found} == VECTOR:
+        return column
+    numbers, depth = found, 0
+    while _is_list(numbers):
+        numbers, depth = numbers.value_type, depth + 1
+    if kinds.is_decimal(numbers):
+        floats = pa.float64()
+        for _ in range(depth):
+            floats = pa.list_(floats)
+        return column.cast(floats)
+    if kinds.is_integer(numbers) or kinds.is_floating(numbers) or kinds.is_boolean(numbers):
+        return column
+    is_any_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)
+    if depth == 0 and is_text and any(is_kind(found) for is_kind in is_any_text):
+        return column
+    raise is_no_number(name, f"holds {_described(found)}")
+
+
+def _described(data_type: pa.DataType) -> str:
+    kinds = pa.types
+    if kinds.is_struct(data_type):
+        return f"a struct of {', '.join(field.name for field in data_type)}"
+    if kinds.is_temporal(data_type):
+        return "dates or times"
+    if kinds.is_string(data_type) or kinds.is_large_string(data_type):
+        return "text"
+    if kinds.is_binary(data_type) or kinds.is_large_binary(data_type):
+        return "bytes"
+    return f"values of type {data_type}"
+
+
+def _is_list(data_type: pa.DataType) -> bool:
+    kinds = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
+    return any(is_kind(data_type) for is_kind in kinds)
+
+
+def _parts(column: pa.Array) -> tuple[Array, pa.Array]:
+    """Return where lists begin among their entries, the end too, and the entries."""
+    if pa.types.is_fixed_size_list(column.type):
+        size = column.type.list_size
+        entries = column.values.slice(column.offset * size, len(column) * size)
+        return np.arange(len(column) + 1) * size, entries
+    offsets = column.offsets.to_numpy()
+    if not len(offsets):
+        return np.zeros(1, np.int64), column.values.slice(0, 0)
+    entries = column.values.slice(offsets[0], offsets[-1] - offsets[0])
+    return offsets - offsets[0], entries
+
+
+def _size_of_all(sizes: Array, name: str) -> int:
+    if not len(sizes):
+        return 0
+    if (sizes != sizes[0]).any():
+        raise is_ragged(name)
+    return int(sizes[0])
+
+
+def _vectors(column: pa.StructArray, name: str) -> Array:
+    """Return dense and sparse vectors as 32-bit floats."""
+    fields: dict[str, Any] = {
+        column.type.field(index).name: field for index, field in enumerate(column.flatten())
+    }
+    is_dense = fields["type"].to_numpy(zero_copy_only=False) == DENSE
+    starts, values = _parts(fields["values"])
+    numbers = values.to_numpy(zero_copy_only=False)
+    lengths = np.diff(starts)
+    if is_dense.all():
+        size = _size_of_all(lengths, name)
+        return numbers.astype(np.float32).reshape(len(column), size)
+    sizes = fields["size"].fill_null(0).to_numpy(zero_copy_only=False)
+    size = _size_of_all(np.where(is_dense, lengths, sizes), name)
+    array = np.zeros((len(column), size), np.float32)
+    rows = np.repeat(np.arange(len(column)), lengths)
+    of_dense = np.repeat(is_dense, lengths)
+    array[is_dense] = numbers[of_dense].reshape(-1, size)
+    _, indices = _parts(fields["indices"])
+    # Dense vectors have no indices, so these are the sparse ones' in their order.
+    array[rows[~of_dense], indices.to_numpy(zero_copy_only=False)] = numbers[~of_dense]
+    return array

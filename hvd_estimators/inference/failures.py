@@ -1,0 +1,89 @@
+"""What is said of a model that fails on a batch of rows. Imports no framework and no PySpark."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import hvd_estimators
+from hvd_estimators.exceptions import HvdEstimatorsError, PredictionError
+
+__all__ = ["described", "naming_inputs"]
+
+_OTHERS = (
+    f"{os.sep}site-packages{os.sep}",
+    f"{os.sep}dist-packages{os.sep}",
+    os.path.dirname(hvd_estimators.__file__) + os.sep,
+    "<frozen ",
+)
+"""What is in the names of files that are none of the user's."""
+
+_OUT_OF_MEMORY = re.compile("out of memory|OutOfMemory|OOM|MemoryError|ResourceExhausted")
+
+
+@contextlib.contextmanager
+def naming_inputs(
+    given: Callable[[], str], wanted: Callable[[], str] | None = None
+) -> Iterator[None]:
+    """Let an error of a model's tell what the model was called with.
+
+    Parameters
+    ----------
+    given : callable
+        Returns that, see `described`.
+    wanted : callable, optional
+        Returns what the model says that it takes; an empty text where it does not say.
+
+    Raises
+    ------
+    PredictionError
+        From any error but those of this package.
+    """
+    try:
+        yield
+    except HvdEstimatorsError:
+        raise
+    except Exception as error:
+        raised = f"{type(error).__name__}: {str(error).rstrip('.')}{_place(error)}"
+        takes = wanted() if wanted is not None else ""
+        remedy = (
+            "Set inference_batch_size to fewer rows, or lower "
+            "spark.sql.execution.arrow.maxRecordsPerBatch."
+            if _OUT_OF_MEMORY.search(raised)
+            else "Give it columns as those that it was trained on, in the order of its inputs "
+            "(feature_columns); apply_transformation=True applies the training's transformation."
+        )
+        raise PredictionError(
+            f"The model failed on some rows. It was called with {given()}"
+            f"{f', and takes {takes}' if takes else ''}. It raised {raised}. {remedy}"
+        ) from error
+
+
+def _place(error: Exception) -> str:
+    """Return where an error was raised, in the user's own code where that is on the way.
+
+    Spark shows an error of a Python worker's without its cause.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not any(part in f.filename for part in _OTHERS)]
+    for frame in (own or frames)[-1:]:
+        return f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return ""
+
+
+def described(arrays: Mapping[str, Any]) -> str:
+    """Return names, shapes and dtypes of arrays or tensors, whose rows come first."""
+    return ", ".join(
+        f"{name} {tuple(array.shape)} {_dtype(array)}" for name, array in arrays.items()
+    )
+
+
+def _dtype(array: Any) -> str:
+    # NumPy's, torch's and TensorFlow's.
+    dtype = array.dtype
+    name = getattr(dtype, "name", None) or str(dtype).removeprefix("torch.")
+    return "text" if name in ("object", "string") else name

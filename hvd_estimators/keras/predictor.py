@@ -1,0 +1,150 @@
+"""A Keras model that predicts in an executor's Python worker, with as few imports as can be."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.inference.documents import as_bytes
+from hvd_estimators.inference.failures import described, naming_inputs
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.keras.outputs import Outputs
+from hvd_estimators.keras.placement import CPU, place
+from hvd_estimators.keras.precision import reduce_precision
+from hvd_estimators.keras.serialization import load_model
+from hvd_estimators.keras.tensors import Field, alike
+from hvd_estimators.parquet.columns import Array
+
+__all__ = ["KerasPredictor", "of_labels"]
+
+
+class KerasPredictor:
+    """Runs a model's forward pass.
+
+    Parameters
+    ----------
+    document : bytes, path or keras.Model
+        What `hvd_estimators.keras.serialization.dump_model` returned; or the model, which is then
+        this object's.
+    structure : Field, or nested structure of Field
+        The model's inputs.
+    columns, labels : list of str
+        Feature columns, and what the outputs are of.
+    floatx : str
+        Keras's float type while the model was trained.
+    compares : bool
+        Whether labels had to pair with outputs then.
+    precision : str
+        What the model computes in, see ``inference_precision``.
+    resources : Resources
+        Threads and GPU.
+
+    Attributes
+    ----------
+    overlaps : bool
+        Whether `begin` returns before the outputs are there, so that the next batch can be begun.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str] | keras.Model,
+        structure: Any,
+        columns: Sequence[str],
+        labels: Sequence[str],
+        floatx: str,
+        compares: bool,
+        precision: str = "float32",
+        resources: Resources = FRAMEWORKS_CHOICE,
+    ) -> None:
+        self._device = place(resources)
+        self.overlaps = self._device != CPU
+        keras.config.set_floatx(floatx)
+        if isinstance(document, keras.Model):
+            self._model = document
+        else:
+            with tf.device(self._device):
+                self._model = load_model(as_bytes(document))
+        reduce_precision(self._model, precision)
+        self._structure = structure
+        self._columns = tuple(columns)
+        self._labels = list(labels)
+        self._compares = compares
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs, numbers, for the feature columns of a batch.
+
+        Raises
+        ------
+        PredictionError
+            If the model fails.
+        """
+        return self.begin(arrays)()
+
+    def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
+        """Begin what a call does, and return what waits for the outputs and returns them."""
+        columns = dict(zip(self._columns, arrays, strict=True))
+        given: dict[str, Any] = columns
+
+        def naming() -> Any:
+            return naming_inputs(lambda: described(given), self._wanted)
+
+        with naming(), tf.device(self._device):
+            fields = keras.tree.flatten(self._structure)
+            values = [field.array(columns[field.column]) for field in fields]
+            given = {f.column: value for f, value in zip(fields, values, strict=True)}
+            x = alike(keras.tree.pack_sequence_as(self._structure, values))
+            outputs = self._begun(x)
+
+        def finish() -> list[Array]:
+            found = outputs
+            if self.overlaps:
+                with naming():
+                    found = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
+            chosen = of_labels(self._model, found, self._labels, self._compares)
+            return [_as_numbers(output) for output in chosen]
+
+        return finish
+
+    def _begun(self, x: Any) -> Any:
+        if not self.overlaps:
+            return self._model.predict_on_batch(x)
+        # What that does, without waiting for the GPU.
+        self._model.make_predict_function()
+        return self._model.predict_function([(x,)])
+
+    def _wanted(self) -> str:
+        """Return the inputs that the model declares, as far as it does."""
+        known: list[Field] = [f for f in keras.tree.flatten(self._structure) if f.shape is not None]
+        forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in known)
+        return f"{', '.join(forms)} per row" if known else ""
+
+
+def of_labels(model: keras.Model, outputs: Any, labels: list[str], compares: bool) -> list[Any]:
+    """Return the outputs of the labels, in their order; all of them where they are not paired."""
+    flat = keras.tree.flatten(outputs)
+    if not labels:
+        return list(flat)
+    try:
+        return Outputs.of(model, outputs, labels).select(flat, labels)
+    except ShapeError:
+        if compares:
+            raise
+        return list(flat)
+
+
+def _as_numbers(output: Any) -> Array:
+    """Return an output in a type of NumPy's own that holds the same numbers."""
+    array = np.asarray(output)
+    if array.dtype in (np.float32, np.float64):
+        return array
+    if array.dtype.kind in "OSU":
+        raise ShapeError("The model returns text, of which transform() makes no column.")
+    # Half precision is no floating type of NumPy's where TensorFlow brings it along.
+    is_half = array.dtype.itemsize == 2 and array.dtype.kind not in "iub"
+    return array.astype(np.float32 if is_half else np.float64)

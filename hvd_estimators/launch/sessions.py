@@ -1,0 +1,53 @@
+"""Which Spark session is meant where none is given, and of what kind it is. Runs on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
+from pyspark.errors import PySparkRuntimeError
+from pyspark.sql import SparkSession
+
+from hvd_estimators.exceptions import DependencyError
+
+__all__ = ["current_session", "is_connect", "using_session"]
+
+_session: contextvars.ContextVar[SparkSession | None] = contextvars.ContextVar(
+    "hvd_estimators session", default=None
+)
+
+
+@contextlib.contextmanager
+def using_session(session: SparkSession) -> Iterator[None]:
+    """Let `current_session` return a session until the block ends."""
+    token = _session.set(session)
+    try:
+        yield
+    finally:
+        _session.reset(token)
+
+
+def current_session() -> SparkSession:
+    """Return the session of `using_session`, else this thread's, else one that is made.
+
+    Raises
+    ------
+    DependencyError
+        If none can be made, as in a thread that knows nothing of a session of Spark Connect.
+    """
+    found = _session.get() or SparkSession.getActiveSession()
+    if found is not None:
+        return found
+    try:
+        return SparkSession.builder.getOrCreate()
+    except PySparkRuntimeError as error:
+        raise DependencyError(
+            f"There is no Spark session in this thread, and none can be made ({error}). Start the "
+            "thread as pyspark.InheritableThread(target, session=spark), or set SPARK_REMOTE."
+        ) from error
+
+
+def is_connect(session: SparkSession) -> bool:
+    """Return whether a session is one of Spark Connect, with the application elsewhere."""
+    return getattr(session, "sparkContext", None) is None

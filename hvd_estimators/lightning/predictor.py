@@ -1,0 +1,184 @@
+"""A LightningModule that predicts in an executor's Python worker."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from hvd_estimators.inference.failures import described, naming_inputs
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.parquet.columns import Array
+from hvd_estimators.torch.calls import call_with_leading
+from hvd_estimators.torch.forward import autocast, limit_threads
+from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.predictor import ModulePredictor, input_forms
+from hvd_estimators.torch.serialization import load_module
+from hvd_estimators.torch.tensors import with_form
+
+__all__ = ["LightningPredictor", "RowFunction", "RowPredictor", "floating_dtype", "forward_inputs"]
+
+RowFunction = Callable[[torch.nn.Module, Any], Any]
+"""A module and a row (a ``pyspark.sql.Row``) to its output, or to a list of outputs."""
+
+
+def floating_dtype(module: torch.nn.Module) -> torch.dtype:
+    """Return the dtype in which a module takes floating inputs: that of its parameters."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
+
+
+def forward_inputs(
+    module: torch.nn.Module,
+    arrays: list[Array],
+    names: list[str],
+    shapes: Any = None,
+    dtypes: Any = None,
+) -> list[torch.Tensor]:
+    """Return what a module's ``forward`` is called with.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its floating parameters tell the dtype of floating inputs.
+    arrays : list of array
+        The feature columns, rows first.
+    names : list of str
+        Their names.
+    shapes : list of list of int, optional
+        Shape of each input, -1 first.
+    dtypes : mapping, optional
+        Column name to the name of a torch dtype.
+    """
+    own = floating_dtype(module)
+    inputs = []
+    for name, array in zip(names, arrays, strict=True):
+        tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+        if name in (dtypes or {}):
+            tensor = tensor.to(getattr(torch, dtypes[name]))
+        elif tensor.is_floating_point():
+            tensor = tensor.to(own)
+        inputs.append(tensor)
+    if shapes is None:
+        return inputs
+    return [x.reshape(len(x), *shape[1:]) for x, shape in zip(inputs, shapes, strict=True)]
+
+
+class LightningPredictor(ModulePredictor):
+    """Runs a module's forward pass, or its ``predict_step``.
+
+    Parameters
+    ----------
+    document : bytes or path
+        What `hvd_estimators.torch.serialization.module_document` returned.
+    by_step : bool
+        Whether to call ``predict_step``, with a dict of column to tensor.
+    features, labels : list of str
+        Feature columns, and what the outputs are of.
+    form : str
+        How the module takes its inputs, see `with_form`.
+    shapes : list of list of int, optional
+        Shape of each input, -1 first.
+    dtypes : mapping, optional
+        Column name to the name of a torch dtype.
+    precision : str
+        What the module computes in, see ``inference_precision``.
+    resources : Resources
+        Threads and GPU.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        by_step: bool,
+        features: Sequence[str],
+        labels: Sequence[str],
+        form: str,
+        shapes: Any,
+        dtypes: Any,
+        precision: str = "float32",
+        resources: Resources = FRAMEWORKS_CHOICE,
+    ) -> None:
+        super().__init__(document, features, labels, precision, resources)
+        self._by_step, self._form = by_step, form
+        self._shapes, self._dtypes = shapes, dtypes
+
+    def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
+        names = list(self._names)
+        return forward_inputs(self._module, arrays, names, self._shapes, self._dtypes)
+
+    def _call(self, inputs: list[torch.Tensor]) -> Any:
+        if self._by_step:
+            batch = dict(zip(self._names, inputs, strict=True))
+            return call_with_leading(self._module.predict_step, batch, 0)
+        return with_form(self._module, inputs, self._names, self._form)
+
+    def _wanted(self) -> str:
+        return input_forms(self._names, self._shapes)
+
+
+class RowPredictor:
+    """Calls a prediction function row by row, on the CPU.
+
+    Parameters
+    ----------
+    document : bytes or path
+        What `hvd_estimators.torch.serialization.module_document` returned.
+    function : callable
+        A module and a row to what is predicted for it.
+    features : list of str
+        Names of the row's values.
+    precision : str
+        What the module computes in, see ``inference_precision``.
+    resources : Resources
+        Threads; functions make their tensors on the CPU.
+    """
+
+    def __init__(
+        self,
+        document: bytes | os.PathLike[str],
+        function: RowFunction,
+        features: list[str],
+        precision: str = "float32",
+        resources: Resources = FRAMEWORKS_CHOICE,
+    ) -> None:
+        limit_threads(resources.num_threads)
+        self._module = load_module(document, mapped=True).eval()
+        self._function = function
+        self._features = features
+        self._precision = precision
+
+    def __call__(self, arrays: list[Array]) -> list[Array]:
+        """Return the outputs for the feature columns of a batch.
+
+        Raises
+        ------
+        PredictionError
+            If the function fails.
+        """
+        from pyspark.sql import Row
+
+        predicted = []
+        for values in zip(*arrays, strict=True):
+            named = dict(zip(self._features, values, strict=True))
+            with (
+                naming_inputs(functools.partial(_described_row, named)),
+                torch.no_grad(),
+                autocast("cpu", self._precision),
+            ):
+                row = Row(**named)
+                predicted.append(_outputs(self._function(self._module, row)))
+        return [np.stack(column) for column in zip(*predicted, strict=True)]
+
+
+def _described_row(row: dict[str, Any]) -> str:
+    return f"one row, {described({name: np.asarray(value) for name, value in row.items()})}"
+
+
+def _outputs(predicted: Any) -> list[Array]:
+    """Return the outputs for one row without their dimension of rows."""
+    arrays = [np.asarray(torch.as_tensor(p).double()) for p in as_list(predicted)]
+    return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]

@@ -1,0 +1,109 @@
+"""What a framework exports, put where it was asked for: whole, or not at all. No PySpark."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import posixpath
+import shutil
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store import Store
+from hvd_estimators.store.registry import require_path
+
+__all__ = ["exported", "is_installed"]
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package can be imported."""
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def exported(
+    path: str,
+    overwrite: bool,
+    storage_options: Mapping[str, Any] | None,
+    last: str | None = None,
+) -> Iterator[str]:
+    """Yield a path of this machine to write to; what is there in the end is put in its place.
+
+    Files beside it are put beside its place, before it.
+
+    Parameters
+    ----------
+    path : str
+        The place of a file or a folder: a local path, or a URL that a store is registered for.
+    overwrite : bool
+        Whether it may take another one's place. On the local disk that is whole until then.
+    storage_options : mapping or None
+        Passed to fsspec's filesystem.
+    last : str, optional
+        Of a folder, the file without which it is none, which comes last.
+
+    Raises
+    ------
+    ParamError
+        If the path is none.
+    StoreError
+        If there is something already, or it cannot be written.
+    """
+    require_path("path", path)
+    name = posixpath.basename(path.rstrip("/")) if path else ""
+    if not name:
+        raise ParamError(f"path: expected where to write to, found {path!r}.")
+    parent = posixpath.dirname(path.rstrip("/")) or "."
+    store = Store.create(parent, storage_options=dict(storage_options or {}))
+    folder = store.get_full_path(parent).rstrip("/")
+    target = f"{folder}/{name}"
+    if store.exists(target) and not overwrite:
+        raise StoreError(f"path: {path!r} exists. Set overwrite=True to replace it.")
+    on_disk = store.local_path(target)
+    if on_disk is not None:
+        # Beside its place, where it can be renamed.
+        os.makedirs(os.path.dirname(on_disk), exist_ok=True)
+    beside = None if on_disk is None else os.path.dirname(on_disk)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=beside) as directory:
+        made = os.path.join(directory, name)
+        yield made
+        others = [entry for entry in os.listdir(directory) if entry != name]
+        for entry in (*others, name):
+            source, place = os.path.join(directory, entry), f"{folder}/{entry}"
+            if on_disk is not None:
+                _rename(source, os.path.join(os.path.dirname(on_disk), entry))
+            elif os.path.isdir(source):
+                store.delete(place)
+                _upload_folder(store, source, place, last)
+            else:
+                _upload(store, source, place)
+
+
+def _rename(source: str, target: str) -> None:
+    if os.path.isdir(source) and os.path.lexists(target):
+        # A folder takes no other's place; that is set aside first.
+        old = os.path.join(os.path.dirname(source), f"old-{uuid.uuid4().hex}")
+        os.rename(target, old)
+    elif os.path.isdir(target):
+        shutil.rmtree(target)
+    os.replace(source, target)
+
+
+def _upload_folder(store: Store, source: str, target: str, last: str | None) -> None:
+    files = [p.relative_to(source).as_posix() for p in Path(source).rglob("*") if p.is_file()]
+    for file in sorted(files, key=lambda name: (name == last, name)):
+        _upload(store, os.path.join(source, file), f"{target}/{file}")
+
+
+def _upload(store: Store, source: str, target: str) -> None:
+    with open(source, "rb") as file, store.open_atomic(target) as written:
+        shutil.copyfileobj(file, written, 2**22)

@@ -1,0 +1,167 @@
+"""What `save` wrote of a model, read without Spark. Imports no PySpark."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.store import Store
+from hvd_estimators.store.registry import require_path
+from hvd_estimators.temporary import LocalFile
+
+__all__ = ["Saved", "read_saved"]
+
+_HOMES = {
+    "KerasModel": "hvd_estimators.keras",
+    "LightningModel": "hvd_estimators.lightning",
+    "TorchModel": "hvd_estimators.torch",
+}
+_PIPELINE = "pyspark.ml.pipeline.PipelineModel"
+
+
+class Saved:
+    """The folder of a saved model.
+
+    Attributes
+    ----------
+    path : str
+        The folder.
+    class_name : str
+        The class that was saved, with its module.
+    """
+
+    def __init__(self, store: Store, path: str, metadata: Mapping[str, Any]) -> None:
+        self.path = path
+        self.class_name = str(metadata["class"])
+        self._store = store
+        self._params = str(metadata.get("paramsFolder", "params"))
+        self._pickled = frozenset(metadata.get("pickledParams", ()))
+        self._values = {**metadata.get("defaultParamMap", {}), **metadata.get("paramMap", {})}
+        self._unpickled: dict[str, Any] = {}
+
+    def get(self, name: str) -> Any:
+        """Return a param's value, or its default; None where the model was saved without it.
+
+        What is no value of JSON's is unpickled, which runs code.
+        """
+        if name not in self._pickled:
+            return self._values.get(name)
+        if name not in self._unpickled:
+            self._unpickled[name] = _Unpickler(io.BytesIO(self.read(name))).load()
+        return self._unpickled[name]
+
+    def read(self, name: str) -> bytes:
+        """Return the bytes that a param was saved as.
+
+        Raises
+        ------
+        StoreError
+            If they are not there.
+        """
+        return self._store.read(self._file(name))
+
+    def file(self, name: str) -> Path | LocalFile:
+        """Return a file of this machine with the bytes that a param was saved as.
+
+        Raises
+        ------
+        StoreError
+            If they are not there.
+        """
+        path = self._file(name)
+        local = self._store.local_path(path)
+        if local is not None:
+            return Path(local)
+        copy = LocalFile()
+        with self._store.open(path) as source, open(copy, "wb") as target:
+            shutil.copyfileobj(source, target, 2**22)
+        return copy
+
+    def _file(self, name: str) -> str:
+        path = f"{self.path}/{self._params}/{name}.pkl"
+        if name not in self._pickled or not self._store.exists(path):
+            raise StoreError(f"path: {self.path!r} is not complete: it lacks the param {name!r}.")
+        return path
+
+
+class _Unpickler(pickle.Unpickler):
+    """Takes any class for Spark's, of which params hold some as the types of columns."""
+
+    def find_class(self, module: str, name: str, /) -> Any:
+        try:
+            return super().find_class(module, name)
+        except ModuleNotFoundError:
+            if module.partition(".")[0] != "pyspark":
+                raise
+            return type(name, (), {"__module__": module})
+
+
+def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
+    """Return what was saved of a model.
+
+    Parameters
+    ----------
+    path : str
+        The folder.
+    class_name : str
+        The class of models that is expected.
+    storage_options : mapping or None
+        Passed to fsspec's filesystem.
+
+    Raises
+    ------
+    ParamError
+        If something else was saved there, or no filesystem serves the path.
+    StoreError
+        If nothing was, or it cannot be read.
+    """
+    require_path("path", path)
+    if not path:
+        raise ParamError("path: expected the folder of a saved model, found none.")
+    store = Store.create(path, storage_options=dict(storage_options or {}))
+    folder = store.get_full_path(path).rstrip("/")
+    saved = Saved(store, folder, _metadata(store, folder, path))
+    if saved.class_name != _home(class_name):
+        raise ParamError(f"path: {path!r} holds a {saved.class_name}. {_remedy(saved, path)}")
+    return saved
+
+
+def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
+    """Return what Spark ML's writer wrote: one line of JSON."""
+    names = [n for n in store.names(f"{folder}/metadata") if not n.startswith(("_", "."))]
+    text = b""
+    for name in names:
+        content = store.read(f"{folder}/metadata/{name}")
+        text += gzip.decompress(content) if name.endswith(".gz") else content
+    if not text.strip():
+        raise StoreError(f"path: there is no saved model at {path!r}. Set what save() was given.")
+    try:
+        found = json.loads(text)
+        found["class"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"path: {path!r} is no saved model: its metadata is not one's.") from error
+    metadata: Mapping[str, Any] = found
+    return metadata
+
+
+def _home(class_name: str) -> str:
+    return f"{_HOMES[class_name]}.model.{class_name}"
+
+
+def _remedy(saved: Saved, path: str) -> str:
+    for class_name, package in _HOMES.items():
+        if saved.class_name == _home(class_name):
+            return f"Call {package}.load_predictor."
+    if saved.class_name == _PIPELINE:
+        return f"Set the path of one of its stages, which are in {path.rstrip('/')}/stages."
+    return (
+        "load_predictor() reads KerasModel, LightningModel and TorchModel; what a subclass does in "
+        "another way it does not know. Load that with Spark."
+    )

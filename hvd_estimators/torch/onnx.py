@@ -1,0 +1,133 @@
+"""Modules as ONNX, by torch's own exporter. Runs on the driver."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hvd_estimators.exceptions import DependencyError, ParamError
+from hvd_estimators.remedies import INSTALL
+from hvd_estimators.saving.exported import exported, is_installed
+from hvd_estimators.torch.outputs import as_list
+
+__all__ = ["export_onnx"]
+
+Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
+"""A module and its inputs, one per feature column, to what it returns."""
+
+# More does not fit into one file of this format.
+_MOST_BYTES = 2**31 - 2**26
+
+
+class _Exported(torch.nn.Module):
+    """Takes one tensor per feature column, and returns one per output."""
+
+    def __init__(self, module: torch.nn.Module, call: Call, labels: Sequence[str]) -> None:
+        super().__init__()
+        self.module = module
+        self._call, self._labels = call, list(labels)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(as_list(self._call(self.module, list(inputs)), self._labels))
+
+
+def export_onnx(
+    module: torch.nn.Module,
+    call: Call,
+    inputs: Mapping[str, torch.Tensor],
+    labels: Sequence[str],
+    outputs: Sequence[str],
+    path: str,
+    overwrite: bool,
+    storage_options: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Write a module as ONNX, with any number of rows.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        It comes back in the mode, of training or not, in which it was.
+    call : callable
+        How it is called.
+    inputs : mapping of str to tensor
+        The inputs' names to examples of two rows.
+    labels : sequence of str
+        What the outputs are of, see `as_list`.
+    outputs : sequence of str
+        The outputs' names.
+    path, overwrite, storage_options
+        See `exported`.
+    options : mapping
+        Further arguments of ``torch.onnx.export``.
+
+    Raises
+    ------
+    DependencyError
+        If a package is not installed that the exporter needs.
+    ParamError
+        If the module cannot be exported.
+    """
+    for package in ("onnx", "onnxscript"):
+        if not is_installed(package):
+            raise DependencyError(
+                f"export_onnx() needs {package}, which is not installed. Run: {INSTALL['onnx']}"
+            )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ParamError(
+            "model: TorchScript cannot be exported by torch's exporter. Export the module that it "
+            "was made of."
+        )
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
+    rows = torch.export.Dim("batch")
+    with (
+        exported(path, overwrite, storage_options) as target,
+        _predicting(module),
+        _without_torchvisions_warnings(),
+    ):
+        try:
+            torch.onnx.export(
+                _Exported(module, call, labels).eval(),
+                tuple(inputs.values()),
+                target,
+                **{
+                    "input_names": list(inputs),
+                    "output_names": list(outputs),
+                    "dynamic_shapes": {"inputs": tuple({0: rows} for _ in inputs)},
+                    "external_data": size > _MOST_BYTES,
+                    "dynamo": True,
+                    "verbose": False,
+                    **options,
+                },
+            )
+        except Exception as error:
+            raise ParamError(
+                f"model: torch's exporter does not take it ({type(error).__name__}: {error})."
+            ) from error
+
+
+@contextlib.contextmanager
+def _predicting(module: torch.nn.Module) -> Iterator[None]:
+    modes = {part: part.training for part in module.modules()}
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+
+
+@contextlib.contextmanager
+def _without_torchvisions_warnings() -> Iterator[None]:
+    """Leave out that torchvision is not installed, which says nothing about the module."""
+    logger = logging.getLogger("torch.onnx")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,74 @@
+"""A fit of which a rank hangs, while its process runs, goes on by itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+import torch
+from reference import fit, write_rows
+from resuming import DataDependent
+
+from hvd_estimators.fitting import restarting
+from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.mends import installed_mends
+from hvd_estimators.store.runs import read_metadata
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+
+class Hangs(DataDependent):
+    """Waits for ever on rank 1, in the first launch's tenth batch of training."""
+
+    def __init__(self, told: str) -> None:
+        super().__init__()
+        self.told = told
+        self.batches = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training and os.environ.get("HOROVOD_RANK") == "1":
+            self.batches += 1
+            if self.batches == 10 and not Path(self.told).exists():
+                Path(self.told).touch()
+                threading.Event().wait()
+        return super().forward(x)
+
+
+@pytest.mark.skipif(installed_mends() < 2, reason="Horovod has to be built anew to notice it")
+def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Half an hour, by default.
+    monkeypatch.setattr(restarting, "_STALL_SECONDS", 3)
+    for module in ("resuming", __name__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    write_rows(Path(store.get_train_data_path()), 107)
+
+    def run(run_id: str, told: Path) -> dict[str, torch.Tensor]:
+        net = Hangs(str(told))
+        settings = {"optimizer": torch.optim.Adam(net.parameters(), lr=0.01), "batch_size": 8}
+        model, _ = fit(
+            *(store, 2, "adam"),
+            model=net,
+            run_id=run_id,
+            epochs=2,
+            max_restarts=1,
+            backend=LocalBackend(2),
+            **settings,
+        )
+        return model.getModel().state_dict()
+
+    found = run("hangs", tmp_path / "told")
+    assert (tmp_path / "told").exists()
+    noted = read_metadata(store, store.run_paths("hangs").run_path)
+    assert noted is not None
+    (restart,) = noted["fits"][0]["restarts"]
+    assert (restart["cause"], restart["rank"], restart["epoch"]) == ("stalled", 1, 1)
+    expected = run("whole", tmp_path / "told")
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,165 @@
+"""Libraries on ``horovod.spark`` run on this package with nothing of them changed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.evaluation import MulticlassClassificationEvaluator
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.fixture
+def library(spark: Any, compat: None) -> Iterator[Any]:
+    """The library, by reference in ranks and in Python workers."""
+    spark.sparkContext.addPyFile(str(Path(__file__).with_name("text_library.py")))
+    import text_library
+
+    yield text_library
+    del sys.modules["text_library"]
+
+
+def make_texts(spark: Any) -> Any:
+    rng = np.random.default_rng(0)
+    rows = []
+    for index in range(90):
+        word = ["sour", "sweet", "salt"][index % 3]
+        others = rng.choice(["the", "a", "and", "of"], 3).tolist()
+        rows.append((" ".join([*others, word]), float(index % 3)))
+    return spark.createDataFrame(rows, ["comment", "class"])
+
+
+def test_text_trains_with_the_librarys_backend_and_predicts(
+    spark: Any, library: Any, store: Any, tmp_path: Path
+) -> None:
+    frame = make_texts(spark)
+    classifier = library.TextClassifier(
+        num_classes=3,
+        learning_rate=0.05,
+        text_col="comment",
+        label_col="class",
+        num_proc=2,
+        store=store,
+        batch_size=8,
+        epochs=8,
+        verbose=0,
+        random_seed=1,
+        validation=0.2,
+        use_gpu=False,
+    )
+    model = classifier.fit(frame)
+    assert type(model) is library.TextModel
+    losses = [entry["train"]["train_loss"] for entry in model.getHistory()]
+    assert losses[-1] < losses[0] / 2
+
+    predicted = model.setOutputCols(["probability"]).transform(frame)
+    evaluator = MulticlassClassificationEvaluator(
+        predictionCol="prediction", labelCol="class", metricName="accuracy"
+    )
+    assert evaluator.evaluate(predicted) == 1.0
+    rows = predicted.select("comment", "probability").limit(5).collect()
+    tokenizer, module = library.Tokenizer(), model.getModel()
+    for row in rows:
+        tokens = {n: torch.tensor(v)[None] for n, v in tokenizer(row["comment"]).items()}
+        with torch.no_grad():
+            expected = module(**tokens).softmax(-1)[0]
+        np.testing.assert_allclose(row["probability"].toArray(), expected, rtol=1e-6)
+
+    model.save(str(tmp_path / "model"))
+    loaded = library.TextModel.load(str(tmp_path / "model"))
+    again = loaded.transform(frame).select("comment", "probability").limit(5).collect()
+    assert again == rows
+
+
+def test_images_are_read_from_paths_in_training_and_in_prediction(
+    spark: Any, compat: None, store: Any, tmp_path: Path
+) -> None:
+    from horovod.spark.lightning import TorchEstimator, TorchModel
+    from pytorch_lightning import LightningModule
+
+    class Here:
+        """Nothing but what Horovod's backends have."""
+
+        def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+            return [fn(*args, **(kwargs or {}))] * self.num_processes()
+
+        def num_processes(self) -> int:
+            return 1
+
+    class Net(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.linear = torch.nn.Linear(16, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x.float().flatten(1))
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            images, labels = batch["image"].reshape([-1, 1, 4, 4]), batch["label"]
+            return torch.nn.functional.cross_entropy(self(images), labels.long())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.05)
+
+    def read(row: Any) -> dict[str, Any]:
+        return {"image": np.load(row["image"]).astype(np.float32), "label": row["label"]}
+
+    class ImageModel(TorchModel):
+        def get_prediction_fn(self) -> Any:
+            shape = self.getInputShapes()[0]
+
+            def predict(model: Any, row: Any) -> torch.Tensor:
+                data = torch.tensor(np.load(row["image"])).reshape(shape)
+                with torch.no_grad():
+                    return model(data)
+
+            return predict
+
+    class ImageClassifier(TorchEstimator):
+        def get_model_class(self) -> Any:
+            return ImageModel
+
+    rng, rows = np.random.default_rng(1), []
+    for index in range(24):
+        image = rng.normal(size=(1, 4, 4)) * 0.1 + index % 2
+        np.save(tmp_path / f"{index}.npy", image)
+        rows.append((str(tmp_path / f"{index}.npy"), float(index % 2)))
+    frame = spark.createDataFrame(rows, ["image", "label"])
+    estimator = ImageClassifier(
+        backend=Here(),
+        store=store,
+        model=Net(),
+        input_shapes=[[-1, 1, 4, 4]],
+        feature_cols=["image"],
+        label_cols=["label"],
+        transformation_fn=read,
+        batch_size=8,
+        epochs=5,
+        verbose=0,
+    )
+    predicted = estimator.fit(frame).setOutputCols(["scores"]).transform(frame).collect()
+    assert [float(np.argmax(row["scores"])) for row in predicted] == [
+        row["label"] for row in predicted
+    ]
+
+
+def test_prepared_data_is_trained_on_from_the_names_of_horovod(
+    spark: Any, compat: None, store: Any
+) -> None:
+    from horovod.spark.common import util
+    from horovod.spark.common.store import Store
+
+    assert isinstance(store, Store)
+    frame = spark.range(20).selectExpr("cast(id as double) x", "cast(id as double) y")
+    with util.prepare_data(2, store, frame, ["y"], ["x"], 0.25, None, False, 1, 0) as index:
+        train_rows, val_rows, metadata, _ = util.get_dataset_properties(index)
+        assert train_rows + val_rows == 20
+        assert list(metadata) == ["x", "y"]
+    util.clear_training_cache()

@@ -1,0 +1,350 @@
+"""Over Spark Connect, where the driver's process has no JVM: launching, fits, predictions, saving.
+
+What is expected is worked out by NumPy, or by a single process.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import numpy as np
+import pytest
+from servers.connect import SLOTS
+from servers.driver import Application
+
+from hvd_estimators.exceptions import (
+    DependencyError,
+    JobCancelledError,
+    SlotsError,
+    StoreError,
+    WorkerFailedError,
+)
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+WEIGHTS = np.array([1.0, -2.0, 3.0, 0.5])
+ROWS = 600
+
+
+def setup_module() -> None:
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def session() -> Any:
+    from pyspark.sql import SparkSession
+
+    return SparkSession.active()
+
+
+def ranks_and_sum(text: str) -> tuple[int, int, float, int]:
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    print("one line")
+    total = hvd.allreduce(torch.tensor([float(hvd.rank() + 1)]), op=hvd.Sum)
+    return hvd.rank(), hvd.size(), float(total), len(text)
+
+
+def linear_rows() -> tuple[np.ndarray, np.ndarray]:
+    x = np.random.default_rng(0).normal(size=(ROWS, len(WEIGHTS)))
+    return x, x @ WEIGHTS
+
+
+def linear_frame(column: str = "the x") -> Any:
+    from pyspark.ml.linalg import Vectors
+
+    x, y = linear_rows()
+    rows = [(Vectors.dense(x[i].tolist()), float(y[i]), i) for i in range(ROWS)]
+    return session().createDataFrame(rows, [column, "y", "id"])
+
+
+def linear_estimator(folder: str, **params: Any) -> Any:
+    import torch
+
+    from hvd_estimators import Store
+    from hvd_estimators.torch import TorchEstimator
+
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(len(WEIGHTS), 1), torch.nn.Flatten(0))
+    given = {
+        "model": net,
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "loss": torch.nn.functional.mse_loss,
+        "feature_cols": ["the x"],
+        "label_cols": ["y"],
+        "epochs": 4,
+        "batch_size": 15,
+        "num_proc": 2,
+        "store": Store.create(folder),
+        "validation": 0.2,
+        "random_seed": 1,
+        "verbose": 0,
+    }
+    return TorchEstimator(**{**given, **params})
+
+
+def predictions(model: Any, column: str) -> np.ndarray:
+    rows = model.transform(linear_frame()).select("id", column).collect()
+    return np.array([row[1] for row in sorted(rows)])
+
+
+def test_run_gives_every_rank_a_task_however_large_the_call(connect: Application) -> None:
+    def job() -> Any:
+        from hvd_estimators import run
+
+        found = [run(ranks_and_sum, ("a",), num_proc=2)]
+        # Too large to travel in the plan.
+        found.append(run(ranks_and_sum, ("a" * 3_000_000,), num_proc=2))
+        # As many as there are slots.
+        found.append(run(ranks_and_sum, ("a",)))
+        return found
+
+    small, large, all_slots = connect.run(job)
+    assert small == [(0, 2, 3.0, 1), (1, 2, 3.0, 1)]
+    assert large == [(0, 2, 3.0, 3_000_000), (1, 2, 3.0, 3_000_000)]
+    assert [row[:2] for row in all_slots] == [(rank, SLOTS) for rank in range(SLOTS)]
+
+
+def test_what_ranks_fail_of_is_told_as_elsewhere(connect: Application) -> None:
+    def failing() -> None:
+        raise ValueError("as it must be")
+
+    def killed() -> None:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def job(fn: Any) -> Any:
+        from hvd_estimators import run
+
+        return run(fn, num_proc=2)
+
+    with pytest.raises(WorkerFailedError, match="as it must be") as raised:
+        connect.run(job, failing)
+    assert raised.value.rank in (0, 1)
+    with pytest.raises(WorkerFailedError, match="killed by SIGKILL"):
+        connect.run(job, killed)
+
+
+def test_more_ranks_than_slots_are_an_error_at_once(connect: Application) -> None:
+    def job() -> None:
+        from hvd_estimators import run
+
+        run(ranks_and_sum, ("a",), num_proc=SLOTS + 1)
+
+    started = time.monotonic()
+    with pytest.raises(SlotsError, match=f"has {SLOTS}. Set num_proc to {SLOTS} or less"):
+        connect.run(job)
+    assert time.monotonic() - started < 30  # Spark alone asks for ten minutes
+
+
+def test_slots_that_others_hold_are_waited_for_as_long_as_is_said(connect: Application) -> None:
+    def job() -> None:
+        import threading
+
+        from pyspark import InheritableThread
+
+        from hvd_estimators import run
+
+        def hold(batches: Any) -> Any:
+            time.sleep(60)
+            yield from batches
+
+        spark = session()
+        spark.addTag("holding")
+        frame = spark.range(0, SLOTS, 1, SLOTS).mapInArrow(hold, "id long")
+
+        def held() -> None:
+            try:
+                frame.collect()
+            except Exception as error:
+                ended.append(error)
+
+        ended: list[Exception] = []
+        thread: threading.Thread = InheritableThread(held, session=spark)
+        thread.start()
+        spark.removeTag("holding")
+        time.sleep(2)
+        try:
+            run(ranks_and_sum, ("a",), num_proc=2, start_timeout=3)
+        finally:
+            spark.interruptTag("holding")
+            thread.join()
+            assert ended
+
+    with pytest.raises(SlotsError, match="not free within 3 seconds"):
+        connect.run(job)
+
+
+def test_a_tag_of_the_users_cancels_the_ranks(connect: Application) -> None:
+    def job(marker: str) -> None:
+        import threading
+
+        from hvd_estimators import run
+
+        def waiting() -> None:
+            Path(marker).touch()
+            time.sleep(100)
+
+        def interrupt() -> None:
+            while not Path(marker).exists():
+                time.sleep(0.1)
+            spark.interruptTag("mine")
+
+        spark = session()
+        spark.addTag("mine")
+        threading.Thread(target=interrupt).start()
+        try:
+            run(waiting, num_proc=2)
+        finally:
+            spark.removeTag("mine")
+
+    with pytest.raises(JobCancelledError):
+        connect.run(job, str(connect.folder / "begun"))
+
+
+def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
+    def job(folder: str) -> Any:
+        from pyspark.ml import Pipeline, PipelineModel
+
+        from hvd_estimators.torch import TorchEstimator, TorchModel
+
+        estimator = linear_estimator(f"{folder}/store")
+        model = estimator.fit(linear_frame())
+        found = {
+            "weights": model.getModel()[0].weight.detach().numpy()[0],
+            "history": model.getHistory(),
+            "predicted": predictions(model, "y__output"),
+        }
+        for _ in range(2):
+            model.write().overwrite().save(f"{folder}/model")
+        found["loaded"] = predictions(TorchModel.load(f"{folder}/model"), "y__output")
+        try:
+            model.save(f"{folder}/model")
+        except StoreError as error:
+            found["exists"] = str(error)
+        estimator.save(f"{folder}/estimator")
+        found["params"] = TorchEstimator.load(f"{folder}/estimator").getBatchSize()
+        pipeline = Pipeline(stages=[linear_estimator(f"{folder}/store")]).fit(linear_frame())
+        pipeline.write().overwrite().save(f"{folder}/pipeline")
+        loaded = PipelineModel.load(f"{folder}/pipeline")
+        found["pipeline"] = predictions(loaded, "y__output")
+        return found
+
+    found = connect.run(job, str(connect.folder / "fit"), timeout=240)
+    _, y = linear_rows()
+    np.testing.assert_allclose(found["weights"], WEIGHTS, atol=1e-3)
+    losses = [epoch["validation"]["loss"] for epoch in found["history"]]
+    assert len(losses) == 4
+    assert losses == sorted(losses, reverse=True)
+    np.testing.assert_allclose(found["predicted"], y, atol=1e-2)
+    for other in ("loaded", "pipeline"):
+        np.testing.assert_array_equal(found[other], found["predicted"])
+    assert "exists" in found["exists"]
+    assert found["params"] == 15
+
+
+def test_what_is_saved_over_connect_is_loaded_elsewhere(connect: Application, spark: Any) -> None:
+    def job(folder: str) -> Any:
+        import torch
+
+        from hvd_estimators.torch import TorchModel
+
+        model = TorchModel(
+            model=torch.nn.Linear(4, 1), feature_columns=["the x"], label_columns=["y"]
+        )
+        model.save(folder)
+        return model.getModel().weight.detach().numpy()
+
+    from hvd_estimators.torch import TorchModel
+
+    folder = str(connect.folder / "elsewhere")
+    weight = connect.run(job, folder)
+    loaded = TorchModel.load(folder)
+    np.testing.assert_array_equal(loaded.getModel().weight.detach().numpy(), weight)
+
+
+def test_large_models_predict_without_broadcast_variables(connect: Application) -> None:
+    def job() -> Any:
+        import torch
+
+        from hvd_estimators.torch import TorchModel
+
+        torch.manual_seed(3)
+        net = torch.nn.Sequential(torch.nn.Linear(4, 1500), torch.nn.Linear(1500, 1500))
+        model = TorchModel(
+            model=net,
+            feature_columns=["the x"],
+            outputCols=["out"],
+            input_shapes=[[-1, 4]],
+            output_shapes=[[1500]],
+        )
+        rows = model.transform(linear_frame().where("id < 5")).select("id", "out").collect()
+        x = torch.tensor(linear_rows()[0][:5], dtype=torch.float32)
+        return [row[1].toArray() for row in sorted(rows)], net(x).detach().numpy()
+
+    predicted, expected = connect.run(job)
+    np.testing.assert_allclose(predicted, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_prepared_data_are_trained_on(connect: Application) -> None:
+    def job(folder: str) -> Any:
+        from hvd_estimators import Store, prepare_data
+
+        store = Store.create(folder)
+        with prepare_data(
+            2, store, linear_frame(), label_columns=["y"], feature_columns=["the x"], validation=0.2
+        ) as index:
+            model = linear_estimator(folder).fit_on_parquet(dataset_idx=index)
+        return model.getModel()[0].weight.detach().numpy()[0]
+
+    weights = connect.run(job, str(connect.folder / "prepared"))
+    np.testing.assert_allclose(weights, WEIGHTS, atol=1e-3)
+
+
+def test_a_cross_validator_finds_the_better_params(connect: Application) -> None:
+    def job(folder: str) -> Any:
+        from pyspark.ml.evaluation import RegressionEvaluator
+        from pyspark.ml.tuning import CrossValidator, ParamGridBuilder
+
+        estimator = linear_estimator(folder, num_proc=1)
+        grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 3]).build()
+        evaluator = RegressionEvaluator(labelCol="y", predictionCol="y__output")
+        validator = CrossValidator(
+            estimator=estimator, estimatorParamMaps=grid, evaluator=evaluator, numFolds=2
+        )
+        found = validator.setParallelism(2).fit(linear_frame())
+        return found.avgMetrics, found.bestModel.getOrDefault("history")
+
+    errors, history = connect.run(job, str(connect.folder / "folds"), timeout=240)
+    assert errors[1] < errors[0]
+    assert len(history) == 3
+
+
+def test_no_session_in_a_thread_is_an_error_that_says_so(connect: Application) -> None:
+    def job() -> Any:
+        import threading
+
+        from hvd_estimators import run
+
+        raised = []
+
+        def call() -> None:
+            try:
+                run(ranks_and_sum, ("a",), num_proc=1)
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        raise raised[0]
+
+    with pytest.raises(DependencyError, match="InheritableThread"):
+        connect.run(job)

@@ -1,0 +1,166 @@
+"""Predictions on columns of every kind are those of the model called in this process."""
+
+from __future__ import annotations
+
+import decimal
+import functools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.sql import DataFrame
+from pyspark.sql import types as T
+
+from hvd_estimators.torch import TorchModel
+
+pytestmark = pytest.mark.spark
+
+ROWS = 40
+SCALARS = {
+    "a_byte": T.ByteType(),
+    "a_short": T.ShortType(),
+    "an_int": T.IntegerType(),
+    "a_long": T.LongType(),
+    "a_float": T.FloatType(),
+    "a_double": T.DoubleType(),
+    "a_decimal": T.DecimalType(8, 3),
+    "a_boolean": T.BooleanType(),
+}
+VECTORS = {
+    "dense": VectorUDT(),
+    "sparse": VectorUDT(),
+    "mixed": VectorUDT(),
+    "floats": T.ArrayType(T.FloatType(), False),
+    "doubles": T.ArrayType(T.DoubleType()),
+    "longs": T.ArrayType(T.LongType()),
+    "booleans": T.ArrayType(T.BooleanType()),
+    "decimals": T.ArrayType(T.DecimalType(8, 3)),
+}
+NESTED = {
+    "matrix": T.ArrayType(T.ArrayType(T.DoubleType())),
+    "ints": T.ArrayType(T.ArrayType(T.IntegerType(), False), False),
+    "cube": T.ArrayType(T.ArrayType(T.ArrayType(T.FloatType()))),
+}
+SHAPES = {
+    **dict.fromkeys(SCALARS, ()),
+    **dict.fromkeys(VECTORS, (3,)),
+    **{"matrix": (2, 3), "ints": (2, 3), "cube": (2, 1, 3)},
+}
+DTYPES = {"a_long": "float64", "a_double": "float64", "longs": "float64", "matrix": "float64"}
+
+
+def as_spark(data_type: T.DataType, value: Any, dense: bool) -> Any:
+    if isinstance(data_type, T.ArrayType):
+        return [as_spark(data_type.elementType, entry, dense) for entry in value]
+    if isinstance(data_type, VectorUDT):
+        given = {i: v for i, v in enumerate(value) if v}
+        return Vectors.dense(value) if dense else Vectors.sparse(len(value), given)
+    if isinstance(data_type, T.DecimalType):
+        return decimal.Decimal(str(round(float(value), 3)))
+    whole = (T.ByteType, T.ShortType, T.IntegerType, T.LongType)
+    if isinstance(data_type, whole):
+        return int(value)
+    return value > 0 if isinstance(data_type, T.BooleanType) else float(value)
+
+
+def as_number(value: Any) -> Any:
+    if isinstance(value, list):
+        return [as_number(entry) for entry in value]
+    return value.toArray().tolist() if hasattr(value, "toArray") else float(value)
+
+
+@pytest.fixture(scope="module")
+def rows(spark: Any) -> DataFrame:
+    """Rows in partitions of none, one, ten and the others."""
+    rng = np.random.default_rng(0)
+    types = {**SCALARS, **VECTORS, **NESTED}
+    values = []
+    for index in range(ROWS):
+        row = []
+        for name, data_type in types.items():
+            value = rng.normal(scale=9, size=SHAPES[name]) * (rng.random(SHAPES[name]) < 0.8)
+            dense = name == "dense" or (name == "mixed" and index % 3 == 0)
+            row.append(as_spark(data_type, value.tolist(), dense))
+        values.append((index, *row))
+    fields = [T.StructField(name, data_type) for name, data_type in types.items()]
+    schema = T.StructType([T.StructField("id", T.LongType()), *fields])
+    frame = spark.createDataFrame(values, schema).cache()
+    parts = [frame.where(f"id >= {a} and id < {b}") for a, b in [(0, 0), (0, 1), (1, 11), (11, 40)]]
+    return functools.reduce(DataFrame.union, [part.coalesce(1) for part in parts])
+
+
+class Together(torch.nn.Module):
+    """Gives a number, a vector and a matrix, in which every column can be told from the others."""
+
+    def __init__(self, returns: str) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        if given:
+            by_name = isinstance(given[0], dict)
+            named = given[0] if by_name else dict(zip(SHAPES, given, strict=True))
+        number = sum((i + 1) * named[name].double() for i, name in enumerate(SCALARS))
+        vector = sum((i + 1) * named[name].double() for i, name in enumerate(VECTORS))
+        matrix = named["matrix"] + 2 * named["ints"].double() + 3 * named["cube"].double()[:, :, 0]
+        found = {"a number": number, "a vector": vector, "matrix": matrix}
+        return found if self.returns == "dict" else tuple(found.values())
+
+
+@pytest.mark.parametrize(
+    ("form", "returns", "batch_rows"),
+    [("positional", "tuple", 1), ("keyword", "dict", 7), ("dict", "tuple", 1024)],
+)
+def test_predictions_are_the_models_own(
+    spark: Any, rows: DataFrame, form: str, returns: str, batch_rows: int
+) -> None:
+    model = TorchModel(
+        model=Together(returns),
+        feature_columns=list(SHAPES),
+        label_columns=["a number", "a vector", "matrix"],
+        input_form=form,
+        input_shapes=[[-1, *shape] for shape in SHAPES.values()],
+        output_shapes=[[], [3], [2, 3]],
+        column_dtypes=DTYPES,
+        inference_batch_size=batch_rows,
+    )
+    predicted = model.transform(rows)
+    found = predicted.collect()
+    assert predicted.drop(*model.getOutputCols()).schema == rows.schema
+
+    assert [row["id"] for row in found] == list(range(ROWS))
+    inputs = {
+        name: torch.tensor(
+            [as_number(row[name]) for row in found],
+            dtype=getattr(torch, DTYPES.get(name, "float32")),
+        )
+        for name in SHAPES
+    }
+    with torch.no_grad():
+        outputs = list(Together("tuple")(**inputs))
+    columns = [
+        [row[f"{name}__output"] for row in found] for name in ("a number", "a vector", "matrix")
+    ]
+    np.testing.assert_array_equal(columns[0], outputs[0])
+    np.testing.assert_array_equal([vector.toArray() for vector in columns[1]], outputs[1])
+    np.testing.assert_array_equal(columns[2], outputs[2])
+
+
+@pytest.mark.parametrize(
+    ("name", "output"), [("dense", (3,)), ("mixed", (3,)), ("cube", (2, 1, 3)), ("a_long", ())]
+)
+def test_a_single_column_and_a_single_output(
+    spark: Any, rows: DataFrame, name: str, output: tuple[int, ...]
+) -> None:
+    model = TorchModel(
+        model=torch.nn.Identity(),
+        feature_columns=[name],
+        label_columns=["y"],
+        input_shapes=[[-1, *SHAPES[name]]],
+        output_shapes=[list(output)],
+    )
+    found = model.transform(rows).select(name, "y__output").collect()
+    expected = [np.array(as_number(row[name]), np.float32).tolist() for row in found]
+    assert [as_number(row["y__output"]) for row in found] == expected

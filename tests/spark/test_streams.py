@@ -1,0 +1,177 @@
+"""transform() on streaming DataFrames: lazy, exactly once, with large models, in pipelines."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.ml import PipelineModel
+from pyspark.ml.feature import VectorAssembler
+from pyspark.ml.tuning import CrossValidatorModel
+from pyspark.sql import functions as F
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference import shared
+from hvd_estimators.lightning import LightningModel
+from hvd_estimators.torch import TorchModel
+
+pytestmark = pytest.mark.spark
+
+FILES, ROWS = 3, 5
+SCHEMA = "id long, a double, b double, word string"
+COMMON: dict[str, Any] = {"feature_columns": ["features"], "label_columns": ["y"]}
+
+
+@pytest.fixture(scope="module")
+def source(spark: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of Parquet files, each of which is a micro-batch; ids count from 0."""
+    folder = tmp_path_factory.mktemp("source")
+    for number in range(FILES):
+        spark.range(number * ROWS, (number + 1) * ROWS, 1, 1).select(
+            "id",
+            F.col("id").cast("double").alias("a"),
+            (F.col("id") * 0.5).alias("b"),
+            F.format_string("row %s", "id").alias("word"),
+        ).write.mode("append").parquet(str(folder))
+    return str(folder)
+
+
+def read(spark: Any, source: str) -> Any:
+    stream = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(source)
+    return VectorAssembler(inputCols=["a", "b"], outputCol="features").transform(stream)
+
+
+class Lookup(torch.nn.Module):
+    """1000 * id + id / 2 of a table of ids; fails on an id while a file is there."""
+
+    def __init__(self, fuse: Path | None = None, width: int = 100) -> None:
+        super().__init__()
+        self.fuse = fuse
+        self.table = torch.nn.Embedding.from_pretrained(1000.0 * torch.arange(width)[:, None])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fuse is not None and self.fuse.exists() and (x[:, 0] == 2 * ROWS).any():
+            raise ValueError("the fuse has blown")
+        return self.table(x[:, 0].long())[:, 0] + x[:, 1]
+
+
+def expected(rows: int = FILES * ROWS) -> dict[int, float]:
+    return {number: 1000.5 * number for number in range(rows)}
+
+
+def run(frame: Any, folder: Path, sink: str = "parquet") -> list[int]:
+    """Write all that is new to a sink; return the rows of each micro-batch."""
+    writer = frame.writeStream.format(sink).trigger(availableNow=True)
+    writer = writer.option("checkpointLocation", str(folder / "checkpoint"))
+    query = writer.option("path", str(folder / "out")).start()
+    query.awaitTermination(120)
+    return [progress["numInputRows"] for progress in query.recentProgress]
+
+
+def written(spark: Any, folder: Path) -> list[Any]:
+    return spark.read.parquet(str(folder / "out")).collect()
+
+
+def test_each_row_is_written_once_when_a_query_fails_and_begins_again(
+    spark: Any, source: str, tmp_path: Path
+) -> None:
+    fuse = tmp_path / "fuse"
+    fuse.touch()
+    model = TorchModel(model=Lookup(fuse), input_shapes=[[-1, 2]], **COMMON)
+    model.write().overwrite().save(str(tmp_path / "model"))
+    stream = read(spark, source)
+    predicted = model.transform(stream)
+    assert predicted.isStreaming
+    with pytest.raises(Exception, match="the fuse has blown"):
+        run(predicted.select("id", "word", "y__output"), tmp_path)
+    assert len(written(spark, tmp_path)) == 2 * ROWS
+
+    fuse.unlink()
+    # Another session, a model read anew, and a filter: as in a new application.
+    other = spark.newSession()
+    loaded = TorchModel.load(str(tmp_path / "model"))
+    predicted = loaded.transform(read(other, source)).where("y__output >= 0")
+    assert run(predicted.select("id", "word", "y__output"), tmp_path) == [ROWS]
+    rows = written(spark, tmp_path)
+    assert sorted((row.id, row.y__output) for row in rows) == sorted(expected().items())
+    assert all(row.word == f"row {row.id}" for row in rows)
+
+
+def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgot_them(
+    spark: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "PART_BYTES", 500_000)
+    stream = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(source)
+    assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
+    # 1.2 MB, in three parts.
+    model = TorchModel(model=Lookup(width=300_000), input_shapes=[[-1, 2]], **COMMON)
+    best = PipelineModel([assembler, model])
+    predicted = CrossValidatorModel(best, [0.0]).transform(stream).drop("features")
+    del best, model
+    gc.collect()
+    shared._registry.sweep(spark.sparkContext, collect=True)
+    assert run(predicted, tmp_path) == [ROWS] * FILES
+    assert {row.id: row.y__output for row in written(spark, tmp_path)} == expected()
+
+
+class Stepping(torch.nn.Module):
+    """Gives rows back, twice as large."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return 2 * features
+
+
+def test_a_keras_model_predicts_on_a_stream(spark: Any, source: str, tmp_path: Path) -> None:
+    import keras
+
+    from hvd_estimators.keras import KerasModel
+
+    layers = [keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones", use_bias=False)]
+    model = KerasModel(model=keras.Sequential(layers), **COMMON)
+    run(model.transform(read(spark, source).where("id < 3")).select("id", "y__output"), tmp_path)
+    found = {row.id: row.y__output for row in written(spark, tmp_path)}
+    assert found == {0: 0.0, 1: 1.5, 2: 3.0}
+
+
+def test_state_before_and_behind_a_model_is_kept_and_no_job_is_run_for_a_shape(
+    spark: Any, source: str, tmp_path: Path
+) -> None:
+    jobs = spark.sparkContext.statusTracker()
+    # The watermark begins at 0: what is not after it is late.
+    stream = read(spark, source).withColumn("at", F.timestamp_seconds(F.col("id") + 1))
+    words = spark.range(FILES * ROWS).withColumnRenamed("id", "other")
+    before = set(jobs.getJobIdsForGroup(None))
+    model = LightningModel(model=Stepping(), **COMMON)
+    predicted = model.transform(stream.withWatermark("at", "1 second"))
+    assert set(jobs.getJobIdsForGroup(None)) == before
+    joined = predicted.join(words, F.col("id") == F.col("other")).dropDuplicates(["id", "at"])
+    run(joined.select("id", "y__output"), tmp_path)
+    found = {row.id: row.y__output.toArray().tolist() for row in written(spark, tmp_path)}
+    assert found == {number: [2.0 * number, 1.0 * number] for number in range(FILES * ROWS)}
+
+
+def test_micro_batches_are_dataframes_to_transform(spark: Any, source: str, tmp_path: Path) -> None:
+    found: dict[int, float] = {}
+    model = LightningModel(model=Lookup(), **COMMON)
+
+    def predict(batch: Any, number: int) -> None:
+        predicted = model.transform(batch).persist()
+        found.update({row.id: row.y__output for row in predicted.collect()})
+        assert predicted.where("y__output >= 0").count() == ROWS
+        predicted.unpersist()
+
+    writer = read(spark, source).writeStream.foreachBatch(predict).trigger(availableNow=True)
+    query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
+    query.awaitTermination(120)
+    assert found == expected()
+
+
+def test_a_stream_is_not_looked_at_for_a_shape_that_has_to_be_set(spark: Any, source: str) -> None:
+    stream = spark.readStream.schema("id long, x array<double>").parquet(source)
+    model = LightningModel(model=Stepping(), feature_columns=["x"], label_columns=["y"])
+    with pytest.raises(ParamError, match="A stream and a UDF have no row"):
+        model.transform(stream)
+    assert model.setOutputShapes([[2]]).transform(stream).isStreaming

@@ -1,0 +1,60 @@
+"""A Python worker that predicts needs no more memory for ten times as many rows."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyspark.sql import functions as F
+
+from hvd_estimators.torch import TorchModel
+
+pytestmark = pytest.mark.spark
+
+WIDTH = 8
+# A worker that kept its rows, or its predictions, would need 64 bytes and more for each.
+GROWTH_BYTES = 24e6
+
+
+class Noting(torch.nn.Module):
+    """Gives 16 numbers for a row, and notes the most memory that its process has had."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.layer = path, torch.nn.Linear(WIDTH, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}\n")
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    "rows", [40_000, pytest.param(1_000_000, marks=[pytest.mark.soak, pytest.mark.timeout(900)])]
+)
+def test_memory_does_not_grow_with_rows(spark: Any, tmp_path: Path, rows: int) -> None:
+    path = tmp_path / "bytes"
+    model = TorchModel(
+        model=Noting(path),
+        feature_columns=["x"],
+        label_columns=["y"],
+        input_shapes=[[-1, WIDTH]],
+        output_shapes=[[16]],
+        output_types=["array<double>"],
+    )
+
+    def peak(rows: int) -> float:
+        path.unlink(missing_ok=True)
+        numbers = [(F.col("id") + i).cast("double") for i in range(WIDTH)]
+        # One task: one worker, which serves both jobs.
+        frame = spark.range(0, rows, 1, 1).select(F.array(*numbers).alias("x"))
+        model.transform(frame).write.format("noop").mode("overwrite").save()
+        notes = list(map(float, path.read_text().split()))
+        assert len(notes) >= rows / 10_000
+        return max(notes)
+
+    first = peak(rows)
+    assert peak(10 * rows) - first < GROWTH_BYTES

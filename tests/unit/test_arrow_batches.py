@@ -1,0 +1,157 @@
+"""Columns of Arrow as arrays and back, beside Arrow's own conversion of each value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from hvd_estimators.exceptions import DataError
+from hvd_estimators.inference.arrow_batches import to_array, to_column, valid_rows
+
+NESTED = [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]], [[9.0, 10.0], [11.0, 12.0]]]
+FIXED = pa.list_(pa.list_(pa.float32(), 2), 2)
+
+
+@pytest.mark.parametrize(
+    ("values", "data_type", "dtype"),
+    [
+        ([3, -1, 2], pa.int8(), "int8"),
+        ([3, -1, 2**40], pa.int64(), "int64"),
+        ([0.5, float("nan"), 2], pa.float64(), "float64"),
+        ([True, False, True], pa.bool_(), "bool"),
+        (["a", "", "ü"], pa.string(), "object"),
+        ([b"a", b"", b"\0"], pa.binary(), "object"),
+        ([[1.0, 2.0], [3.0, 4.0], [5.0, float("nan")]], pa.list_(pa.float32()), "float32"),
+        ([[True, False], [True, True], [False, False]], pa.list_(pa.bool_()), "bool"),
+        ([[], [], []], pa.list_(pa.int16()), "int16"),
+        (NESTED, pa.list_(pa.list_(pa.float64())), "float64"),
+        (NESTED, pa.large_list(pa.large_list(pa.float64())), "float64"),
+        (NESTED, FIXED, "float32"),
+    ],
+)
+def test_columns_become_arrays(values: Any, data_type: pa.DataType, dtype: str) -> None:
+    column = pa.array(values, data_type)
+    for part, rows in ((column, values), (column.slice(1), values[1:]), (column[1:2], values[1:2])):
+        assert valid_rows(part) is None
+        found = to_array(part, "x")
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, np.array(rows, dtype))
+    assert len(to_array(column[:0], "x")) == 0
+
+
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def dense(*values: float) -> Any:
+    return {"type": 1, "values": values}
+
+
+def sparse(size: int, entries: dict[int, float]) -> Any:
+    return {"type": 0, "size": size, "indices": [*entries], "values": [*entries.values()]}
+
+
+@pytest.mark.parametrize(
+    ("vectors", "expected"),
+    [
+        ([dense(1, 0.1, 3), dense(4, 5, 6)], [[1, 0.1, 3], [4, 5, 6]]),
+        ([sparse(3, {}), sparse(3, {2: 5.0, 0: 1.5})], [[0, 0, 0], [1.5, 0, 5]]),
+        (
+            [sparse(2, {1: 0.1}), dense(1, 2), dense(3, 4), sparse(2, {0: 7})],
+            [[0, 0.1], [1, 2], [3, 4], [7, 0]],
+        ),
+    ],
+)
+def test_vectors_become_32_bit_floats(vectors: Any, expected: Any) -> None:
+    column = pa.array(vectors, VECTOR)
+    found = to_array(column, "x")
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.array(expected, np.float32))
+    np.testing.assert_array_equal(to_array(column[1:], "x"), found[1:])
+
+
+@pytest.mark.parametrize(
+    ("values", "data_type"),
+    [
+        ([[1.0], [1.0, 2.0]], pa.list_(pa.float64())),
+        ([[[1.0], [1.0, 2.0]], [[1.0], [1.0, 2.0]]], pa.list_(pa.list_(pa.float64()))),
+        ([[[1.0, 2.0]], [[1.0], [2.0]]], pa.list_(pa.list_(pa.float64()))),
+        ([dense(1, 2), dense(1, 2, 3)], VECTOR),
+        ([dense(1, 2), sparse(3, {0: 1.0})], VECTOR),
+    ],
+)
+def test_arrays_of_other_lengths_are_ragged(values: Any, data_type: pa.DataType) -> None:
+    with pytest.raises(DataError, match="Column 'x' is ragged"):
+        to_array(pa.array(values, data_type), "x")
+
+
+@pytest.mark.parametrize(
+    ("values", "data_type"),
+    [
+        ([1.0, None, float("nan"), 3.0], pa.float64()),
+        ([None, [1.0, None], [1.0, float("nan")], [1.0, 2.0]], pa.list_(pa.float64())),
+        ([[[1.0], [None]], [[1.0], None], None, [[1.0], [2.0]]], pa.list_(pa.list_(pa.float64()))),
+        ([None, [1.0, None], [2.0, 1.0]], pa.list_(pa.float64(), 2)),
+        ([None, dense(1, 2)], VECTOR),
+        (["a", None], pa.string()),
+    ],
+)
+def test_rows_with_nulls_are_told_from_those_with_nan(values: Any, data_type: pa.DataType) -> None:
+    def holds_null(value: Any) -> bool:
+        return value is None or (isinstance(value, list) and any(map(holds_null, value)))
+
+    column = pa.array(values, data_type)
+    for start in range(len(values)):
+        expected = [not holds_null(value) for value in values[start:]]
+        found = valid_rows(column[start:])
+        if found is None:
+            assert all(expected)
+            continue
+        assert found.tolist() == expected
+        rest = to_array(column[start:].filter(pa.array(found)), "x")
+        assert len(rest) == sum(expected)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "int64", "float16"])
+def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -> None:
+    array = np.arange(4 * np.prod(shape, dtype=int)).reshape(4, *shape).astype(dtype)
+    if dtype != "int64":
+        array.reshape(-1)[1] = np.nan
+    values = array.reshape(-1).astype(float) if shape in ((), (1,)) else array.astype(float)
+
+    column = to_column(array, shape)
+    assert column.null_count == 0
+    np.testing.assert_array_equal(np.array(column.to_pylist()), values)
+
+    valid = np.array([False, True, True, False, True, True, False])
+    column = to_column(array, shape, valid)
+    column.validate(full=True)
+    found = column.to_pylist()
+    assert [value is not None for value in found] == valid.tolist()
+    np.testing.assert_array_equal(np.array([v for v in found if v is not None]), values)
+
+    none = to_column(array[:0], shape, np.zeros(2, bool))
+    assert none.to_pylist() == [None, None]
+    assert none.type == column.type
+
+
+def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
+    array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
+    valid = np.array([True, False, True])
+    column = to_column(array, (2,), valid, "int64")
+    assert column.to_pylist() == [[1, None], None, [2**24 + 1, -3]]
+    assert to_column(array[:, 1], (), valid, "int32").to_pylist() == [None, None, -3]
+    assert to_column(array[:, 0] > 2, (), None, "bool").to_pylist() == [False, True]
+    half = to_column(array, (2,), None, "float32")
+    assert half.type.value_type == pa.float32()
+    assert half.to_pylist()[1] == [2**24, -3]

@@ -1,0 +1,279 @@
+"""``horovod.spark``'s names on this package: what they resolve to, and what those left out say."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.compat.finder import ALIASES, install
+from hvd_estimators.compat.left_out import LEFT_OUT_MODULES, LEFT_OUT_NAMES
+from hvd_estimators.exceptions import DependencyError, LeftOutError
+from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.store import LocalStore, Store
+from hvd_estimators.store.left_out import LEFT_OUT
+
+SPARK = Path(importlib.import_module("hvd_estimators.compat").__path__[0], "spark")
+
+# Name and module of horovod.spark, and where it is here.
+NAMES = [
+    ("", "run", "hvd_estimators.launch.runner"),
+    ("", "run_elastic", "hvd_estimators.launch.elastic"),
+    (".runner", "run_elastic", "hvd_estimators.launch.elastic"),
+    (".common.backend", "Backend", "hvd_estimators.launch.backend"),
+    (".common.datamodule", "DataModule", "hvd_estimators.loading.readers.base"),
+    (".common.estimator", "HorovodEstimator", "hvd_estimators.estimator"),
+    (".common.estimator", "HorovodModel", "hvd_estimators.model"),
+    (".common.store", "DBFSLocalStore", "hvd_estimators.store.dbfs"),
+    (".common.store", "FilesystemStore", "hvd_estimators.store.filesystem"),
+    (".common.store", "HDFSStore", "hvd_estimators.store.hdfs"),
+    (".common.store", "LocalStore", "hvd_estimators.store.local"),
+    (".common.store", "Store", "hvd_estimators.store.base"),
+    (".common.util", "clear_training_cache", "hvd_estimators.prepare.reuse"),
+    (".common.util", "get_dataset_properties", "hvd_estimators.prepare.properties"),
+    (".common.util", "prepare_data", "hvd_estimators.prepare.dataframe"),
+    (".keras", "KerasEstimator", "hvd_estimators.keras.estimator"),
+    (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
+    (".lightning", "TorchEstimator", "hvd_estimators.lightning.estimator"),
+    (".lightning.estimator", "TorchModel", "hvd_estimators.lightning.model"),
+    (".task", "get_available_devices", "hvd_estimators.launch.gpu"),
+    (".task.task_info", "get_available_devices", "hvd_estimators.launch.gpu"),
+    (".torch", "TorchModel", "hvd_estimators.torch.model"),
+    (".torch.estimator", "TorchEstimator", "hvd_estimators.torch.estimator"),
+]
+
+
+def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, text=True, capture_output=True, env=environment, check=False)
+
+
+@pytest.mark.parametrize(("module", "name", "home"), NAMES)
+def test_a_name_is_this_packages(compat: None, module: str, name: str, home: str) -> None:
+    found = getattr(importlib.import_module(f"horovod.spark{module}"), name)
+
+    assert found is getattr(importlib.import_module(home), found.__name__)
+    assert importlib.import_module(f"horovod.spark{module}").__spec__.name.startswith("hvd_")
+
+
+def test_every_module_has_two_names_and_is_one(compat: None) -> None:
+    for path in SPARK.rglob("*.py"):
+        parts = path.relative_to(SPARK).with_suffix("").parts
+        name = "".join(f".{part}" for part in parts if part != "__init__")
+        theirs = importlib.import_module(f"horovod.spark{name}")
+        assert theirs is importlib.import_module(f"hvd_estimators.compat.spark{name}")
+        for public in theirs.__all__:
+            if public != "PetastormDataModule":  # needs Petastorm
+                assert getattr(theirs, public) is not None
+    import horovod.spark
+
+    assert horovod.spark.common.util is sys.modules["hvd_estimators.compat.spark.common.util"]
+
+
+@pytest.mark.parametrize("name", sorted(LEFT_OUT_MODULES))
+def test_a_module_that_is_left_out_says_what_to_use(compat: None, name: str) -> None:
+    package, _, last = name.rpartition(".")
+    for statement in (f"import {name}", f"from {package} import {last}", f"import {name}.deeper"):
+        with pytest.raises(LeftOutError) as error:
+            exec(statement)
+        assert LEFT_OUT_MODULES[name] in str(error.value)
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize("module", sorted(LEFT_OUT_NAMES))
+def test_a_name_that_is_left_out_says_what_to_use(compat: None, module: str) -> None:
+    for name, instead in LEFT_OUT_NAMES[module].items():
+        with pytest.raises(LeftOutError) as error:
+            exec(f"from {module} import {name}")
+        assert str(error.value) == f"hvd_estimators has no {module}.{name}. {instead}"
+
+
+def test_a_method_of_stores_that_is_left_out_says_what_to_use(tmp_path: Path) -> None:
+    store = Store.create(str(tmp_path))
+    for name, instead in LEFT_OUT.items():
+        with pytest.raises(AttributeError) as error:
+            getattr(store, name)
+        assert str(error.value) == f"LocalStore has no {name}, unlike horovod.spark. {instead}"
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = store.nothing
+
+    class Broken(LocalStore):
+        @property
+        def fs(self) -> Any:
+            return None.missing  # type: ignore[attr-defined]
+
+    with pytest.raises(AttributeError, match="no attribute 'missing'"):
+        _ = Broken(str(tmp_path)).fs
+
+
+def test_the_guide_has_all_that_is_left_out() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "migrating.rst").read_text()
+    names = {name for left_out in [*LEFT_OUT_NAMES.values(), LEFT_OUT] for name in left_out}
+    modules = {name.removeprefix("horovod.spark") for name in LEFT_OUT_MODULES}
+    assert sorted(name for name in names | modules if f"``{name}``" not in guide) == []
+
+
+def test_what_never_was_is_the_usual_error(compat: None) -> None:
+    for statement in ("import horovod.spark.nothing", "from horovod.spark.torch import Nothing"):
+        with pytest.raises(ImportError) as error:
+            exec(statement)
+        assert not isinstance(error.value, LeftOutError)
+    with pytest.raises(AttributeError, match=r"'horovod\.spark\.torch' has .* 'TorchModel'\?"):
+        _ = importlib.import_module("horovod.spark.torch").TorchModels
+
+
+def test_every_public_name_of_the_frozen_package_is_there_or_explained(compat: None) -> None:
+    """What a module defines or imports of its own package, as its source says."""
+    frozen = Path(importlib.import_module("horovod").__path__[0], "spark")
+    if not (frozen / "runner.py").exists():
+        pytest.skip("Horovod was installed with compat: the frozen package is gone")
+    unexplained = []
+    for path in frozen.rglob("*.py"):
+        parts = path.relative_to(frozen).with_suffix("").parts
+        module = "horovod.spark" + "".join(f".{part}" for part in parts if part != "__init__")
+        if any(f"{module}.".startswith(f"{left_out}.") for left_out in LEFT_OUT_MODULES):
+            continue
+        for name in public_names(ast.parse(path.read_text())):
+            if name in LEFT_OUT_NAMES.get(module, {}):
+                continue
+            try:
+                exec(f"from {module} import {name}")
+            except DependencyError:
+                assert name == "PetastormDataModule"  # Petastorm may not be installed
+            except ImportError:
+                unexplained.append(f"{module}.{name}")
+    assert sorted(unexplained) == INTERNAL
+
+
+# What the frozen launcher and reader define for themselves.
+INTERNAL = [
+    "horovod.spark.lightning.datamodule.PETASTORM_HDFS_DRIVER",
+    "horovod.spark.runner.MINIMUM_COMMAND_LIFETIME_S",
+    "horovod.spark.runner.WAIT_FOR_COMMAND_START_DELAY_SECONDS",
+    "horovod.spark.runner.WAIT_FOR_SHUTDOWN_DELAY_SECONDS",
+    "horovod.spark.task.task_info.TaskInfo",
+    "horovod.spark.task.task_info.set_resources",
+]
+
+
+def public_names(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            names = [node.name]
+        elif isinstance(node, ast.Assign):
+            names = [t.id for t in node.targets if isinstance(t, ast.Name)]
+        else:
+            continue
+        yield from (name for name in names if not name.startswith("_"))
+
+
+def test_the_backend_has_what_subclasses_use(compat: None) -> None:
+    from horovod.spark.common.backend import SparkBackend
+
+    from hvd_estimators.launch import spark
+
+    class Given(SparkBackend):
+        pass
+
+    environment = {"A": "1"}
+    backend = Given(2, environment, verbose=2, prefix_output_with_timestamp=True)
+    assert isinstance(backend, spark.SparkBackend)
+    assert (backend._num_proc, backend.num_processes()) == (2, 2)
+    assert backend._env == environment
+    assert backend._kwargs == {"verbose": 2, "prefix_output_with_timestamp": True}
+
+
+def test_helpers(compat: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from horovod.spark.common import util
+    from horovod.spark.conf import SPARK_CONF_BLACKLIST_ENABLED
+
+    assert util.to_list(None, 2) is None
+    assert util.to_list("a", 2) == util.to_list(["a"], 2) == ["a", "a"]
+    assert util.to_list([1, 2], 2) == [1, 2]
+    with pytest.raises(ValueError, match="a list of 3, or of one, found 2"):
+        util.to_list([1, 2], 3)
+    monkeypatch.setenv("DATABRICKS_RUNTIME_VERSION", "17")
+    assert util.is_databricks()
+    assert SPARK_CONF_BLACKLIST_ENABLED == ("spark.excludeOnFailure.enabled", "true")
+
+
+def test_ranks_find_the_names_before_they_unpickle(compat: None, tmp_path: Path) -> None:
+    """A class of a module that imports horovod.spark is sent by reference."""
+    (tmp_path / "users_library.py").write_text(
+        "import os\n"
+        "from horovod.spark.common.store import Store\n"
+        "class Tokenizer:\n"
+        "    def __call__(self):\n"
+        "        return os.getpid(), Store.__module__\n"
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        from users_library import Tokenizer  # type: ignore[import-not-found]
+
+        call = pickle_call(Tokenizer(), (), {})
+    finally:
+        sys.path.remove(str(tmp_path))
+        sys.modules.pop("users_library", None)
+
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with RankProcess(0, "here", call, {**os.environ, "PYTHONPATH": path}) as process:
+        outcome = process.outcome()
+    assert outcome.result is not None, outcome.error
+    pid, home = importlib.import_module("pickle").loads(outcome.result)
+    assert pid != os.getpid()
+    assert home == "hvd_estimators.store.base"
+
+
+def test_a_frozen_package_that_is_imported_already_is_told() -> None:
+    done = in_a_fresh_process(
+        """
+        import sys, types
+        sys.modules["horovod.spark"] = types.ModuleType("horovod.spark")
+        import hvd_estimators.compat
+        """
+    )
+    assert "LeftOutError: horovod.spark is already imported, from None. Import" in done.stderr
+
+
+def test_the_import_brings_no_framework_and_no_spark() -> None:
+    done = in_a_fresh_process(
+        """
+        import sys
+        import hvd_estimators.compat
+        print(*sorted({name.partition(".")[0] for name in sys.modules}))
+        import horovod.spark
+        print(*sorted({name.partition(".")[0] for name in sys.modules}))
+        """
+    )
+    first, second = (set(line.split()) for line in done.stdout.splitlines())
+    frameworks = {"torch", "tensorflow", "keras", "lightning", "pytorch_lightning"}
+    assert not first & (frameworks | {"pyspark", "horovod", "numpy"})
+    assert not second & frameworks
+
+
+def test_keras_callbacks_are_those_that_keras_3_takes(compat: None) -> None:
+    from horovod.tensorflow.keras import callbacks
+
+    from hvd_estimators import keras
+
+    assert callbacks.__name__ == ALIASES["horovod.tensorflow.keras.callbacks"]
+    best = callbacks.BestModelCheckpoint(monitor="val_loss", mode="auto", save_freq="epoch")
+    assert isinstance(best, keras.BestModelCheckpoint)
+    assert isinstance(callbacks.BroadcastGlobalVariablesCallback(0, ""), keras.BroadcastCallback)
+    assert isinstance(callbacks.MetricAverageCallback(""), keras.MetricAverageCallback)
+
+
+def test_installing_it_twice_changes_nothing(compat: None) -> None:
+    install()
+    before: list[Any] = list(sys.meta_path)
+    install()
+    assert sys.meta_path == before

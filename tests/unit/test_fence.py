@@ -1,0 +1,159 @@
+"""Ranks in whose place there are others write no checkpoint, and delete none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import IO, Any
+
+import pytest
+from saved_checkpoints import epochs_in, file_names, model_of, restored, state_of
+
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.fitting.launching import Launch
+from hvd_estimators.fitting.runs import HeldRun
+from hvd_estimators.store import FilesystemStore, lease
+from hvd_estimators.store.claims import Claim, read_claim
+from hvd_estimators.store.fence import Fence
+from hvd_estimators.store.lease import lease_path
+from hvd_estimators.store.owners import this_process
+from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.handover import StoredCall
+from hvd_estimators.training.spec import CheckpointOptions
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+
+
+def writer_of(store: Any, fence: Fence | None) -> CheckpointWriter:
+    options = replace(CheckpointOptions("torch", keep=1), fence=fence)
+    return CheckpointWriter(store, store.run_paths("mine"), options)
+
+
+def save(writer: CheckpointWriter, epoch: int, first: Any = None) -> None:
+    writer.save(state_of(epoch), model_of(epoch), first)
+    writer.finish()
+
+
+def take_over(store: Any) -> None:
+    now = datetime.now(timezone.utc)
+    owner = replace(this_process(), machine="elsewhere", host="node7")
+    path = lease_path(store.run_paths("mine").run_path)
+    store.write_text(path, Claim(owner, now, now, "another").to_json())
+
+
+def launch_again(held: HeldRun) -> None:
+    held.fence(1)
+
+
+@pytest.mark.parametrize("by", ["another launch", "another fit"])
+def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
+    held = HeldRun(store, store.run_paths("mine"))
+    with held:
+        fence = held.fence(0)
+        assert fence is not None
+        uploaded: list[int] = []
+        with writer_of(store, fence) as old:
+            save(old, 1)
+            if by == "another fit":
+                take_over(store)
+                new, message = None, r"node7.* has taken the run over"
+            else:
+                new, message = held.fence(1), "launched again in place of this one"
+            with writer_of(store, new) as writer:
+                save(writer, 2)
+                save(writer, 3)
+                files = file_names(store)
+                with pytest.raises(StoreError, match=f"000002.ckpt.* not be written.*{message}"):
+                    # Of the epoch that comes next for them: epoch 3 would be deleted.
+                    save(old, 2, lambda: uploaded.append(2))
+                assert not uploaded
+                assert file_names(store) == files
+                assert epochs_in(store) == [3]
+                assert restored(store) == (3, 3)
+                save(writer, 4)
+                assert epochs_in(store) == [4]
+
+
+class Slow(FilesystemStore):
+    """Somebody comes in the writer's place while it uploads."""
+
+    meanwhile: Callable[[], None] | None = None
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        with super().open_atomic(path) as file:
+            yield file
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+
+
+def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) -> None:
+    store = Slow(str(tmp_path))
+    held = HeldRun(store, store.run_paths("mine"))
+    with held, writer_of(store, held.fence(0)) as old:
+        save(old, 1)
+        store.meanwhile = lambda: launch_again(held)
+        with pytest.raises(StoreError, match="launched again"):
+            save(old, 2)
+        assert epochs_in(store) == [1]
+        assert restored(store) == (1, 1)
+
+
+def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> None:
+    with HeldRun(store, store.run_paths("mine")) as held:
+        fence = held.fence(0)
+        store.delete(lease_path(store.run_paths("mine").run_path))
+        with writer_of(store, fence) as writer:
+            save(writer, 1)
+        assert epochs_in(store) == [1]
+
+
+def test_heartbeats_keep_the_launch_and_take_no_lease_of_others(store: Any) -> None:
+    path = lease_path(store.run_paths("mine").run_path)
+    with HeldRun(store, store.run_paths("mine")) as held:
+        fence = held.fence(2)
+        assert fence is not None
+        assert held._lease is not None
+        held._lease._heartbeat.beat()
+        fence.check(store)
+        claim = read_claim(store, path)
+        assert claim is not None
+        assert claim.details == {"run_id": "mine", "launch": 2}
+        take_over(store)
+        held.fence(3)
+        claim = read_claim(store, path)
+        assert claim is not None
+        assert claim.token == "another"
+    assert store.exists(path)
+
+
+def test_each_launch_has_its_number(store: Any) -> None:
+    class Backend:
+        def num_processes(self) -> int:
+            return 2
+
+        def run(self, fn: Any, args: tuple[StoredCall], **_: Any) -> list[Any]:
+            return [args[0].fence]
+
+    class Data:
+        num_ranks = 2
+
+    class Spec:
+        data = Data()
+
+    call, backend = StoredCall(store, "", "", ""), Backend()
+    with HeldRun(store, store.run_paths("mine")) as held:
+        given: Any = (None, None, None, Spec(), call, {}, None)
+        launch = Launch(*given, fence=held.fence)
+        fences = [launch(backend)[0] for _ in range(3)]  # type: ignore[arg-type]
+        assert [fence.launch for fence in fences] == [0, 1, 2]
+        for fence in fences[:2]:
+            with pytest.raises(StoreError, match="launched again"):
+                fence.check(store)
+        fences[2].check(store)

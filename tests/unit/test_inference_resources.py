@@ -1,0 +1,66 @@
+"""The threads and the GPU that a Python worker predicts with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import GpuError
+from hvd_estimators.inference.resources import Resources, task_resources
+
+
+def task(cpus: int = 1, *addresses: str) -> Any:
+    """Return what stands in for a TaskContext."""
+    gpus = {"gpu": SimpleNamespace(addresses=list(addresses))} if addresses else {}
+    return SimpleNamespace(cpus=lambda: cpus, resources=lambda: gpus)
+
+
+@pytest.mark.parametrize(
+    ("variable", "given", "threads"),
+    [
+        (None, task(3), 3),
+        ("2", task(3), 2),  # spark.executorEnv.OMP_NUM_THREADS
+        ("many", task(3), 3),
+        (None, None, None),
+        ("2", None, 2),
+    ],
+)
+def test_threads_are_as_many_as_the_tasks_cores(variable: Any, given: Any, threads: Any) -> None:
+    env = {"OMP_NUM_THREADS": variable} if variable else {}
+    assert task_resources(given, env) == Resources(threads)
+
+
+@pytest.mark.parametrize(
+    ("visible", "address", "number"),
+    [
+        (None, "2", 2),
+        ("3,5", "1", 1),  # addresses count what the executor sees
+        ("-1", "0", None),
+        ("", "0", None),
+        ("GPU-aa,GPU-bb", "GPU-bb", 1),
+        ("MIG-aa", "MIG-bb", 0),  # an earlier task's; a process has one
+    ],
+)
+def test_the_gpu_is_that_of_sparks_address(visible: Any, address: str, number: Any) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    before = dict(env)
+    assert task_resources(task(1, address), env).gpu == number
+    assert env == before
+
+
+def test_a_gpu_without_a_number_is_shown_alone() -> None:
+    env: dict[str, str] = {}
+    assert task_resources(task(1, "GPU-aa"), env).gpu == 0
+    assert env == {"CUDA_VISIBLE_DEVICES": "GPU-aa"}
+
+
+def test_a_gpu_that_is_not_seen_is_an_error_unless_none_is() -> None:
+    with pytest.raises(GpuError, match="executor sees 2"):
+        task_resources(task(1, "2"), {"CUDA_VISIBLE_DEVICES": "3,5"})
+    with pytest.raises(GpuError, match=r"GPU 2 to this task.* sees 2"):
+        Resources(gpu=2).among(2)
+    assert Resources(gpu=1).among(2) == 1
+    assert Resources(gpu=1).among(0) is None
+    assert Resources().among(2) is None

@@ -1,0 +1,101 @@
+"""A rank's temporary files go with it, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hvd_estimators.launch import rank_folder
+from hvd_estimators.launch.grace import DIRECTORY_VARIABLE
+from hvd_estimators.launch.guardian import PID_FILE
+from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank_folder import make_rank_folder, sweep, use_own_temporary_folder
+
+LEAVES = "from hvd_estimators.launch.rank_folder import make_rank_folder; print(make_rank_folder())"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # A shorter path than pytest's, which would be too long for sockets.
+    made = Path(tempfile.mkdtemp(prefix="rf-", dir="/tmp"))
+    monkeypatch.setattr("tempfile.tempdir", str(made))
+    monkeypatch.setenv("TMPDIR", str(made))
+    rank_folder._sweep_once.cache_clear()
+    yield made  # type: ignore[misc]
+    rank_folder._sweep_once.cache_clear()
+    subprocess.run(["rm", "-rf", str(made)], check=True)
+
+
+def leave_files() -> None:
+    use_own_temporary_folder()
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        file.write(b"generated")
+    child = "import tempfile; tempfile.mkstemp()"
+    subprocess.run([sys.executable, "-c", child], check=True)
+    print(len(os.listdir(tempfile.gettempdir())), tempfile.gettempdir(), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_what_a_killed_rank_leaves_is_deleted(folder: Path) -> None:
+    lines: list[str] = []
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with RankProcess(0, "here", pickle_call(leave_files, (), {}), env, lines.extend) as rank:
+        outcome = rank.outcome()
+        assert outcome.error_type == "killed"
+    number, _, used = lines[-1].strip().partition(" ")
+    assert number == "2"
+    assert Path(used).parent.parent == folder
+    assert not list(folder.iterdir())
+
+
+def test_only_what_belongs_to_nobody_is_swept(folder: Path) -> None:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+    def left() -> Path:
+        found = subprocess.run([sys.executable, "-c", LEAVES], env=env, check=True, stdout=-1)
+        return Path(found.stdout.decode().strip())
+
+    gone, running = left(), left()
+    # The next one has swept the first.
+    assert not gone.exists()
+    # Its rank, whose parent was killed, still saves.
+    Path(running, PID_FILE).write_text(str(os.getpid()))
+    own = Path(make_rank_folder())
+    unknown, damaged = folder / "hvd-estimators-rank-old", folder / "hvd-estimators-rank-bad"
+    for path in (unknown, damaged):
+        path.mkdir()
+    (damaged / "owner.json").write_text("{")
+    link = folder / "hvd-estimators-rank-link"
+    link.symlink_to(own)
+    sweep(str(folder))
+    assert {running, own, unknown, damaged, link} == set(folder.iterdir())
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=-1)
+    Path(running, PID_FILE).write_text(ended.stdout.decode())
+    sweep(str(folder))
+    assert not running.exists()
+    assert own.exists()
+
+
+def test_where_the_user_has_said_where_files_go_they_go_there(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def used() -> Any:
+        use_own_temporary_folder()
+        return tempfile.gettempdir(), os.environ["TMPDIR"]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv(DIRECTORY_VARIABLE, raising=False)
+    assert used() == (str(folder), str(folder))
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path / "hvd-estimators-rank-1"))
+    assert used() == (str(folder), str(folder))
+    own = make_rank_folder()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, own)
+    assert used() == (f"{own}/tmp", f"{own}/tmp")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"

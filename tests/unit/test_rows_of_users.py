@@ -1,0 +1,121 @@
+"""Rows as users have them: the same arrays whatever they came in, nulls and NaN apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.inference.rows import numpy_dtype, read_rows
+
+NAN = float("nan")
+A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"a": A, "b": B, "else": ["x", "y", "z"]},
+        {"b": B.tolist(), "a": A.tolist()},
+        [A, B],
+        pd.DataFrame({"a": A, "b": list(B)}),
+        pd.DataFrame({"a": A, "b": B.tolist()}),
+        pa.table({"a": A, "b": list(B)}),
+        pa.record_batch([pa.FixedSizeListArray.from_arrays(B.reshape(-1), 2), A], ["b", "a"]),
+        pa.concat_tables(
+            [pa.table({"a": A[:1], "b": list(B[:1])}), pa.table({"a": A[1:], "b": list(B[1:])})]
+        ),
+    ],
+)
+def test_all_forms_are_the_same_arrays(rows: Any) -> None:
+    found = read_rows(rows, ["a", "b"], ["not there"], ())
+
+    assert (found.count, found.valid, list(found.columns)) == (3, None, ["a", "b"])
+    np.testing.assert_array_equal(found.columns["a"], A)
+    np.testing.assert_array_equal(found.columns["b"], B)
+
+
+def test_numbers_without_names_are_the_features_in_their_order() -> None:
+    by_column = read_rows(B, ["a", "b"], [], ()).columns
+    np.testing.assert_array_equal(np.column_stack([by_column["a"], by_column["b"]]), B)
+    for given in (B, [B], B.tolist(), pd.Series(list(B)), pa.array(list(B))):
+        np.testing.assert_array_equal(read_rows(given, ["x"], [], ()).columns["x"], B)
+    images = [np.full((2, 2), i) for i in range(3)]
+    assert read_rows({"x": pd.Series(images)}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
+    texts = read_rows(["a", "bc"], ["x"], [], {"x"}).columns["x"]
+    assert (texts.dtype, texts.tolist()) == (object, ["a", "bc"])
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        pd.Series([1, None, 3], dtype="Int64"),
+        pd.Series([1, pd.NA, 3], dtype=object),
+        np.array([1, None, 3], dtype=object),
+        pa.array([1, None, 3]),
+    ],
+)
+def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any) -> None:
+    frame = {"a": column, "b": np.array([NAN, 0, 2])}
+    found = read_rows(frame, ["a", "b"], [], ())
+
+    assert (found.count, found.null_column) == (2, "a")
+    assert found.columns["a"].tolist() == [1, 3]
+    np.testing.assert_array_equal(found.columns["b"], [NAN, 2])
+    predicted = {"p": (np.array([[NAN], [7.0]]), (1,), None), "v": (np.eye(2), (2,), "float32")}
+    kept, left = found.result(predicted, keeps=True), found.result(predicted, keeps=False)
+    np.testing.assert_array_equal(kept["p"], [NAN, NAN, 7])
+    np.testing.assert_array_equal(kept["v"], [[1, 0], [NAN, NAN], [0, 1]])
+    np.testing.assert_array_equal(left["p"], [NAN, 7])
+    assert kept["v"].dtype == left["v"].dtype == np.float32
+
+
+def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
+    table = pa.table({"a": [1, None, 3]})
+    predicted = {
+        "p": (np.array([NAN, 2.7]), (), None),
+        "i": (np.array([2.7, -3e10]), (), "int32"),
+        "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), "float32"),
+    }
+    made = read_rows(table, ["a"], [], ()).result(predicted, keeps=True)
+    assert made.column("p").null_count == 1
+    assert np.isnan(made.column("p")[0].as_py())
+    assert made.column("i").to_pylist() == [2, None, -(2**31)]
+    assert made.schema.field("i").type == pa.int32()
+    assert made.column("m").to_pylist() == [[[0.0], [1.0]], None, [[2.0], [3.0]]]
+    assert made.schema.field("m").type.value_type.value_type == pa.float32()
+
+    frame = table.to_pandas().astype("Int64").set_axis([5, 6, 7])
+    assert read_rows(frame, ["a"], [], ()).result(predicted, keeps=True).index.tolist() == [5, 6, 7]
+    skipped = read_rows(frame, ["a"], [], ()).result(predicted, keeps=False)
+    assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -(2**31)])
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "told"),
+    [
+        ({"a": A}, ColumnError, "no column 'b'; the model takes a, b, and there are a"),
+        ({"a": A, "b": B[:2]}, DataError, r"differ in length: \{'a': 3, 'b': 2\}"),
+        ({"a": A, "b": ["x", "y", "z"]}, ColumnError, "'b' holds text"),
+        ({"a": A, "b": np.array(["2020-01-01"] * 3, "M8[D]")}, ColumnError, "'b' holds datetime64"),
+        ({"a": A, "b": [object()] * 3}, ColumnError, "'b' holds values of which"),
+        ({"a": A, "b": [[1], [1, 2], [3]]}, DataError, "'b' is ragged"),
+        ({"a": 1.0, "b": A}, ParamError, "'a' is 1.0; expected an array"),
+        (A, ParamError, r"found an array of shape \(3,\)"),
+        ([A, A, A], ParamError, "found 3 arrays"),
+        (None, ParamError, "2 features a, b: .* found NoneType"),
+    ],
+)
+def test_what_cannot_be_predicted_on_is_told(rows: Any, error: type, told: str) -> None:
+    with pytest.raises(error, match=told):
+        read_rows(rows, ["a", "b"], [], ())
+
+
+def test_types_of_sparks() -> None:
+    assert [*map(numpy_dtype, [None, "double", "float", "array<array<BIGINT>>", "string"])] == [
+        *(None, None, "float32", "int64", None)
+    ]

@@ -1,0 +1,204 @@
+"""Forward passes for predictions: precision, threads, failures, and copies beside them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators.exceptions import PredictionError, ShapeError
+from hvd_estimators.inference.resources import Resources
+from hvd_estimators.torch import TorchModel
+from hvd_estimators.torch import forward as forwarding
+from hvd_estimators.torch.forward import Forward, limit_threads
+
+ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+
+
+class Both(NamedTuple):
+    z: torch.Tensor
+    y: torch.Tensor
+
+
+def net() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    hidden = torch.nn.Linear(8, 32)
+    return torch.nn.Sequential(hidden, torch.nn.Tanh(), torch.nn.Linear(32, 3))
+
+
+def predictor(module: torch.nn.Module, **params: Any) -> Any:
+    given = {"feature_columns": ["x"], "label_columns": ["y"], **params}
+    document, load = TorchModel(model=module, **given)._make_predictor()
+    return load(document)
+
+
+# The roundings of the format, and of some sums.
+@pytest.mark.parametrize(("precision", "digits"), [("bfloat16", 2**-8), ("float16", 2**-11)])
+def test_half_precision_is_float32_within_its_rounding(precision: str, digits: float) -> None:
+    module = net()
+    exact = module(torch.from_numpy(ROWS)).detach().numpy()
+
+    (found,) = predictor(module, inference_precision=precision)([ROWS])
+
+    assert found.dtype == np.float32
+    error = np.abs(found - exact).max()
+    assert digits / 64 < error < 4 * digits
+    (same,) = predictor(module)([ROWS])
+    np.testing.assert_array_equal(same, exact)
+
+
+def test_numbers_of_any_type_are_kept() -> None:
+    class Types(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            whole = x.sum(1)
+            return whole.half(), whole.bfloat16(), whole.long(), whole > 0, whole.double()
+
+    found = predictor(Types(), label_columns=list("abcde"))([ROWS])
+
+    kinds = (torch.float16, torch.bfloat16, torch.int64, torch.bool, torch.float64)
+    total = torch.from_numpy(ROWS).sum(1)
+    for array, dtype in zip(found, kinds, strict=True):
+        np.testing.assert_array_equal(
+            array, total.gt(0) if dtype is torch.bool else total.to(dtype).double()
+        )
+
+
+def test_what_a_module_writes_to_later_does_not_change_outputs() -> None:
+    class Holding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("held", torch.zeros(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.held += 1
+            return self.held[: len(x)]
+
+    holding = predictor(Holding())
+    first, second = holding([ROWS]), holding([ROWS])
+    assert (first[0][0], second[0][0]) == (1, 2)
+
+
+def test_a_model_that_fails_tells_what_it_was_called_with() -> None:
+    shaped = predictor(net(), input_shapes=[[2, 4]])
+    with pytest.raises(PredictionError) as failed:
+        shaped([ROWS])
+    message = str(failed.value)
+    assert "called with x (64, 2, 4) float32, and takes x (2, 4) per row (input_shapes)" in message
+    assert re.search(r"raised RuntimeError: mat1 .* \(.*, line \d+, in forward\)", message)
+    assert isinstance(failed.value.__cause__, RuntimeError)
+    # What cannot be given the shape that is set is told of as it came.
+    with pytest.raises(PredictionError, match=r"called with x \(64, 5\) float32, and takes"):
+        shaped([ROWS[:, :5]])
+
+
+def test_what_is_too_large_for_memory_is_told_how_to_be_less() -> None:
+    class Hungry(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    with pytest.raises(PredictionError, match="Set inference_batch_size"):
+        predictor(Hungry())([ROWS])
+
+
+def test_what_is_no_tensor_is_refused() -> None:
+    class Text(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return ["a", "b"], x
+
+    with pytest.raises(ShapeError, match="returns tuple of list"):
+        predictor(Text(), label_columns=["a", "b"])([ROWS])
+
+
+def test_named_outputs_are_those_of_the_labels() -> None:
+    class Named(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Both:
+            return Both(x[:, 0], x[:, 1])
+
+    y, z = predictor(Named(), label_columns=["y", "z"])([ROWS])
+    np.testing.assert_array_equal(y, ROWS[:, 1])
+    np.testing.assert_array_equal(z, ROWS[:, 0])
+
+
+def test_threads_are_limited() -> None:
+    before = torch.get_num_threads()
+    try:
+        limit_threads(1)
+        assert torch.get_num_threads() == 1
+        limit_threads(None)
+        assert torch.get_num_threads() == 1
+        # The other kind of threads cannot be limited twice.
+        limit_threads(2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_gpu_that_torch_does_not_see_leaves_the_cpu() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch sees GPUs here")
+    forward = Forward("float32", Resources(gpu=0))
+    assert forward.device == torch.device("cpu")
+    assert not forward.overlaps
+
+
+def test_a_batch_is_fetched_before_and_returned_after_another_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[str] = []
+
+    def fetching(device: torch.device) -> Any:
+        def begin(tensors: Any) -> Any:
+            done.append(f"fetch {len(tensors[0])}")
+            return lambda: [tensor.clone() for tensor in tensors]
+
+        return begin
+
+    def returning(device: torch.device) -> Any:
+        def begin(tensors: Any) -> Any:
+            done.append(f"return {len(tensors[0])}")
+
+            def finish() -> Any:
+                done.append(f"wait {len(tensors[0])}")
+                return [tensor.numpy() for tensor in tensors]
+
+            return finish
+
+        return begin
+
+    class Placed(Forward):
+        """On the CPU, as if that were a GPU."""
+
+        def placed(self, module: torch.nn.Module) -> torch.nn.Module:
+            return module
+
+    monkeypatch.setattr(forwarding, "cuda_copies", fetching)
+    monkeypatch.setattr(forwarding, "cuda_returns", returning)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    forward = Placed("float32", Resources(gpu=1))
+    assert str(forward.device) == "cuda:1"
+
+    def twice(tensors: Any) -> Any:
+        return [2 * tensor for tensor in tensors]
+
+    first = forward.begin([torch.ones(3)], twice)
+    second = forward.begin([torch.ones(2)], twice)
+    assert first()[0].tolist() == [2, 2, 2]
+    assert second()[0].tolist() == [2, 2]
+    assert done == ["fetch 3", "return 3", "fetch 2", "return 2", "wait 3", "wait 2"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_predicts_as_the_cpu_does() -> None:
+    document, load = TorchModel(
+        model=net(), feature_columns=["x"], label_columns=["y"]
+    )._make_predictor()
+    cpu, gpu = load(document), load(document, Resources(gpu=0))
+    assert gpu.overlaps
+    begun = [gpu.begin([ROWS[i:]]) for i in range(8)]
+    for i, finish in enumerate(begun):
+        np.testing.assert_allclose(finish()[0], cpu([ROWS[i:]])[0], rtol=1e-3, atol=1e-3)

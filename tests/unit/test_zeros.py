@@ -1,0 +1,92 @@
+"""Rows of zeros that tell the shapes of a model's outputs, so that no row is looked at for that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.inference.zeros import known_shapes, rows_of_zeros
+from hvd_estimators.lightning import LightningModel
+from hvd_estimators.loading.transformation import edited_fields
+
+
+def entry(dtype: str, *shape: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape)}
+
+
+def test_zeros_are_as_training_or_its_transformation_says() -> None:
+    metadata = {
+        "image": entry("uint8", 4, 3),
+        "number": entry("int64"),
+        "text": entry("object"),
+        "foreign": {"shape": 3},
+    }
+    edited = edited_fields([("image", "float32", (5,)), ("any", "float32", None)])
+    shapes, dtypes = known_shapes(["image", "number", "foreign", "any"], metadata, edited)
+    assert shapes == {"image": (5,), "number": ()}
+    zeros = rows_of_zeros(["number", "image"], shapes, dtypes)
+    assert zeros is not None
+    assert [(a.shape, a.dtype.name) for a in zeros.values()] == [
+        ((2,), "int64"),
+        ((2, 5), "float32"),
+    ]
+    shapes, dtypes = known_shapes(["image", "text"], metadata)
+    assert rows_of_zeros(["image"], shapes, dtypes)["image"].shape == (2, 4, 3)  # type: ignore[index]
+    for unknown in ("text", "foreign", "any", "never heard of"):
+        assert rows_of_zeros(["image", unknown], shapes, dtypes) is None
+
+
+class Stepping(pytorch_lightning.LightningModule):
+    """Predicts two outputs, other ones than forward() returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(1).sum(1)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        torch.rand(1)
+        x = batch["x"]
+        return x.reshape(len(x), -1, 2), self(x)
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        {"_metadata": {"x": entry("float32", 6)}},
+        {"_metadata": {"x": entry("float32", 2, 3)}},
+        {"input_shapes": [[-1, 6]], "_metadata": {"x": {"dtype": "float32"}}},
+        {
+            "transformation_fn": lambda row: row,
+            "transformation_edit_fields": [("x", "float64", (6,))],
+            "_metadata": {"x": entry("float32", 99)},
+        },
+        {
+            "transformation_batch_fn": lambda columns: {"x": columns["x"][:, :6]},
+            "apply_transformation": True,
+            "_metadata": {"x": entry("float32", 10)},
+        },
+    ],
+)
+def test_the_shapes_of_a_predict_step_need_no_row(known: dict[str, Any]) -> None:
+    given = {"model": Stepping(), "feature_columns": ["x"], "label_columns": ["y", "z"], **known}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    stepping = LightningModel(use_predict_step=True, output_shapes=[[]], **given)
+    assert stepping._output_shapes_on(None) == [(3, 2), ()]
+    assert torch.equal(torch.get_rng_state(), before)
+    assert LightningModel(**{**given, "label_columns": ["y"]})._output_shapes_on(None) == [()]
+
+
+def test_without_a_row_shapes_that_are_not_known_have_to_be_set() -> None:
+    given = {"model": Stepping(), "feature_columns": ["x"], "label_columns": ["y", "z"]}
+    odd = {"_metadata": {"x": entry("float32", 5)}, "use_predict_step": True}
+    for params in ({}, odd, {"transformation_fn": np.copy, "_metadata": {"x": entry("int8", 6)}}):
+        with pytest.raises(ParamError, match="Set output_shapes"):
+            LightningModel(**given, **params)._output_shapes_on(None)
+    # What is set counts where nothing tells.
+    shaped = LightningModel(**given, **odd, output_shapes=[[3, 2], []])
+    assert shaped._output_shapes_on(None) == [(3, 2), ()]
