@@ -13,7 +13,7 @@ import cloudpickle
 import numpy as np
 import reference
 import torch
-from kills import Length, event
+from kills import RANKS, Length, event
 from pytorch_lightning import LightningModule
 from reference import WIDTH, write_rows
 
@@ -26,8 +26,12 @@ LENGTH = Length(
 )
 """How many events a run has, of checkpoints as many as there are at least."""
 
-MOST_LOST = 2 * EVERY
-"""Steps of a rank that are trained again at most: a checkpoint may be on its way to the store."""
+MOST_LOST = 2 * EVERY * RANKS + (RANKS - 1)
+"""Steps of all ranks that are trained again at most.
+
+A checkpoint may be on its way to the store until the next one is due. Rank 0 then waits for it at
+the end of a step, when the others may have begun the next one.
+"""
 
 
 def write_data(store: Any) -> None:
