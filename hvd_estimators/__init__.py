@@ -12,10 +12,10 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
-    from hvd_estimators.launch.elastic import run_elastic
+    from hvd_estimators.launch.elastic.run import run_elastic
+    from hvd_estimators.launch.events.messages import log_to_driver
     from hvd_estimators.launch.gpu import get_available_devices
     from hvd_estimators.launch.horovod_runner import HorovodRunner
-    from hvd_estimators.launch.messages import log_to_driver
     from hvd_estimators.launch.runner import run
     from hvd_estimators.plots import plot_histories
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
@@ -57,10 +57,10 @@ __getattr__, __dir__ = lazy_names(
         "get_dataset_properties": "hvd_estimators.prepare.properties",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
         "load_checkpoint": "hvd_estimators.checkpoints",
-        "log_to_driver": "hvd_estimators.launch.messages",
+        "log_to_driver": "hvd_estimators.launch.events.messages",
         "plot_histories": "hvd_estimators.plots",
         "prepare_data": "hvd_estimators.prepare.dataframe",
         "run": "hvd_estimators.launch.runner",
-        "run_elastic": "hvd_estimators.launch.elastic",
+        "run_elastic": "hvd_estimators.launch.elastic.run",
     },
 )

@@ -22,9 +22,9 @@ from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, find_run
 from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
 from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.gpu import HIDDEN
-from hvd_estimators.launch.jobs import jobs_on
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.manifest import DatasetManifest

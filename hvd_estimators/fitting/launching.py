@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.events import Handler
+from hvd_estimators.launch.events.stream import Handler
 from hvd_estimators.store.fence import Fence
 from hvd_estimators.training.handover import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec

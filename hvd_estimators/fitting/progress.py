@@ -11,8 +11,14 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from hvd_estimators.launch.events import Event, Handler, RankMessage, RankOutput, RankProgress
-from hvd_estimators.launch.outlets import print_event, write_text
+from hvd_estimators.launch.events.outlets import print_event, write_text
+from hvd_estimators.launch.events.stream import (
+    Event,
+    Handler,
+    RankMessage,
+    RankOutput,
+    RankProgress,
+)
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["show_progress"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hvd_estimators.launch.events import Event, Handler, RankEpoch, RankProgress
+from hvd_estimators.launch.events.stream import Event, Handler, RankEpoch, RankProgress
 
 __all__ = ["Reached"]
 

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from hvd_estimators.fitting.feed import EpochFeed
 from hvd_estimators.fitting.metadata import ended
 from hvd_estimators.fitting.tracking import Tracking
-from hvd_estimators.launch.events import Event, Handler, RankEpoch
+from hvd_estimators.launch.events.stream import Event, Handler, RankEpoch
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.runs import history_text, read_history, run_file
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow

@@ -26,8 +26,8 @@ from hvd_estimators.fitting.metadata import now
 from hvd_estimators.fitting.reached import Reached
 from hvd_estimators.launch.arguments import seconds_given
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.relaunching import for_good, slots_again, summary
-from hvd_estimators.launch.stalls import PATIENCE_VARIABLE
+from hvd_estimators.launch.elastic.relaunching import for_good, slots_again, summary
+from hvd_estimators.launch.rank.stalls import PATIENCE_VARIABLE
 from hvd_estimators.store.checkpoint_names import Position, pointer_of
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.training.spec import TrainSpec
@@ -36,7 +36,7 @@ __all__ = ["Restarts", "comes_back"]
 
 logger = logging.getLogger(__name__)
 
-# Half an hour, see `hvd_estimators.launch.stalls`.
+# Half an hour, see `hvd_estimators.launch.rank.stalls`.
 _STALL_SECONDS = 1800
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 # An executor that is about to go still counts among the task slots.

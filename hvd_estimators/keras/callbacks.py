@@ -22,7 +22,7 @@ from hvd_estimators.keras.metric_states import added_variables, merge_states, me
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import is_distributed
 from hvd_estimators.keras.randomness import split_seed_states
-from hvd_estimators.launch.messages import log_to_driver
+from hvd_estimators.launch.events.messages import log_to_driver
 
 __all__ = [
     "BestModelCheckpoint",

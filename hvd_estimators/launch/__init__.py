@@ -11,12 +11,12 @@ from hvd_estimators.lazy import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.backend import Backend
-    from hvd_estimators.launch.elastic import run_elastic
-    from hvd_estimators.launch.events import Event, RankMessage, RankOutput, RankProgress
+    from hvd_estimators.launch.elastic.run import run_elastic
+    from hvd_estimators.launch.events.messages import log_to_driver
+    from hvd_estimators.launch.events.stream import Event, RankMessage, RankOutput, RankProgress
     from hvd_estimators.launch.foreign import as_backend
     from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.local import LocalBackend
-    from hvd_estimators.launch.messages import log_to_driver
     from hvd_estimators.launch.runner import run
     from hvd_estimators.launch.spark import SparkBackend
 
@@ -39,16 +39,16 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Backend": "hvd_estimators.launch.backend",
-        "Event": "hvd_estimators.launch.events",
+        "Event": "hvd_estimators.launch.events.stream",
         "HorovodRunner": "hvd_estimators.launch.horovod_runner",
         "LocalBackend": "hvd_estimators.launch.local",
-        "RankMessage": "hvd_estimators.launch.events",
-        "RankOutput": "hvd_estimators.launch.events",
-        "RankProgress": "hvd_estimators.launch.events",
+        "RankMessage": "hvd_estimators.launch.events.stream",
+        "RankOutput": "hvd_estimators.launch.events.stream",
+        "RankProgress": "hvd_estimators.launch.events.stream",
         "SparkBackend": "hvd_estimators.launch.spark",
         "as_backend": "hvd_estimators.launch.foreign",
-        "log_to_driver": "hvd_estimators.launch.messages",
+        "log_to_driver": "hvd_estimators.launch.events.messages",
         "run": "hvd_estimators.launch.runner",
-        "run_elastic": "hvd_estimators.launch.elastic",
+        "run_elastic": "hvd_estimators.launch.elastic.run",
     },
 )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.events import Handler, receive_events
+from hvd_estimators.launch.events.stream import Handler, receive_events
 from hvd_estimators.plain import plain
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.first_rank import of_first_rank
 from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.rank.first_rank import of_first_rank
 
 __all__ = ["HorovodRunner"]
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hvd_estimators.launch.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.arguments import (
     call_of,
     check_further_arguments,
@@ -19,23 +18,24 @@ from hvd_estimators.launch.arguments import (
     whole_number,
 )
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.channel import new_secret, ranks_key
-from hvd_estimators.launch.environment import child_environment, python_path
-from hvd_estimators.launch.events import Handler, RankOutput, one_by_one, receive_events
-from hvd_estimators.launch.gloo_proxy import GlooProxy
+from hvd_estimators.launch.events.outlets import Outlets
+from hvd_estimators.launch.events.stream import Handler, RankOutput, one_by_one, receive_events
 from hvd_estimators.launch.gpu import rank_gpus
-from hvd_estimators.launch.job_store import JobStore
 from hvd_estimators.launch.mends import require_mends
-from hvd_estimators.launch.outcome import results_in_order
-from hvd_estimators.launch.outlets import Outlets
-from hvd_estimators.launch.patience import GLOO_TIMEOUT
-from hvd_estimators.launch.process import RankProcess, pickle_call
-from hvd_estimators.launch.references import modules_of_call
-from hvd_estimators.launch.relay import Relay
-from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
-from hvd_estimators.launch.rendezvous_client import LocalLink
-from hvd_estimators.launch.supervisor import supervise
-from hvd_estimators.launch.warm import WarmStart, wanted
+from hvd_estimators.launch.network.addresses import LOOPBACK, listening_environment
+from hvd_estimators.launch.network.channel import new_secret, ranks_key
+from hvd_estimators.launch.rank.environment import child_environment, python_path
+from hvd_estimators.launch.rank.outcome import results_in_order
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.references import modules_of_call
+from hvd_estimators.launch.rank.relay import Relay
+from hvd_estimators.launch.rank.supervisor import supervise
+from hvd_estimators.launch.rank.warm import WarmStart, wanted
+from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
+from hvd_estimators.launch.rendezvous.job_store import JobStore
+from hvd_estimators.launch.rendezvous.patience import GLOO_TIMEOUT
+from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
 
 __all__ = ["LocalBackend"]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.launch.arguments import call_of, environment_given
-from hvd_estimators.launch.notifications import call_without_notifications
+from hvd_estimators.launch.rank.notifications import call_without_notifications
 from hvd_estimators.launch.spark import SparkBackend
 
 __all__ = ["run"]

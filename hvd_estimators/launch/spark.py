@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.launch.ahead import importing
 from hvd_estimators.launch.arguments import (
     call_of,
     check_further_arguments,
@@ -24,29 +23,30 @@ from hvd_estimators.launch.arguments import (
     whole_number,
 )
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
-from hvd_estimators.launch.channel import new_secret
-from hvd_estimators.launch.clusters import current_cluster
-from hvd_estimators.launch.dynamic import ask_for_executors
-from hvd_estimators.launch.environment import shared_environment
-from hvd_estimators.launch.events import Handler, receive_events
-from hvd_estimators.launch.exchange import ExchangeServer
-from hvd_estimators.launch.job import Job
-from hvd_estimators.launch.jobs import barrier_job, cancellable_wait, interruptible
+from hvd_estimators.launch.cluster.ahead import importing
+from hvd_estimators.launch.cluster.current import current_cluster
+from hvd_estimators.launch.cluster.dynamic import ask_for_executors
+from hvd_estimators.launch.cluster.jobs import barrier_job, cancellable_wait, interruptible
+from hvd_estimators.launch.cluster.preflight import check_slots
+from hvd_estimators.launch.cluster.profiles import TaskResources
+from hvd_estimators.launch.cluster.slots import await_slots
+from hvd_estimators.launch.events.outlets import Outlets
+from hvd_estimators.launch.events.stream import Handler, receive_events
+from hvd_estimators.launch.events.timeline import keep_timeline
 from hvd_estimators.launch.mends import require_mends
-from hvd_estimators.launch.outcome import results_in_order
-from hvd_estimators.launch.outlets import Outlets
-from hvd_estimators.launch.preflight import check_slots
-from hvd_estimators.launch.process import pickle_call
-from hvd_estimators.launch.profiles import TaskResources
-from hvd_estimators.launch.references import modules_of_call
-from hvd_estimators.launch.slots import await_slots
-from hvd_estimators.launch.task import run_task
-from hvd_estimators.launch.timeline import keep_timeline
-from hvd_estimators.launch.warm import wanted
+from hvd_estimators.launch.network.channel import new_secret
+from hvd_estimators.launch.rank.environment import shared_environment
+from hvd_estimators.launch.rank.outcome import results_in_order
+from hvd_estimators.launch.rank.process import pickle_call
+from hvd_estimators.launch.rank.references import modules_of_call
+from hvd_estimators.launch.rank.warm import wanted
+from hvd_estimators.launch.task.barrier import OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.entry import run_task
+from hvd_estimators.launch.task.exchange import ExchangeServer
+from hvd_estimators.launch.task.job import Job
 
 if TYPE_CHECKING:
-    from hvd_estimators.launch.cluster import Cluster
+    from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.store import Store
 
 __all__ = ["SparkBackend"]
@@ -68,7 +68,7 @@ class SparkBackend(Backend):
         driver's, when `run` is called, except secrets (names with ``TOKEN``, ``SECRET``,
         ``PASSWORD``, ``…_KEY`` and the like) and what belongs to the driver's machine (``PATH``,
         ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and the like); see
-        `hvd_estimators.launch.environment`. What is given here is passed as it is; ``env={}``
+        `hvd_estimators.launch.rank.environment`. What is given here is passed as it is; ``env={}``
         passes nothing.
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
@@ -88,10 +88,10 @@ class SparkBackend(Backend):
         Whether a line of a rank begins with the time at which it came to the driver.
     warm_start : bool
         Whether ranks may be forks of a process on their executor that has imported the framework
-        (`hvd_estimators.launch.warm`), which from the second launch on saves the seconds that this
-        takes. It is there from the first launch until the executor ends, or for 10 minutes without
-        another launch, and takes the memory of the imports once. Default: True on Linux, unless
-        the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+        (`hvd_estimators.launch.rank.warm`), which from the second launch on saves the seconds that
+        this takes. It is there from the first launch until the executor ends, or for 10 minutes
+        without another launch, and takes the memory of the imports once. Default: True on Linux,
+        unless the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     nics : str or iterable of str, optional
         The names of the network interfaces at which ranks on several hosts may meet, as ``"eth1"``
         or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its
@@ -119,7 +119,7 @@ class SparkBackend(Backend):
     A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and is named. One that
     hangs looks like one that is slow: it ends the job only where
     ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` says for how long it may hold up the others; see
-    `hvd_estimators.launch.stalls`.
+    `hvd_estimators.launch.rank.stalls`.
     """
 
     gathers_timeline: bool = False

@@ -30,7 +30,7 @@ from pyspark.ml.util import (
 )
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
-from hvd_estimators.launch.sessions import is_connect
+from hvd_estimators.launch.cluster.sessions import is_connect
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.store import Store

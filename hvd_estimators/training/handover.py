@@ -24,7 +24,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.first_imports import first_imports
-from hvd_estimators.launch.rank_folder import use_own_temporary_folder
+from hvd_estimators.launch.rank.folder import use_own_temporary_folder
 from hvd_estimators.store.base import Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.store.fence import Fence

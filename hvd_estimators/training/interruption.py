@@ -20,7 +20,7 @@ from typing import Any
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import TrainingInterruptedError
-from hvd_estimators.launch.grace import asking_for_grace, mute_if_unheard
+from hvd_estimators.launch.rank.grace import asking_for_grace, mute_if_unheard
 
 __all__ = ["StopRequest", "interrupted"]
 
@@ -36,8 +36,8 @@ class StopRequest:
     """Tells all ranks together when one of them is asked to end, as a context manager.
 
     In the block SIGTERM ends the process no more, but is taken as a request, for which a rank of
-    ours has some seconds (`hvd_estimators.launch.grace`). To be used in the rank's main thread;
-    elsewhere a rank gets no signals, and only hears of the others.
+    ours has some seconds (`hvd_estimators.launch.rank.grace`). To be used in the rank's main
+    thread; elsewhere a rank gets no signals, and only hears of the others.
 
     Parameters
     ----------

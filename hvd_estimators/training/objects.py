@@ -19,7 +19,7 @@ import cloudpickle
 import numpy as np
 import numpy.typing as npt
 
-from hvd_estimators.launch.channel import RANKS_KEY_VARIABLE
+from hvd_estimators.launch.network.channel import RANKS_KEY_VARIABLE
 
 __all__ = ["ObjectExchange"]
 

@@ -11,8 +11,8 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.events import EventSender, RankEpoch, RankOutput, RankProgress
-from hvd_estimators.launch.grace import grace_seconds
+from hvd_estimators.launch.events.stream import EventSender, RankEpoch, RankOutput, RankProgress
+from hvd_estimators.launch.rank.grace import grace_seconds
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["Progress", "tell_driver"]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hvd_estimators.exceptions import TrainingInterruptedError
-from hvd_estimators.launch.parent import tell_parent
+from hvd_estimators.launch.rendezvous.parent import tell_parent
 
 __all__ = ["horovod_session", "rank_seed", "seed_rank"]
 

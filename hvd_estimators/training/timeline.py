@@ -8,7 +8,7 @@ import os
 import shutil
 from pathlib import Path
 
-from hvd_estimators.launch.timeline import TIMELINE_VARIABLE, timeline_path
+from hvd_estimators.launch.events.timeline import TIMELINE_VARIABLE, timeline_path
 from hvd_estimators.store.base import Store
 
 __all__ = ["gather_timeline"]

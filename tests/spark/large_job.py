@@ -164,7 +164,7 @@ def images(spark: SparkSession, folder: Path, rows: int) -> None:
 
 def results(spark: SparkSession, folder: Path, ranks: int) -> None:
     """Return what the driver's JVM can collect, and more than that, which leaves it alive."""
-    from hvd_estimators.launch.cluster import Cluster
+    from hvd_estimators.launch.cluster.application import Cluster
     from hvd_estimators.launch.spark import SparkBackend
 
     backend = SparkBackend(ranks)

@@ -25,8 +25,8 @@ from hvd_estimators.exceptions import (
     StoreError,
     WorkerFailedError,
 )
+from hvd_estimators.launch.rank.warm_server import NAME
 from hvd_estimators.launch.spark import SparkBackend
-from hvd_estimators.launch.warm_server import NAME
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark
@@ -66,7 +66,7 @@ def rank_processes() -> list[psutil.Process]:
     """Return the ranks that these tests started, not those of others on the machine."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ", "name"]):
-        is_rank = "hvd_estimators.launch.worker" in (process.info["cmdline"] or [])
+        is_rank = "hvd_estimators.launch.rank.worker" in (process.info["cmdline"] or [])
         started_by = (process.info["environ"] or {}).get("TESTS_OF_HVD_ESTIMATORS")
         # What ranks are forked from stays.
         if is_rank and started_by == str(os.getpid()) and process.info["name"] != NAME:

@@ -20,8 +20,8 @@ from hvd_estimators.exceptions import (
     ResultsError,
     WorkerFailedError,
 )
-from hvd_estimators.launch.cluster import Cluster
-from hvd_estimators.launch.jobs import cancellable_wait, jobs_on
+from hvd_estimators.launch.cluster.application import Cluster
+from hvd_estimators.launch.cluster.jobs import cancellable_wait, jobs_on
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 

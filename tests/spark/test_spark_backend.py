@@ -9,7 +9,7 @@ import pytest
 
 from hvd_estimators import get_dataset_properties, prepare_data
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.launch.events import Event, RankOutput
+from hvd_estimators.launch.events.stream import Event, RankOutput
 from hvd_estimators.launch.spark import SparkBackend
 
 pytestmark = pytest.mark.spark

@@ -79,25 +79,25 @@ TABLE = [
     (
         "org.apache.spark.SparkContext",
         "getExecutorMemoryStatus maxNumConcurrentTasks resourceProfileManager statusStore",
-        "launch/slots.py, launch/jobs.py, launch/failures.py",
+        "launch/cluster/slots.py, launch/cluster/jobs.py, launch/cluster/failures.py",
         "task slots, and the executors that are registered",
     ),
     (
         "org.apache.spark.resource.ResourceProfileManager",
         "defaultResourceProfile resourceProfileFromId",
-        "launch/cluster.py",
+        "launch/cluster/application.py",
         "the task slots of what tasks ask for",
     ),
     (
         "org.apache.spark.SparkStatusTracker",
         "getJobIdsForTag",
-        "launch/jobs.py, launch/failures.py",
+        "launch/cluster/jobs.py, launch/cluster/failures.py",
         "the jobs of a run, without the group, which is the user's",
     ),
     (
         "org.apache.spark.status.AppStatusStore",
         "activeStages lastStageAttempt taskList",
-        "launch/jobs.py, launch/failures.py",
+        "launch/cluster/jobs.py, launch/cluster/failures.py",
         "tasks that run, and tasks that failed",
     ),
 ]

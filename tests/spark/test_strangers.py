@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_estimators.launch.events import RankOutput
+from hvd_estimators.launch.events.stream import RankOutput
 from hvd_estimators.launch.spark import SparkBackend
 
 pytestmark = pytest.mark.spark

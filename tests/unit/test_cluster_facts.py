@@ -12,7 +12,7 @@ import pytest
 
 from hvd_estimators import launch
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch.cluster import Cluster, FailedTask
+from hvd_estimators.launch.cluster.application import Cluster, FailedTask
 
 
 def application(master: str, python: str = sys.executable, **conf: str) -> Cluster:

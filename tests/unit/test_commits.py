@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import StoreError, UnreachableError
-from hvd_estimators.launch import commits
-from hvd_estimators.launch.channel import Channel
-from hvd_estimators.launch.commits import COMMITS_VARIABLE, CommitStore, commit, fetch
+from hvd_estimators.launch.elastic import commits
+from hvd_estimators.launch.elastic.commits import COMMITS_VARIABLE, CommitStore, commit, fetch
+from hvd_estimators.launch.network.channel import Channel
 
 pytestmark = pytest.mark.timeout(60)
 

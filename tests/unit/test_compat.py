@@ -17,7 +17,7 @@ import pytest
 from hvd_estimators.compat.finder import ALIASES, install
 from hvd_estimators.compat.left_out import LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.exceptions import DependencyError, LeftOutError
-from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.left_out import LEFT_OUT
 
@@ -26,8 +26,8 @@ SPARK = Path(importlib.import_module("hvd_estimators.compat").__path__[0], "spar
 # Name and module of horovod.spark, and where it is here.
 NAMES = [
     ("", "run", "hvd_estimators.launch.runner"),
-    ("", "run_elastic", "hvd_estimators.launch.elastic"),
-    (".runner", "run_elastic", "hvd_estimators.launch.elastic"),
+    ("", "run_elastic", "hvd_estimators.launch.elastic.run"),
+    (".runner", "run_elastic", "hvd_estimators.launch.elastic.run"),
     (".common.backend", "Backend", "hvd_estimators.launch.backend"),
     (".common.datamodule", "DataModule", "hvd_estimators.loading.readers.base"),
     (".common.estimator", "HorovodEstimator", "hvd_estimators.estimator"),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import SlotsError
-from hvd_estimators.launch import cluster as clusters
-from hvd_estimators.launch.cluster import Cluster
-from hvd_estimators.launch.dynamic import most_slots
-from hvd_estimators.launch.preflight import check_slots
-from hvd_estimators.launch.profiles import TaskResources
+from hvd_estimators.launch.cluster import application as clusters
+from hvd_estimators.launch.cluster.application import Cluster
+from hvd_estimators.launch.cluster.dynamic import most_slots
+from hvd_estimators.launch.cluster.preflight import check_slots
+from hvd_estimators.launch.cluster.profiles import TaskResources
 
 
 def application(master: str = "yarn", **conf: str) -> Any:

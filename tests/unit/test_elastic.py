@@ -18,8 +18,9 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
-from hvd_estimators.launch import elastic, relaunching
-from hvd_estimators.launch.commits import COMMITS_VARIABLE, commit
+from hvd_estimators.launch.elastic import relaunching
+from hvd_estimators.launch.elastic import run as elastic
+from hvd_estimators.launch.elastic.commits import COMMITS_VARIABLE, commit
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from hvd_estimators.launch.environment import shared_environment
-from hvd_estimators.launch.job import Job
+from hvd_estimators.launch.rank.environment import shared_environment
+from hvd_estimators.launch.task.job import Job
 
 
 @pytest.mark.parametrize(

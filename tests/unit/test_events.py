@@ -10,7 +10,8 @@ import time
 import psutil
 import pytest
 
-from hvd_estimators.launch.events import (
+from hvd_estimators.launch.events.outlets import print_event
+from hvd_estimators.launch.events.stream import (
     EVENTS_VARIABLE,
     EventSender,
     RankOutput,
@@ -18,7 +19,6 @@ from hvd_estimators.launch.events import (
     one_by_one,
     receive_events,
 )
-from hvd_estimators.launch.outlets import print_event
 
 pytestmark = pytest.mark.timeout(60)
 

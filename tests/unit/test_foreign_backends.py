@@ -12,7 +12,7 @@ import pytest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.events import EVENTS_VARIABLE, Event, EventSender, RankOutput
+from hvd_estimators.launch.events.stream import EVENTS_VARIABLE, Event, EventSender, RankOutput
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.lightning import LightningEstimator

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from hvd_estimators.launch import gloo_proxy, parent
-from hvd_estimators.launch.gloo_proxy import GlooProxy
-from hvd_estimators.launch.job_store import Failure, JobStore
 from hvd_estimators.launch.mends import TOKEN_VARIABLE
-from hvd_estimators.launch.parent import tell_parent
-from hvd_estimators.launch.rendezvous_client import LocalLink, PeerLostError
+from hvd_estimators.launch.rendezvous import gloo_proxy, parent
+from hvd_estimators.launch.rendezvous.client import LocalLink, PeerLostError
+from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
+from hvd_estimators.launch.rendezvous.job_store import Failure, JobStore
+from hvd_estimators.launch.rendezvous.parent import tell_parent
 
 pytestmark = pytest.mark.timeout(60)
 

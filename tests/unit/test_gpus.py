@@ -19,8 +19,8 @@ from hvd_estimators.launch.gpu import (
     rank_gpus,
     visible_gpus,
 )
-from hvd_estimators.launch.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous import assign_ranks
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+from hvd_estimators.launch.rendezvous.ranks import assign_ranks
 
 UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
 MIG = "MIG-5b1d4d3a-0b0b-5d4a-9a3f-1f3f1c1a2b3c"

@@ -18,9 +18,9 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch.grace import GRACE_VARIABLE
-from hvd_estimators.launch.process import RankProcess, pickle_call
-from hvd_estimators.launch.supervisor import supervise
+from hvd_estimators.launch.rank.grace import GRACE_VARIABLE
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.supervisor import supervise
 from hvd_estimators.training.interruption import StopRequest, interrupted
 
 # A rank must not import this module, and pytest with it.
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 PARENT = """
 import os, sys
 from pathlib import Path
-from hvd_estimators.launch.process import RankProcess
+from hvd_estimators.launch.rank.process import RankProcess
 
 with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ) as process:
     process.outcome()

@@ -17,7 +17,7 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(60)
 PARENT = """
 import os, pickle, sys
 from pathlib import Path
-from hvd_estimators.launch.process import RankProcess
+from hvd_estimators.launch.rank.process import RankProcess
 
 with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ) as process:
     if sys.argv[2] == "fork" and not os.fork():

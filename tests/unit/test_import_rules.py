@@ -25,6 +25,17 @@ LAYERS = (
 )
 """Rooms from top to bottom. A room imports those below it, and none beside it."""
 
+LAUNCH_LAYERS = (
+    ("elastic",),
+    ("cluster",),
+    ("task",),
+    ("events",),
+    ("rank",),
+    ("rendezvous",),
+    ("network",),
+)
+"""The folders of ``launch/`` from top to bottom; its files stand above or below all of them."""
+
 ROOMS = {
     "__init__": "base",
     "__main__": "commands",
@@ -43,14 +54,15 @@ ROOMS = {
 """What is not a room of its own: files of the package's root, and the rooms around the recipe."""
 
 SPARK = ("pyspark", "py4j")
-SPARK_FILES = {
-    f"launch.{name}"
-    for name in (
-        *("ahead", "barrier", "cluster", "clusters", "connect", "dynamic", "elastic"),
-        *("exchange", "failures", "horovod_runner", "job", "jobs", "machines", "preflight"),
-        *("profiles", "runner", "sessions", "sharing", "slots", "spark", "task"),
-    )
-}
+SPARK_FILES = (
+    "cluster",
+    "elastic.relaunching",
+    "elastic.run",
+    "horovod_runner",
+    "runner",
+    "spark",
+    "task",
+)
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
 
 FRAMEWORKS = {
@@ -140,6 +152,11 @@ def imported_names(node: ast.AST, for_types: bool = False) -> Iterator[tuple[int
         yield from imported_names(child, for_types)
 
 
+def is_of_spark(module: str) -> bool:
+    """Return whether a module runs in Spark's driver or Python workers, and in no rank."""
+    return any(f"{module}.".startswith(f"launch.{name}.") for name in SPARK_FILES)
+
+
 def room(module: str) -> str:
     first, _, rest = module.partition(".")
     if first in ROOMS:
@@ -197,12 +214,33 @@ RANK_ROOMS = ("launch", "loading", "parquet", "training")
 RANK_MODULES = [
     module
     for module in IMPORTS
-    if module.endswith(".trainer") or (room(module) in RANK_ROOMS and module not in SPARK_FILES)
+    if module.endswith(".trainer") or (room(module) in RANK_ROOMS and not is_of_spark(module))
 ]
 
 
 def test_no_room_imports_one_above_or_beside_it() -> None:
     assert upward(IMPORTS) == []
+
+
+def test_the_folders_of_launch_stand_on_each_other() -> None:
+    floors = {name: floor for floor, names in enumerate(LAUNCH_LAYERS) for name in names}
+
+    def floor_of(module: str) -> int | None:
+        first, _, rest = module.partition(".")
+        return floors.get(rest.partition(".")[0]) if first == "launch" else None
+
+    found = []
+    for module, entries in IMPORTS.items():
+        for entry in entries:
+            mine, other = floor_of(module), floor_of(entry.name)
+            if mine is not None and other is not None and other < mine and not entry.for_types:
+                found.append(f"{module} imports {entry.name}")
+    assert found == []
+    assert {
+        module.split(".")[1]
+        for module in IMPORTS
+        if module.count(".") > 1 and (module.startswith("launch."))
+    } == set(floors)
 
 
 def test_no_circle() -> None:

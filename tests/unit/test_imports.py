@@ -31,7 +31,7 @@ def imported(*statements):
         ("hvd_estimators.torch", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
         ("hvd_estimators.keras", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
         ("hvd_estimators.lightning", FRAMEWORKS | SPARK | DATA | {"fsspec"}),
-        ("hvd_estimators.launch.worker", FRAMEWORKS | SPARK | DATA),
+        ("hvd_estimators.launch.rank.worker", FRAMEWORKS | SPARK | DATA),
         ("hvd_estimators.launch.local", FRAMEWORKS - {"horovod"} | SPARK | DATA),
         ("hvd_estimators.loading.readers", FRAMEWORKS | SPARK | {"petastorm", "pandas"}),
         ("hvd_estimators.loading.readers.petastorm", FRAMEWORKS | SPARK),

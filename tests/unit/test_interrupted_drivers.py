@@ -17,13 +17,14 @@ from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFaile
 from hvd_estimators.fitting import interruption
 from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.metadata import ended
-from hvd_estimators.launch import events, grace
-from hvd_estimators.launch.events import (
+from hvd_estimators.launch.events import stream as events
+from hvd_estimators.launch.events.stream import (
     EVENTS_VARIABLE,
     EventSender,
     RankMessage,
     receive_events,
 )
+from hvd_estimators.launch.rank import grace
 from hvd_estimators.store import LocalStore
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import HvdEstimatorsError
-from hvd_estimators.launch import grace
+from hvd_estimators.launch.rank import grace
 from hvd_estimators.training import interruption
 from hvd_estimators.training.interruption import StopRequest, interrupted
 

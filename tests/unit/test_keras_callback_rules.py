@@ -19,7 +19,7 @@ from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.session import ProgressReports, RankCallbacks
 from hvd_estimators.keras.shards import Turns
-from hvd_estimators.launch import messages
+from hvd_estimators.launch.events import messages
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
 

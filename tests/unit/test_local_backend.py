@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch.events import EventSender, RankOutput, RankProgress
+from hvd_estimators.launch.events.stream import EventSender, RankOutput, RankProgress
 from hvd_estimators.launch.local import LocalBackend
 
 # A rank must not import this module, and pytest with it.
@@ -29,7 +29,7 @@ def rank():
 @pytest.fixture
 def short_grace(monkeypatch):
     """Let ranks that sleep be ended soon after another has failed."""
-    monkeypatch.setattr("hvd_estimators.launch.supervisor._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("hvd_estimators.launch.rank.supervisor._GRACE_SECONDS", 0.2)
 
 
 @pytest.fixture(autouse=True)
@@ -205,7 +205,7 @@ def test_an_interrupted_driver_leaves_no_rank(tmp_path, monkeypatch):
         if len(list(tmp_path.iterdir())) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("hvd_estimators.launch.supervisor.time.sleep", interrupt)
+    monkeypatch.setattr("hvd_estimators.launch.rank.supervisor.time.sleep", interrupt)
 
     with pytest.raises(KeyboardInterrupt):
         LocalBackend(2).run(work, (str(tmp_path),))

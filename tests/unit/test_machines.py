@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, GpuError
-from hvd_estimators.launch import machines
-from hvd_estimators.launch.barrier import ABORTED
-from hvd_estimators.launch.job import Job
-from hvd_estimators.launch.machines import check_machines, gpu_variables, machine_facts
-from hvd_estimators.launch.outcome import NOT_STARTED, RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous import assign_ranks
+from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome, results_in_order
+from hvd_estimators.launch.rendezvous.ranks import assign_ranks
+from hvd_estimators.launch.task import machines
+from hvd_estimators.launch.task.barrier import ABORTED
+from hvd_estimators.launch.task.job import Job
+from hvd_estimators.launch.task.machines import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.versions import differences, installed_versions
 
 JOB = Job(

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from hvd_estimators import log_to_driver
-from hvd_estimators.launch import messages
-from hvd_estimators.launch.events import EVENTS_VARIABLE, RankMessage, receive_events
+from hvd_estimators.launch.events import messages
+from hvd_estimators.launch.events.stream import EVENTS_VARIABLE, RankMessage, receive_events
 
 pytestmark = pytest.mark.timeout(60)
 

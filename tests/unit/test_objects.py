@@ -7,7 +7,7 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from hvd_estimators.launch.channel import RANKS_KEY_VARIABLE, new_secret, ranks_key
+from hvd_estimators.launch.network.channel import RANKS_KEY_VARIABLE, new_secret, ranks_key
 from hvd_estimators.training.objects import ObjectExchange
 
 pytestmark = pytest.mark.timeout(30)

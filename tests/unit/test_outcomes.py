@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import ResultsError
-from hvd_estimators.launch.barrier import outcomes
-from hvd_estimators.launch.outcome import RankOutcome
+from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.task.barrier import outcomes
 
 
 def rows(outcome: RankOutcome, chunks: int = 2) -> list[dict[str, Any]]:

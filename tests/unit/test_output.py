@@ -9,9 +9,9 @@ import cloudpickle
 import pytest
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.outcome import results_in_order
-from hvd_estimators.launch.output import shortened
-from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.outcome import results_in_order
+from hvd_estimators.launch.rank.output import shortened
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

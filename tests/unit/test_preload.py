@@ -8,8 +8,8 @@ from typing import Any
 
 import cloudpickle
 
-from hvd_estimators.launch.preload import modules_of
-from hvd_estimators.launch.process import pickle_call
+from hvd_estimators.launch.rank.preload import modules_of
+from hvd_estimators.launch.rank.process import pickle_call
 from hvd_estimators.training.handover import StoredCall, train_stored
 
 # As the functions of a notebook.

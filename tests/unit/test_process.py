@@ -14,9 +14,9 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch.first_rank import of_first_rank
-from hvd_estimators.launch.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.first_rank import of_first_rank
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -13,7 +13,7 @@ import pytest
 from tqdm.auto import tqdm
 
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.launch.events import RankMessage, RankOutput, RankProgress
+from hvd_estimators.launch.events.stream import RankMessage, RankOutput, RankProgress
 
 
 class Terminal(io.StringIO):

@@ -15,15 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch import addresses, reachability
-from hvd_estimators.launch.addresses import (
+from hvd_estimators.launch.network import addresses, reachability
+from hvd_estimators.launch.network.addresses import (
     candidate_addresses,
     executor_identity,
     host_identity,
     listening_environment,
 )
-from hvd_estimators.launch.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.reachability import Offer, ProbeListener, agree, choose
+from hvd_estimators.launch.network.reachability import Offer, ProbeListener, agree, choose
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 
 
 def offer(identity, *addresses, name="node"):
@@ -271,7 +271,7 @@ def test_an_identity_is_the_same_within_a_host_and_another_where_anything_differ
     monkeypatch,
 ):
     identity = host_identity()
-    print_identity = "from hvd_estimators.launch.addresses import *; print(host_identity())"
+    print_identity = "from hvd_estimators.launch.network.addresses import *; print(host_identity())"
     elsewhere = subprocess.run(
         [sys.executable, "-c", print_identity], capture_output=True, text=True
     )

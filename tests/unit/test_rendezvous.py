@@ -5,8 +5,8 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.launch.environment import child_environment, python_path
-from hvd_estimators.launch.rendezvous import (
+from hvd_estimators.launch.rank.environment import child_environment, python_path
+from hvd_estimators.launch.rendezvous.ranks import (
     assign_ranks,
     rank_environment,
 )

@@ -23,9 +23,9 @@ from hvd_estimators.exceptions import (
 from hvd_estimators.fitting import restarting
 from hvd_estimators.fitting.reached import Reached
 from hvd_estimators.fitting.restarting import Restarts, comes_back
-from hvd_estimators.launch import relaunching
-from hvd_estimators.launch.events import Event, RankEpoch, RankOutput, RankProgress
-from hvd_estimators.launch.stalls import PATIENCE_VARIABLE
+from hvd_estimators.launch.elastic import relaunching
+from hvd_estimators.launch.events.stream import Event, RankEpoch, RankOutput, RankProgress
+from hvd_estimators.launch.rank.stalls import PATIENCE_VARIABLE
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
 

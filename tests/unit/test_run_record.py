@@ -18,8 +18,8 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.metadata import begun, noted_params
 from hvd_estimators.fitting.record import RunRecord
 from hvd_estimators.fitting.runs import RowOrder
-from hvd_estimators.launch.events import RankEpoch, RankOutput
-from hvd_estimators.launch.outlets import print_event
+from hvd_estimators.launch.events.outlets import print_event
+from hvd_estimators.launch.events.stream import RankEpoch, RankOutput
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import FilesystemStore, LocalStore
 from hvd_estimators.store.checkpoint_names import Position

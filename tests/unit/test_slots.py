@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.launch import slots
-from hvd_estimators.launch.slots import await_slots, expected_executors
+from hvd_estimators.launch.cluster import slots
+from hvd_estimators.launch.cluster.slots import await_slots, expected_executors
 
 
 class Cluster:

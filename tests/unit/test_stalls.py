@@ -10,8 +10,8 @@ import pytest
 from processes import wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.stalls import (
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+from hvd_estimators.launch.rank.stalls import (
     PATIENCE_VARIABLE,
     StallWatch,
     is_stopped,

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.launch import supervisor
-from hvd_estimators.launch.job_store import Failure
-from hvd_estimators.launch.outcome import RankOutcome
-from hvd_estimators.launch.supervisor import failure_of, supervise
+from hvd_estimators.launch.rank import supervisor
+from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.rank.supervisor import failure_of, supervise
+from hvd_estimators.launch.rendezvous.job_store import Failure
 
 GRACE = 3.0
 FAR = Failure(7, "far", "had failed (ValueError: no)")

@@ -20,18 +20,18 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch import warm_folder
-from hvd_estimators.launch.addresses import listening_environment
-from hvd_estimators.launch.channel import new_secret, ranks_key
-from hvd_estimators.launch.events import EVENTS_VARIABLE
-from hvd_estimators.launch.gloo_proxy import GlooProxy
-from hvd_estimators.launch.job_store import JobStore
-from hvd_estimators.launch.outcome import RankOutcome
-from hvd_estimators.launch.process import RankProcess, pickle_call
-from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
-from hvd_estimators.launch.rendezvous_client import LocalLink
-from hvd_estimators.launch.stalls import stall_environment
-from hvd_estimators.launch.warm import WarmStart, warm_environment
+from hvd_estimators.launch.events.stream import EVENTS_VARIABLE
+from hvd_estimators.launch.network.addresses import listening_environment
+from hvd_estimators.launch.network.channel import new_secret, ranks_key
+from hvd_estimators.launch.rank import warm_folder
+from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.stalls import stall_environment
+from hvd_estimators.launch.rank.warm import WarmStart, warm_environment
+from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
+from hvd_estimators.launch.rendezvous.job_store import JobStore
+from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -178,17 +178,17 @@ def test_a_forked_rank_that_is_not_wanted_any_more_ends_with_all_it_started(
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from hvd_estimators.launch import warm_folder
-from hvd_estimators.launch.addresses import listening_environment
-from hvd_estimators.launch.channel import new_secret, ranks_key
-from hvd_estimators.launch.events import EVENTS_VARIABLE
-from hvd_estimators.launch.gloo_proxy import GlooProxy
-from hvd_estimators.launch.job_store import JobStore
-from hvd_estimators.launch.process import RankProcess
-from hvd_estimators.launch.rendezvous import assign_ranks, rank_environment
-from hvd_estimators.launch.rendezvous_client import LocalLink
-from hvd_estimators.launch.stalls import stall_environment
-from hvd_estimators.launch.warm import WarmStart, warm_environment
+from hvd_estimators.launch.rank import warm_folder
+from hvd_estimators.launch.network.addresses import listening_environment
+from hvd_estimators.launch.network.channel import new_secret, ranks_key
+from hvd_estimators.launch.events.stream import EVENTS_VARIABLE
+from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
+from hvd_estimators.launch.rendezvous.job_store import JobStore
+from hvd_estimators.launch.rank.process import RankProcess
+from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
+from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rank.stalls import stall_environment
+from hvd_estimators.launch.rank.warm import WarmStart, warm_environment
 
 warm_folder.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])

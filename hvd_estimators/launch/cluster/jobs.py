@@ -1,0 +1,240 @@
+"""Our Spark jobs: known by a tag, in the caller's job group, and with a limit on their waiting.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import JobCancelledError, SlotsError
+from hvd_estimators.launch.cluster.current import current_cluster
+from hvd_estimators.launch.cluster.failures import typed_failure
+from hvd_estimators.launch.cluster.sessions import current_session, is_connect, using_session
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+    from hvd_estimators.launch.cluster.application import Cluster
+
+__all__ = ["barrier_job", "cancellable_wait", "interruptible", "jobs_on", "spark_job"]
+
+logger = logging.getLogger(__name__)
+
+_TAG = "hvd_estimators"
+_POLL_SECONDS = 0.2
+_CANCEL_SECONDS = 10.0
+# Longer than anybody waits.
+_SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM range(0, 1, 1, 1)"
+
+
+@contextlib.contextmanager
+def spark_job(
+    cluster: Cluster, description: str | None = None, *, ranks: bool = False
+) -> Iterator[str]:
+    """Run the block's Spark jobs so that they end with it, and their failures are typed errors.
+
+    The jobs keep the thread's job group, scheduler pool and other properties.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application that runs them.
+    description : str, optional
+        Shown by Spark unless the thread has set one.
+    ranks : bool
+        Whether the tasks only run ranks: they are then interrupted when they are cancelled, and any
+        other failure that Spark raises becomes a typed error, too.
+
+    Yields
+    ------
+    str
+        A tag that these jobs alone have.
+
+    Raises
+    ------
+    JobCancelledError
+        If they are cancelled.
+    DependencyError
+        If the executors' Python does not start, has another version or lacks a package.
+    ResultsError
+        If the driver does not accept their results.
+    WorkerFailedError
+        If an executor or its Python process ends.
+    """
+    tag = f"{_TAG}-{uuid.uuid4().hex}"
+    try:
+        with cluster.tagged([_TAG, tag], description, ranks):
+            yield tag
+    except BaseException as error:
+        # The application may have been stopped.
+        with contextlib.suppress(Exception):
+            cluster.cancel(tag)
+        typed = typed_failure(error, cluster, tag, all_failures=ranks)
+        if typed is None:
+            raise
+        raise typed from error
+
+
+@contextlib.contextmanager
+def jobs_on(frame: DataFrame) -> Iterator[None]:
+    """Run jobs on a user's DataFrame, in its session, as `spark_job` does."""
+    with using_session(frame.sparkSession), spark_job(current_cluster()):
+        yield
+
+
+@contextlib.contextmanager
+def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterator[None]:
+    """Run the block's barrier job as `spark_job` does, and end it if its tasks do not start.
+
+    Time during which our other jobs hold the task slots does not count, since fits that run side by
+    side take turns.
+
+    Raises
+    ------
+    SlotsError
+        If the tasks have not started in time.
+    """
+    timed_out, finished = threading.Event(), threading.Event()
+
+    def cancel_late_start(tag: str) -> None:
+        waited, last = 0.0, time.monotonic()
+        while not finished.wait(_POLL_SECONDS):
+            try:
+                if cluster.started_tasks(tag) >= num_proc:
+                    return
+                if waited > start_timeout:
+                    timed_out.set()
+                    cluster.cancel(tag)
+                    return
+                left = cluster.slots_beside(tag, _TAG)
+                held = left is not None and left < num_proc
+            except Exception:
+                return  # the context has been stopped
+            now = time.monotonic()
+            waited, last = waited + (0 if held else now - last), now
+
+    try:
+        named = spark_job(cluster, f"Horovod on {num_proc} ranks", ranks=True)
+        with cluster.accepting_barrier_jobs(), named as tag:
+            watcher = threading.Thread(target=cancel_late_start, args=(tag,), daemon=True)
+            watcher.start()
+            try:
+                yield
+            finally:
+                finished.set()
+                watcher.join()
+    except Exception as error:
+        if not timed_out.is_set():
+            raise
+        raise SlotsError(
+            f"Timed out waiting for Spark tasks to start: {num_proc} task slots were "
+            f"not free within {start_timeout:g} seconds. Other jobs hold them; "
+            "wait for these, or set a longer start_timeout."
+        ) from error
+
+
+@contextlib.contextmanager
+def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
+    """Have a job in the thread's job group while the driver waits between launches.
+
+    Cancelling a group ends the jobs that run then, and Spark tells nobody else of it. This job has
+    one task that sleeps in the JVM. It may take the task slot of a rank, and gives it back at once.
+
+    Yields
+    ------
+    callable
+        Waits for some seconds, 0 to have a look.
+
+    Raises
+    ------
+    JobCancelledError
+        By what is yielded, if the job is cancelled.
+    """
+    session = current_session()
+    if is_connect(session):
+        # It has no job groups.
+        yield time.sleep
+        return
+    ending, ended = threading.Event(), threading.Event()
+    cancelled: list[JobCancelledError] = []
+    tags: list[str] = []
+
+    def sleep() -> None:
+        try:
+            with spark_job(cluster, "Waiting to launch ranks again", ranks=True) as tag:
+                tags.append(tag)
+                session.sql(_SLEEP).collect()
+        except JobCancelledError as error:
+            if not ending.is_set():
+                cancelled.append(error)
+        except Exception as error:
+            # With its executor, for instance. Then the launch finds out what there is.
+            logger.debug("A job that only waits has failed: %s", error)
+        finally:
+            ended.set()
+
+    thread = cluster.thread(sleep)
+    looks = 0
+
+    def wait(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        # A pause of 0 s, and one look that finds all slots, are no waiting.
+        if thread.ident is None:
+            if not seconds and looks <= 2:
+                return
+            thread.start()
+        deadline = time.monotonic() + seconds
+        if ended.wait(seconds) and not cancelled:
+            time.sleep(max(deadline - time.monotonic(), 0))
+        if cancelled:
+            raise cancelled[0]
+
+    try:
+        yield wait
+    finally:
+        ending.set()
+        # The job may be about to begin.
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        while (
+            thread.ident is not None
+            and not ended.wait(_POLL_SECONDS)
+            and time.monotonic() < deadline
+        ):
+            for tag in tags:
+                with contextlib.suppress(Exception):  # the context has been stopped
+                    cluster.cancel(tag)
+    if cancelled:
+        raise cancelled[0]
+
+
+def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
+    """Return what a Spark job collects; raises KeyboardInterrupt where the user interrupts that.
+
+    Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails
+    where that thread is in the middle of a call to the JVM, and spoils this call.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return collect()
+    rows: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            rows.extend(collect())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = cluster.thread(run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return rows

@@ -1,0 +1,1 @@
+"""A rank's process, seen from both of its ends: by the rank, and by the parent that watches it."""

@@ -1,0 +1,221 @@
+"""A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
+
+It kills the rank, or asks it to end first, see `hvd_estimators.launch.rank.grace`.
+
+A rank cannot watch for that itself: a thread in Python needs the interpreter lock, which a C
+extension may hold for minutes. Therefore the process that a rank's parent starts splits in two
+before it does anything else: the guardian, which only waits, and its child, which is the rank. When
+any of the three ends, in whatever way, those below it end, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from hvd_estimators.launch.rank.grace import grace_asked
+
+__all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
+
+PID_FILE = "rank.pid"
+"""Where in a rank's directory the guardian notes the rank's process ID."""
+
+
+_PARENT_POLL_SECONDS = 0.5
+# The helpers of a rank, such as multiprocessing's resource tracker, clean up after it has ended.
+_GRACE_SECONDS = 0.3
+_KILL_SECONDS = 5.0
+_POLL_SECONDS = 0.01
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def split_off_guardian(
+    directory: str,
+    lifeline: int,
+    waiting: int | None = None,
+    report: socket.socket | None = None,
+) -> None:
+    """Continue as the rank, the child of a guardian. Returns only in the rank.
+
+    Call this while the process has only one thread. The guardian ends like the rank, with the same
+    status or by the same signal, once all processes that the rank started have ended. On Linux it
+    adopts those whose parents have ended, whatever their session or process group.
+
+    Parameters
+    ----------
+    directory : str
+        Gets a file with the rank's process ID. Deleted if the parent ends before the rank does.
+    lifeline : int
+        Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
+        ended when that end closes, or when the parent has ended although a fork of it keeps the
+        end open; and when the guardian gets SIGTERM.
+    waiting : int, optional
+        Descriptor (``pidfd``) of the process that waits for the rank, and counts as the parent.
+        Default: the parent is.
+    report : socket.socket, optional
+        Where the guardian sends the status that it ends with, for one that is not its parent.
+    """
+    guardian, parent = os.getpid(), os.getppid()
+    _control_process(_PR_SET_CHILD_SUBREAPER, 1)
+    waking, wake = os.pipe()
+    os.set_blocking(wake, False)
+    # So that poll() returns when a child ends.
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    rank = os.fork()
+    if rank:
+        try:
+            Path(directory, PID_FILE).write_text(str(rank))
+            lifelines = [lifeline] if waiting is None else [lifeline, waiting]
+            status = _guard(rank, directory, lifelines, waking, parent if waiting is None else None)
+            if report is not None:
+                with contextlib.suppress(OSError):
+                    report.send(struct.pack("i", status))
+            _end_like(status)
+        except BaseException:
+            traceback.print_exc()
+        # The rank dies with its guardian.
+        os._exit(1)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if report is not None:
+        report.close()
+    for descriptor in (waking, wake, lifeline, *([] if waiting is None else [waiting])):
+        os.close(descriptor)
+    _control_process(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guardian:
+        os._exit(1)
+
+
+def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
+    """Wait until the rank and all that it has started have ended; return the rank's status."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    # What the rank is to run is nothing to keep.
+    empty_stdin()
+    poller = select.poll()
+    for descriptor in (*lifelines, waking):
+        poller.register(descriptor, select.POLLIN)
+    wanted, deadline = True, math.inf
+    while (status := _reap(rank)) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            os.kill(rank, signal.SIGKILL)
+            status = os.waitpid(rank, 0)[1]
+            if wanted:
+                status = signal.SIGTERM  # which has ended the rank, for all who see it
+            break
+        milliseconds = math.ceil(min(left, _PARENT_POLL_SECONDS) * 1000)
+        ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
+        if waking in ready:
+            os.read(waking, 4096)
+        # Nothing is ever written to a lifeline.
+        gone = ready & set(lifelines)
+        for lifeline in gone:
+            poller.unregister(lifeline)
+        if gone or (parent is not None and os.getppid() != parent):
+            wanted = False
+        if deadline == math.inf and (told or not wanted):
+            seconds = grace_asked(directory)
+            if seconds:
+                os.kill(rank, signal.SIGTERM)
+            deadline = time.monotonic() + seconds
+    _end_descendants()
+    if not wanted:
+        shutil.rmtree(directory, ignore_errors=True)
+        if sys.platform != "linux":
+            os.killpg(0, signal.SIGKILL)
+    return status
+
+
+def empty_stdin() -> None:
+    """Let this process's standard input be empty, so that who reads from it finds its end."""
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+
+
+def _reap(rank: int) -> int | None:
+    """Reap all children that have ended; return the rank's status if it is among them."""
+    found = None
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if pid == rank:
+                found = status
+    return found
+
+
+def _end_descendants() -> None:
+    """End what the rank left behind: ask first, and kill after a moment."""
+    started = time.monotonic()
+    asked: set[int] = set()
+    while time.monotonic() - started < _KILL_SECONDS:
+        descendants = _descendants(os.getpid())
+        patient = time.monotonic() - started < _GRACE_SECONDS
+        for pid in descendants:
+            if not patient or pid not in asked:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGTERM if patient else signal.SIGKILL)
+        asked.update(descendants)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(_POLL_SECONDS)
+            continue
+        return
+
+
+def _descendants(ancestor: int) -> list[int]:
+    """Return all processes below another one in the process tree; on Linux only."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # PID (name) state parent ...; a name can hold anything.
+            parent = path.read_bytes().rpartition(b")")[2].split()[1]
+            children.setdefault(int(parent), []).append(int(path.parent.name))
+    found: list[int] = []
+    waiting = [ancestor]
+    while waiting:
+        own = children.get(waiting.pop(), [])
+        found += own
+        waiting += own
+    return found
+
+
+def _end_like(status: int) -> NoReturn:
+    """End this process as another one ended."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        # One core file is enough.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    os._exit(os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else 1)
+
+
+def _control_process(option: int, value: int) -> None:
+    """Call Linux's ``prctl``, which Python has no function for; does nothing elsewhere."""
+    if sys.platform == "linux":
+        with contextlib.suppress(ImportError, OSError, AttributeError):
+            import ctypes
+
+            ctypes.CDLL(None).prctl(option, ctypes.c_ulong(int(value)), 0, 0, 0)

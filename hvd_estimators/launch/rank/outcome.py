@@ -1,0 +1,158 @@
+"""How ranks ended, and what the driver makes of it: their results, or the error that tells most."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hvd_estimators.exceptions import (
+    DependencyError,
+    GpuError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch.gpu import gpu_hint
+from hvd_estimators.launch.rank.stalls import stalled_ranks
+
+__all__ = ["ABORTED", "NOT_STARTED", "RankOutcome", "results_in_order"]
+
+ABORTED = "aborted"
+"""Error type of a rank that was ended, or not started, because of another one."""
+
+NOT_STARTED = "not started"
+"""Error type of a rank whose machine cannot run it."""
+
+# Error types that are no exceptions, and what `WorkerFailedError.cause` calls them.
+_CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
+
+
+@dataclass(frozen=True)
+class RankOutcome:
+    """How a rank ended; crosses from the worker to the driver.
+
+    Attributes
+    ----------
+    rank : int
+        The rank.
+    host : str
+        The machine that it ran on.
+    result : bytes or None
+        The pickled return value; None if the rank failed.
+    error_type : str
+        Name of the exception, ``"exit"`` where the process ended without one, ``"killed"`` where a
+        signal ended it, ``"stalled"`` where it was ended because it had been stopped for too long,
+        ``"aborted"`` where another rank had failed, ``"not started"`` where there is no such
+        Python; empty for a result.
+    error : str
+        The traceback, or what is known instead.
+    output_tail : str
+        The end of what the process printed: some lines, of bounded length.
+    ended_at : float
+        Seconds since the epoch.
+    lost : (int, str), optional
+        Rank and host of the one that could not be reached, where the error type is ``"lost"``.
+    timeline : (str, bytes or int), optional
+        The file of Horovod's timeline and its content, or its size where it has too much.
+    """
+
+    rank: int
+    host: str
+    result: bytes | None
+    error_type: str = ""
+    error: str = ""
+    output_tail: str = ""
+    ended_at: float = 0.0
+    lost: tuple[int, str] | None = None
+    timeline: tuple[str, bytes | int] | None = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank has no result."""
+        return self.result is None
+
+
+def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
+    """Return the ranks' results in the order of the ranks.
+
+    Raises
+    ------
+    WorkerFailedError
+        If a rank failed, with what the rank that failed first has to say.
+    DependencyError
+        If its machine lacks what a rank needs, or has no such Python.
+    UnreachableError
+        If the ranks' hosts do not reach each other.
+    GpuError
+        If two tasks were given the same GPU.
+    """
+    failed = [outcome for outcome in outcomes if outcome.failed]
+    if not failed:
+        ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
+        return [pickle.loads(outcome.result) for outcome in ordered if outcome.result is not None]
+    first = min(failed, key=_blame)
+    if first.error_type == NOT_STARTED:
+        raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
+    if first.error_type == UnreachableError.__name__:
+        raise UnreachableError(first.error)
+    if first.error_type == GpuError.__name__ and not first.output_tail:
+        raise GpuError(first.error)
+    if first.error_type == DependencyError.__name__ and not first.output_tail:
+        raise DependencyError(first.error)
+    if first.lost is not None:
+        rank, host = first.lost
+        raise WorkerFailedError(
+            f"Rank {first.rank} on {first.host} has lost touch with another one. "
+            f"{first.error.rstrip()}\nThe end of its output:\n{first.output_tail or '(none)'}",
+            rank=rank,
+            host=host,
+            output_tail=first.output_tail,
+            cause="lost",
+        )
+    if first.error_type not in _CAUSES or first.error_type == "aborted":
+        _raise_if_stalled(outcomes, first)
+    others = [str(o.rank) for o in failed if o is not first and o.error_type != ABORTED]
+    also = f" (ranks {', '.join(others)} failed after it)" if others else ""
+    # A rank prints its traceback too, as the last thing it does.
+    output = first.output_tail.removesuffix(first.error).rstrip()
+    raise WorkerFailedError(
+        f"Rank {first.rank} on {first.host} failed{also}:\n{first.error.rstrip()}"
+        f"{gpu_hint(first.error)}\n"
+        f"The end of its output:\n{output or '(none)'}",
+        rank=first.rank,
+        host=first.host,
+        output_tail=first.output_tail,
+        cause=_CAUSES.get(first.error_type, "raised"),
+        error_type="" if first.error_type in _CAUSES else first.error_type,
+    )
+
+
+def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
+    """Name the rank that the others waited for, where Horovod has shut down for its sake."""
+    for outcome in outcomes:
+        found = stalled_ranks(outcome.output_tail)
+        if found is None:
+            continue
+        seconds, tensors = found
+        by_rank = {outcome.rank: outcome for outcome in outcomes}
+        rank = min(tensors)
+        stalled = by_rank.get(rank)
+        host = stalled.host if stalled else None
+        tail = stalled.output_tail if stalled else ""
+        raise WorkerFailedError(
+            f"Rank {rank} on {host} has held up the others for more than {seconds:g} s "
+            f"(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS): they waited for its part of "
+            f"{tensors[rank]}. Rank {first.rank} says:\n{first.error.rstrip()}\n"
+            f"The end of rank {rank}'s output:\n{tail.rstrip() or '(none)'}",
+            rank=rank,
+            host=host,
+            output_tail=tail,
+            cause="stalled",
+        )
+
+
+def _blame(outcome: RankOutcome) -> tuple[int, float]:
+    """Order failures by how likely they are the cause: a peer's end only breaks collectives."""
+    consequence = {ABORTED: 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
+    return consequence, outcome.ended_at

@@ -1,0 +1,86 @@
+"""The main program of a rank: runs one pickled function and leaves its outcome in a file.
+
+The function comes by standard input, since it may hold secrets, which are to touch no disk. Started
+by `RankProcess` as ``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``; with
+``--warm`` it is a process that forks ranks (`hvd_estimators.launch.rank.warm_server`). Imports
+neither PySpark nor a framework.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import pickle
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import cloudpickle
+
+from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
+from hvd_estimators.launch.rank.output import shortened
+
+__all__ = ["OUTCOME_FILE", "main"]
+
+OUTCOME_FILE = "outcome.pkl"
+
+
+def main(directory: str) -> int:
+    """Run the call that standard input holds, and write its outcome to a directory.
+
+    The outcome is a pickled tuple: ``("result", bytes)`` with the cloudpickled return value, or
+    ``("error", type name, traceback)``.
+
+    Returns
+    -------
+    int
+        The exit status: 0, or 1 if the function raised.
+    """
+    outcome: tuple[str, ...] | tuple[str, bytes]
+    try:
+        with open(0, "rb", closefd=False) as file:
+            call = file.read()
+        empty_stdin()
+        *_, fn, args, kwargs = cloudpickle.loads(call)
+        del call
+        outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
+    except BaseException as error:
+        # A message may hold a whole batch, or model.
+        text = shortened(traceback.format_exc())
+        with contextlib.suppress(Exception):
+            sys.stderr.write(text)
+        outcome = ("error", type(error).__name__, text)
+    partial = Path(directory) / f"{OUTCOME_FILE}.partial"
+    partial.write_bytes(pickle.dumps(outcome))
+    os.replace(partial, Path(directory) / OUTCOME_FILE)
+    return 0 if outcome[0] == "result" else 1
+
+
+def _exit(status: int) -> NoReturn:
+    """End the process without taking the interpreter apart, which takes a second with torch."""
+    # Horovod's shutdown and other packages' last acts are among these.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _start(arguments: Sequence[str]) -> NoReturn:
+    if arguments[0] == "--warm":
+        from hvd_estimators.launch.rank.warm_server import serve
+
+        rank = serve(json.loads(arguments[1]))
+        directory = rank.directory
+        split_off_guardian(directory, rank.lifeline, rank.parent, rank.report)
+    else:
+        directory = arguments[0]
+        split_off_guardian(directory, int(arguments[1]))
+    _exit(main(directory))
+
+
+if __name__ == "__main__":
+    _start(sys.argv[1:])

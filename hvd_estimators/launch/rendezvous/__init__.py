@@ -1,0 +1,1 @@
+"""How the ranks of a job find each other, over a server in rank 0's task."""

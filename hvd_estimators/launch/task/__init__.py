@@ -1,0 +1,1 @@
+"""A Spark barrier task around a rank: in Spark's Python workers."""

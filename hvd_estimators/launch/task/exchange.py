@@ -1,0 +1,213 @@
+"""How the tasks of a barrier job tell each other of themselves: over the driver, or over Spark.
+
+Spark's own way (``allGather``) takes about a second each time, since its tasks ask for the answer
+once a second. So each task sends what it has to say to a small server on the driver, which answers
+when all have. Not every task can reach it: a firewall may let through only what Spark needs. If a
+task stays away, the driver tells the others so, all use Spark's way, and later jobs of the
+application do so at once. A task that has been heard never falls back on its own: others may have
+got the answer.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch.network.channel import Channel, exchange_key
+from hvd_estimators.launch.network.listener import Listener
+
+if TYPE_CHECKING:
+    from pyspark import BarrierTaskContext
+
+    from hvd_estimators.launch.task.job import Job
+
+__all__ = ["Exchange", "ExchangeServer"]
+
+_ATTEMPT_SECONDS = 3.0
+# After the first task has come, for those whose Python starts late.
+_LATE_SECONDS = 8.0
+# Tasks may look for each other's hosts for a minute between two exchanges.
+_LATER_SECONDS = 150.0
+_PAUSE_SECONDS = 0.2
+
+# Applications with tasks that do not reach the driver.
+_APART: set[str] = set()
+
+logger = logging.getLogger(__name__)
+
+
+class Exchange:
+    """Gives every task what all tasks have to say. Runs in the tasks.
+
+    Every task of the job calls it, equally often, and waits in it for all others.
+
+    Parameters
+    ----------
+    context : BarrierTaskContext
+        This task's.
+    job : Job
+        What every task got from the driver.
+    """
+
+    def __init__(self, context: BarrierTaskContext, job: Job) -> None:
+        self._context = context
+        self._secret = job.secret
+        self._place = job.exchange
+        self._number = 0
+
+    def __call__(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Say something, and return what all tasks say, in the order of the tasks.
+
+        Parameters
+        ----------
+        mine : dict
+            What this task says: values that JSON knows.
+
+        Raises
+        ------
+        UnreachableError
+            If the driver, which has heard this task, does not answer.
+        """
+        if self._place:
+            found = self._over_driver(mine)
+            self._number += 1
+            if found is not None:
+                return found
+            self._place = ""
+        return [json.loads(text) for text in self._context.allGather(json.dumps(mine))]
+
+    def _over_driver(self, mine: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """Return what all tasks say; None if not all of them reach the driver."""
+        host, _, port = self._place.rpartition(":")
+        message = {"exchange": self._number, "task": self._context.partitionId()}
+        # What has been heard once, in this exchange or before, is known to the others.
+        is_heard = self._number > 0
+        patience = _LATER_SECONDS if is_heard else _LATE_SECONDS
+        deadline = time.monotonic() + (patience if is_heard else 0) + _ATTEMPT_SECONDS
+        while True:
+            try:
+                with socket.create_connection((host, int(port)), _ATTEMPT_SECONDS) as connection:
+                    channel = Channel.connect(
+                        connection, exchange_key(self._secret), _ATTEMPT_SECONDS
+                    )
+                    if not is_heard:
+                        is_heard = True
+                        deadline = time.monotonic() + patience + _ATTEMPT_SECONDS
+                    channel.send(message, json.dumps(mine).encode(), _ATTEMPT_SECONDS)
+                    left = max(deadline - time.monotonic(), _ATTEMPT_SECONDS)
+                    answer, body = channel.receive(left, _ATTEMPT_SECONDS)
+                    return json.loads(body) if answer["complete"] else None
+            except OSError as error:
+                is_refused = isinstance(error, ConnectionRefusedError) and not is_heard
+                if time.monotonic() < deadline and not is_refused:
+                    time.sleep(_PAUSE_SECONDS)
+                    continue
+                if not is_heard:
+                    logger.info("The driver is not reached at %s (%s)", self._place, error)
+                    return None
+                raise UnreachableError(
+                    f"{socket.gethostname()} has lost touch with the driver, at {self._place}, "
+                    f"over which tasks tell each other where they are: {error}"
+                ) from error
+
+
+class ExchangeServer:
+    """The driver's side; used as a context manager.
+
+    Parameters
+    ----------
+    secret : bytes
+        The job's secret.
+    host : str
+        The address at which tasks reach the driver.
+    tasks : int
+        How many there are.
+    application : str
+        Spark's id of the application.
+
+    Attributes
+    ----------
+    place : str
+        Where tasks reach it, for `hvd_estimators.launch.task.job.Job`; empty where it cannot
+        listen, or where tasks of an earlier job of the application did not come.
+    """
+
+    def __init__(self, secret: bytes, host: str, tasks: int, application: str) -> None:
+        self._key = exchange_key(secret)
+        self._tasks = tasks
+        self._application = application
+        self._changed = threading.Condition()
+        self._said: dict[int, dict[int, Any]] = {}
+        self._came: set[int] = set()
+        self._deadline: float | None = None
+        self._is_given_up = self._has_ended = False
+        self._listener: Listener | None = None
+        self.place = ""
+        if application in _APART:
+            return
+        try:
+            self._listener = Listener.at_host(host, self._serve)
+        except OSError as error:
+            logger.info("Tasks cannot tell each other of themselves over the driver (%s)", error)
+        else:
+            self.place = self._listener.place
+
+    def __enter__(self) -> Self:
+        if self._listener is not None:
+            self._listener.listen()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+            # Whoever was late has come since then.
+            if exc is None and self._is_given_up and len(self._came) < self._tasks:
+                _APART.add(self._application)
+        if self._listener is not None:
+            self._listener.close()
+
+    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
+        channel = Channel.accept(connection, self._key, _ATTEMPT_SECONDS)
+        proved()
+        message, body = channel.receive(_ATTEMPT_SECONDS, _ATTEMPT_SECONDS)
+        found = self._take(int(message["exchange"]), int(message["task"]), json.loads(body))
+        document = b"" if found is None else json.dumps(found).encode()
+        channel.send({"complete": found is not None}, document, _ATTEMPT_SECONDS)
+
+    def _take(self, number: int, task: int, said: Any) -> Sequence[Any] | None:
+        """Note what a task says; return what all say once they have, and None if some do not."""
+        with self._changed:
+            messages = self._said.setdefault(number, {})
+            messages[task] = said
+            self._came.add(task)
+            self._changed.notify_all()
+            if self._deadline is None:
+                self._deadline = time.monotonic() + _LATE_SECONDS
+            # Later exchanges are between tasks that have all been heard.
+            deadline = self._deadline if number == 0 else time.monotonic() + _LATER_SECONDS
+
+            def decided() -> bool:
+                return len(messages) == self._tasks or self._is_given_up or self._has_ended
+
+            self._changed.wait_for(decided, max(deadline - time.monotonic(), 0))
+            if self._is_given_up or len(messages) < self._tasks:
+                # From now on it is so for all, also for who comes late.
+                self._is_given_up = True
+                self._changed.notify_all()
+                return None
+            return [messages[task] for task in range(self._tasks)]
