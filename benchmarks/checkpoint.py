@@ -1,8 +1,13 @@
 """Steps per second with checkpoints within epochs beside none, and seconds from a kill to a step.
 
 Two ranks on a local disk, for each framework, with a small network and with one of 400 MB. With and
-without take turns; the best of each counts. A run's speed is the median of its stretches of 100
-steps, lest what else the machine does for a moment count.
+without take turns, in pairs. A run's speed is the median of its stretches of 100 steps, lest what
+else the machine does for a moment count.
+
+Runs of one and the same thing differ by more than a checkpoint takes. Therefore the price of the
+small network is measured within runs, too: how much longer the steps around a checkpoint take than
+the others between the same two checkpoints. The same of runs that write none says how much of that
+is chance.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +36,8 @@ RANKS = 2
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 # Steps that are not measured: while threads, buffers and graphs are made.
 WARM_UP = 20
+# Steps of a stretch that a checkpoint may slow down: the one at whose end it begins, and the next.
+AROUND = 30
 # 10,000 squared weights are 400 MB.
 LARGE = 10_000
 
@@ -194,14 +202,59 @@ def speed(moments: Sequence[float]) -> float:
     return float(length / np.median(np.diff(bounds)))
 
 
-def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> list[float]:
-    """Return the steps per second without checkpoints within the epoch, and with them."""
-    without, with_them = [], []
+def seconds_around(moments: Sequence[float]) -> tuple[float, float]:
+    """Return by how many seconds the steps around a checkpoint are longer, and what 100 steps take.
+
+    Both are medians of stretches from one checkpoint to the next; the first one is left out.
+    """
+    took = np.diff(moments)
+    stretches = [
+        took[begin : begin + EVERY] for begin in range(EVERY - 1, len(took) - EVERY + 1, EVERY)
+    ]
+    others = [stretch[AROUND:].mean() for stretch in stretches]
+    longer = [
+        stretch[:AROUND].sum() - AROUND * other
+        for stretch, other in zip(stretches, others, strict=True)
+    ]
+    return float(np.median(longer)), float(EVERY * np.median(others))
+
+
+@dataclass(frozen=True)
+class Price:
+    """Steps per second of pairs of runs, and the ratio within runs; None where not measured."""
+
+    without: tuple[float, ...]
+    with_them: tuple[float, ...]
+    within: float | None = None
+    within_none: float | None = None
+
+    @property
+    def ratios(self) -> list[float]:
+        """With checkpoints to without, of each pair."""
+        return [w / o for o, w in zip(self.without, self.with_them, strict=True)]
+
+
+def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> Price:
+    """Train in pairs without checkpoints within the epoch, and with them."""
+    speeds: dict[int, list[float]] = {0: [], EVERY: []}
+    around: dict[int, list[tuple[float, float]]] = {0: [], EVERY: []}
     for turn in range(repeats):
-        arguments = (framework, folder, f"{framework}-{width}-{turn}", width, batch_size)
-        without.append(speed(np.load(fit(*arguments))))
-        with_them.append(speed(np.load(fit(*arguments, checkpoint_every_n_steps=EVERY))))
-    return [max(without), max(with_them)]
+        # What comes first in a pair finds the machine as the other left it.
+        for every in (0, EVERY) if turn % 2 == 0 else (EVERY, 0):
+            name = f"{framework}-{width}-{turn}-{every}"
+            how = {"checkpoint_every_n_steps": every} if every else {}
+            moments = np.load(fit(framework, folder, name, width, batch_size, **how))
+            speeds[every].append(speed(moments))
+            if len(moments) > 5 * EVERY:
+                around[every].append(seconds_around(moments))
+
+    def ratio_within(every: int) -> float | None:
+        if not around[every]:
+            return None
+        longer, stretch = np.median(around[every], axis=0)
+        return float(stretch / (stretch + longer))
+
+    return Price(tuple(speeds[0]), tuple(speeds[EVERY]), ratio_within(EVERY), ratio_within(0))
 
 
 def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float:
@@ -225,7 +278,7 @@ def main() -> None:
     arguments.add_argument("--large-repeats", type=int, default=1, help="times for the large one")
     arguments.add_argument("--frameworks", nargs="+", default=list(ESTIMATORS))
     given = arguments.parse_args()
-    rates: dict[str, dict[str, list[float]]] = {"small": {}, "400 MB": {}}
+    prices: dict[str, Price] = {}
     restart: dict[str, float] = {}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-checkpoint-") as directory:
         folder, large = Path(directory, "small"), Path(directory, "large")
@@ -234,27 +287,34 @@ def main() -> None:
             target = Path(Store.create(f"{place}/store").get_train_data_path())
             write_regression_data(place, target, rows)
         for name in given.frameworks:
-            rates["small"][name] = price(name, folder, 0, given.batch_size, given.repeats)
+            prices[f"{name}, small"] = price(name, folder, 0, given.batch_size, given.repeats)
             restart[name] = statistics.median(
                 [seconds_to_next_step(name, folder, given.batch_size) for _ in range(3)]
             )
             if given.large_repeats:
-                rates["400 MB"][name] = price(name, large, LARGE, 16, given.large_repeats)
-    ratios = {
-        size: {name: w / without for name, (without, w) in of.items()} for size, of in rates.items()
-    }
+                prices[f"{name}, 400 MB"] = price(name, large, LARGE, 16, given.large_repeats)
     show_table(
         f"Steps per second, {RANKS} ranks",
-        ["", "without", f"every {EVERY} steps", "ratio"],
+        ["", "without", f"every {EVERY} steps", "ratio of pairs", "from", "to", "within", "none"],
         [
-            [f"{name}, {size}", *of[name], ratios[size][name]]
-            for size, of in rates.items()
-            for name in of
+            [
+                name,
+                statistics.median(of.without),
+                statistics.median(of.with_them),
+                statistics.median(of.ratios),
+                min(of.ratios),
+                max(of.ratios),
+                *("-" if ratio is None else ratio for ratio in (of.within, of.within_none)),
+            ]
+            for name, of in prices.items()
         ],
     )
     show_table("Seconds from a kill to the next step", ["", "s"], [[*r] for r in restart.items()])
     print(f"\nwith / without: target {TARGET}")
-    figures = {"steps_per_second": rates, "ratio": ratios, "seconds_from_kill_to_step": restart}
+    figures = {
+        "price": {name: asdict(of) for name, of in prices.items()},
+        "seconds_from_kill_to_step": restart,
+    }
     show_result("checkpoint", vars(given), figures)
 
 
