@@ -13,6 +13,7 @@ from hvd_estimators.keras.checkpoint import CallbackStates
 from hvd_estimators.keras.finite import NotFinite
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
+from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 from hvd_estimators.training.tensorboard import EventWriter
@@ -33,6 +34,8 @@ class StepEnd:
         Tells whether ranks are asked to end.
     finite : FiniteCheck
         Lets ranks agree on what is not finite.
+    long_validation : LongValidation
+        Tells whether to save before validation.
     """
 
     def __init__(
@@ -41,7 +44,9 @@ class StepEnd:
         save: Callable[[int, int], None],
         stop_request: StopRequest,
         finite: FiniteCheck,
+        long_validation: LongValidation,
     ) -> None:
+        self.long_validation = long_validation
         self._spec = spec
         self._save = save
         self._stop_request = stop_request
@@ -49,7 +54,6 @@ class StepEnd:
         self._not_finite: NotFinite | None = None
         self._batches = spec.data.train_steps_per_epoch
         self._passes = spec.backward_passes_per_step
-        self._saves = spec.checkpoints.every_n_steps is not None
 
     @property
     def looks(self) -> bool:
@@ -92,7 +96,7 @@ class StepEnd:
         if batches >= self._batches or not self._is_step(batches):
             return
         is_asked = self._stop_request.after_step()
-        if is_asked or (self._saves and self._is_due(epoch, before, batches)):
+        if is_asked or self._is_due(epoch, before, batches):
             self._save(epoch, batches)
         if is_asked:
             raise interrupted(epoch, batches, self._spec.run.checkpoints_path is not None)
@@ -109,7 +113,9 @@ class StepEnd:
         """Return whether a checkpoint was due after any of the steps of one call."""
         spec, whole = self._spec, before - before % self._passes
         steps = range(spec.steps_done(epoch, whole), spec.steps_done(epoch, batches))
-        return any(spec.checkpoints.due_after(step + 1) for step in steps)
+        return self.long_validation.is_due(spec.steps_left(batches), len(steps)) or any(
+            spec.checkpoints.due_after(step + 1) for step in steps
+        )
 
 
 class EpochEnd(keras.callbacks.Callback):
@@ -173,6 +179,14 @@ class EpochEnd(keras.callbacks.Callback):
         """Go on within an epoch, which callbacks have just begun."""
         self._states.restore()
         self.stop = stop
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Note that validation begins."""
+        self._step_end.long_validation.begin()
+
+    def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Agree on whether it was a long one."""
+        self._step_end.long_validation.agree()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Take down what was measured, agree on whether to stop, and save."""

@@ -48,6 +48,7 @@ from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.checkpoints import CheckpointWriter
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest
+from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.spec import TrainResult, TrainSpec
@@ -177,7 +178,10 @@ class _Trainer:
             )
             summing = functools.partial(sum_number, name="not_finite")
             finite = FiniteCheck(self.rank, self.size, summing, exchange)
-            step_end = StepEnd(spec, self._save_within, stop_request, finite)
+            long_validation = LongValidation(
+                spec.checkpoints, self.size, functools.partial(sum_number, name="validation")
+            )
+            step_end = StepEnd(spec, self._save_within, stop_request, finite, long_validation)
             history = () if state is None else state.history
             end = self.end = EpochEnd(
                 stateful, history, states, writer, progress, self._save_epoch, step_end

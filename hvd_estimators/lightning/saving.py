@@ -27,6 +27,7 @@ from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.training.interruption import StopRequest, interrupted
+from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import CheckpointOptions
@@ -73,6 +74,8 @@ class RunCheckpoint(Callback):
         Tell when a checkpoint within an epoch is due.
     stop : StopRequest
         Tells when ranks are asked to end; its block has begun.
+    long_validation : LongValidation
+        Tells whether to save before validation.
     keeps : bool
         Whether the run has checkpoints at all.
     restored : RunState or None
@@ -89,6 +92,7 @@ class RunCheckpoint(Callback):
         partial: PartialEpoch,
         options: CheckpointOptions,
         stop: StopRequest,
+        long_validation: LongValidation,
         keeps: bool,
         restored: RunState | None,
     ) -> None:
@@ -100,6 +104,7 @@ class RunCheckpoint(Callback):
         self._partial = partial
         self._options = options
         self._stop = stop
+        self._long_validation = long_validation
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
         self._keeps = keeps
         self._restored = restored
@@ -183,6 +188,14 @@ class RunCheckpoint(Callback):
         self._started = True
         self._seed_epoch(trainer.current_epoch)
 
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that validation begins."""
+        self._long_validation.begin()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree on whether it was a long one."""
+        self._long_validation.agree()
+
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note gradients that wait for a step, which a longer run takes."""
         self._gradients = _averager(trainer).unused_gradients()
@@ -231,6 +244,7 @@ class RunCheckpoint(Callback):
         self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
         if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
             return  # the epoch's end is saved, after its hooks
+        self._due = self._due or self._long_validation.is_due(_steps_left(trainer))
         self._stops = self._stop.after_step() or self._stops
         if not (self._due or self._stops):
             return
@@ -272,6 +286,15 @@ def snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         logger.debug("A checkpoint is written while training waits: %s", error)
         return checkpoint, False
     return {name: tensors.get(name, others.get(name)) for name in checkpoint}, True
+
+
+def _steps_left(trainer: Trainer) -> int:
+    """Return the optimizer's steps that are left of the epoch; 0 if that is not known."""
+    batches = trainer.num_training_batches
+    if batches == float("inf"):
+        return 0
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return -(-int(batches - done) // trainer.accumulate_grad_batches)
 
 
 def _averager(trainer: Trainer) -> BackwardAverager:

@@ -39,6 +39,7 @@ from hvd_estimators.torch.shards import BufferState
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest
+from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.rank import horovod_session
@@ -186,6 +187,9 @@ class _Trainer:
             PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
             spec.checkpoints,
             self.stop_request,
+            LongValidation(
+                spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
+            ),
             spec.run.checkpoints_path is not None,
             self.restored,
         )

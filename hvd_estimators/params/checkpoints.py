@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, declare, integer, one_of, text
 from hvd_estimators.training.monitoring import check_monitor, mode_of
-from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.spec import LONG_VALIDATION, CheckpointOptions
 
 __all__ = ["CheckpointParams"]
 
@@ -51,6 +51,7 @@ class CheckpointParams(DeclaredParams):
             get("checkpoint_monitor"),
             get("checkpoint_mode"),
             get("checkpoint_every_n_steps"),
+            long_validation=LONG_VALIDATION,
         )
 
     def _check_checkpoints(self) -> None:

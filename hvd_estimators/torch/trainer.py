@@ -33,6 +33,7 @@ from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
+from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
@@ -121,6 +122,9 @@ class _Trainer:
         self.stop_request = StopRequest(
             functools.partial(sum_over_ranks, name="stop_request"), self.size
         )
+        self.long_validation = LongValidation(
+            spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
+        )
         self.finite = FiniteCheck(
             self.rank, self.size, functools.partial(sum_over_ranks, name="not_finite"), exchange
         )
@@ -181,8 +185,9 @@ class _Trainer:
         means = train.reduced("train")
         record = EpochMetrics(epoch, train.as_record(means))
         if self.spec.data.val_plan is not None:
-            validation = self._validate(data)
-            val_means = validation.reduced("validation")
+            with self.long_validation.measure():
+                validation = self._validate(data)
+                val_means = validation.reduced("validation")
             record = EpochMetrics(epoch, record.train, validation.as_record(val_means))
             means = {**means, **{f"val_{name}": value for name, value in val_means.items()}}
         self.progress.end_epoch(means)
@@ -253,7 +258,9 @@ class _Trainer:
         """
         is_asked = self.stop_request.after_step()
         is_saved = False
-        if is_asked or self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches)):
+        left = self.spec.steps_left(batches)
+        is_due = self.spec.checkpoints.due_after(self.spec.steps_done(epoch, batches))
+        if is_asked or is_due or self.long_validation.is_due(left):
             is_saved = self._save_checkpoint(epoch, batches, measures)
         if is_asked:
             raise interrupted(epoch, batches, is_saved)

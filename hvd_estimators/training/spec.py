@@ -22,6 +22,10 @@ HistoryRow = tuple[int, str, str, float]
 """Epoch (from 0), stage (``"train"`` or ``"validation"``), name and value."""
 
 
+LONG_VALIDATION = 10.0
+"""Seconds of a validation that are worth a checkpoint: many times what one takes."""
+
+
 @dataclass(frozen=True)
 class CheckpointOptions:
     """Which checkpoints of a run are kept.
@@ -41,6 +45,8 @@ class CheckpointOptions:
         Optimizer steps of the run between two checkpoints within an epoch; None for none.
     fence : Fence or None
         Tells whether these ranks are still to write to the run; None for ones that always are.
+    long_validation : float
+        Seconds of a validation from which on a checkpoint is written before the next one.
     """
 
     framework: str
@@ -49,6 +55,7 @@ class CheckpointOptions:
     mode: str = "auto"
     every_n_steps: int | None = None
     fence: Fence | None = None
+    long_validation: float = LONG_VALIDATION
 
     def due_after(self, step: int) -> bool:
         """Return whether a checkpoint is due after an optimizer step of the run, from 1.
@@ -122,9 +129,14 @@ class TrainSpec:
         batches : int
             Batches of each shard. Those of the epoch's last step may be fewer than of others.
         """
-        passes = self.backward_passes_per_step
-        in_epoch = -(-self.data.train_steps_per_epoch // passes)
-        return epoch * in_epoch + -(-batches // passes)
+        return epoch * self._steps(self.data.train_steps_per_epoch) + self._steps(batches)
+
+    def steps_left(self, batches: int) -> int:
+        """Return the optimizer steps that an epoch has left after so many batches of each shard."""
+        return self._steps(self.data.train_steps_per_epoch) - self._steps(batches)
+
+    def _steps(self, batches: int) -> int:
+        return -(-batches // self.backward_passes_per_step)
 
 
 @dataclass(frozen=True)

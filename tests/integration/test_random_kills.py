@@ -88,6 +88,28 @@ def test_a_rank_that_is_killed_changes_nothing(framework: str, tmp_path: Path) -
     check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), 2)
 
 
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_long_validation_is_all_that_a_kill_within_it_costs(
+    framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = TellingStore(str(tmp_path / "store"))
+    write_data(store)
+    # No one is long until one has been measured: the first epoch has its end's checkpoint alone.
+    monkeypatch.setattr("hvd_estimators.params.checkpoints.LONG_VALIDATION", 0.0)
+    # Two files a checkpoint, of four moments each: the second one is whole.
+    kill = kills.Kill("validation", "checkpoint", 16, rank=1)
+    found = {}
+    for name, chosen in (("whole", None), ("killed", kill)):
+        backend = KillingBackend(tmp_path / name, *([chosen] if chosen else []))
+        params = {"store": store, "run_id": name, "backend": backend, "max_restarts": 1}
+        found[name] = end_of(framework, make_estimator(framework, **params).fit_on_parquet())
+    assert was_killed(tmp_path / "killed")
+    assert_equal_bits(found["killed"], found["whole"])
+    whole, killed = (sum(events_of(tmp_path / name, "step")) for name in found)
+    assert whole == kills.RANKS * LENGTH.steps
+    assert killed - whole <= kills.RANKS
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("reader", READERS)
