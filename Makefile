@@ -7,7 +7,7 @@ PYTEST_ARGS ?=
 
 comma := ,
 BIN := .venv/bin
-SOURCES := hvd_estimators tests benchmarks examples setup.py
+SOURCES := hvd_estimators tests benchmarks examples docs setup.py
 EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.
@@ -16,7 +16,7 @@ STAMP := .venv/.setup-$(call checksum,constraints/petastorm.txt)
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-modern demo test test-modern soak lint format bench clean distclean tools
+.PHONY: help setup setup-modern demo test test-modern soak lint format bench docs clean distclean tools
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -49,8 +49,11 @@ format: setup  ## rewrite the sources in the project's style
 bench: setup  ## measure against horovod.spark and a hand-written loop
 	$(BIN)/python -m benchmarks
 
+docs: setup  ## build the documentation in docs/_build/html; a warning is an error
+	KERAS_BACKEND=tensorflow $(BIN)/python -m sphinx -W --keep-going -b html docs docs/_build/html
+
 clean:  ## remove what builds, tests and tools left behind
-	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf build dist docs/_build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache \
 		derby.log lightning_logs metastore_db spark-warehouse
 	find hvd_estimators tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
 
@@ -73,7 +76,7 @@ define install
 endef
 
 $(STAMP): | tools
-	$(call install,.venv,constraints/petastorm.txt,$(EXTRAS)$(comma)petastorm,petastorm)
+	$(call install,.venv,constraints/petastorm.txt,$(EXTRAS)$(comma)docs$(comma)petastorm,petastorm)
 
 $(STAMP_MODERN): | tools
 	$(call install,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,)

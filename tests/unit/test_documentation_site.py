@@ -1,0 +1,72 @@
+"""The documentation builds without warnings: every name, link and block of it is right."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    pytest.importorskip("torch")
+    pytest.importorskip("keras")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
+    done = subprocess.run(
+        [*command, "-d", str(tmp_path / "trees"), str(ROOT / "docs"), str(tmp_path / "html")],
+        env={**os.environ, "KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    broken = []
+    for page in (tmp_path / "html").rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        for link in re.findall(r'(?:href|src)="([^"]+)"', text):
+            if re.match(r"\w+:|//", link):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (page.parent / name.partition("?")[0]).resolve() if name else page
+            there = target.is_file() and (
+                not anchor or f'id="{anchor}"' in target.read_text(encoding="utf-8")
+            )
+            if not there:
+                broken.append((page.name, link))
+    assert not broken
+
+
+def _messages() -> str:
+    """Return the texts that this package can say, a line each, with ``…`` for what is filled in."""
+    lines = []
+    for source in (ROOT / "hvd_estimators").rglob("*.py"):
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                parts = [getattr(part, "value", None) for part in node.values]
+                lines.append("".join(p if isinstance(p, str) else "…" for p in parts))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                lines.append(node.value)
+    return "\n".join(lines)
+
+
+def test_messages_that_the_documentation_explains_are_said_by_the_package() -> None:
+    page = (ROOT / "docs" / "troubleshooting.rst").read_text(encoding="utf-8")
+    first_cells = "\n".join(line for line in page.split("\n") if line.startswith("   * - "))
+    cells = re.findall(r"``(?:\w+Error: )?([^`\n]+)``", first_cells)
+    said = _messages()
+    missing = []
+    for cell in cells:
+        # What stands for a value: a name in quotes, a number, a dash that leaves something out.
+        for part in re.split(r"…|'[^']*'|\b\d+\b|^\w+: |=\d", cell):
+            text = part.strip(" .:(,")
+            if len(text) > 3 and " " in text and text not in said:
+                missing.append((cell, text))
+    assert not missing
