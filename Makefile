@@ -16,7 +16,8 @@ STAMP := .venv/.setup-$(call checksum,constraints/petastorm.txt)
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-modern demo test test-modern soak lint format bench docs clean distclean tools
+.PHONY: help setup setup-modern demo test test-modern test-versions soak lint format bench docs clean
+.PHONY: distclean tools
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -33,6 +34,9 @@ test: setup  ## run the tests; PYTEST_ARGS="-k name" picks some
 
 test-modern: setup-modern  ## run the tests in .venv-modern
 	.venv-modern/bin/python -m pytest $(PYTEST_ARGS)
+
+test-versions: setup-modern  ## of these tests those that other versions of packages could fail
+	.venv-modern/bin/python -m pytest -m "versions or (spark and not once)" $(PYTEST_ARGS)
 
 soak: setup  ## the tests with many repeats: kills, large models (an hour)
 	$(BIN)/python -m pytest -m soak $(PYTEST_ARGS)

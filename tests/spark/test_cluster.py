@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.once
+
 
 @pytest.mark.spark
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from pyspark.ml.feature import OneHotEncoder
 from pyspark.sql import functions as F
 from pyspark.sql.functions import udf
 
-pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("compat")]
+pytestmark = [pytest.mark.spark, pytest.mark.usefixtures("compat"), pytest.mark.once]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyspark.ml.evaluation import MulticlassClassificationEvaluator
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from hvd_estimators.prepare.connectors import check_connector, spark_url
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.store import DBFSLocalStore, HDFSStore, LocalStore, Store
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 class ElsewhereStore(LocalStore):

@@ -21,7 +21,7 @@ from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank.warm_server import NAME
 from hvd_estimators.launch.spark import SparkBackend
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 MARK = "OF_THIS_TEST"
 

@@ -21,7 +21,7 @@ from pyspark.sql import functions as F
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.once]
 
 PLACES = {"origin": 3, "dest": 110, "carrier": 16}
 CONTINUOUS = ["dep_delay", "distance", "hour"]

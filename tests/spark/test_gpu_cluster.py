@@ -12,7 +12,7 @@ from servers.gpus import GPUS
 
 from hvd_estimators.exceptions import SlotsError, StoreError
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.once]
 
 
 def pinned_gpus(num_proc: int, **env: str) -> list[str]:

@@ -19,7 +19,7 @@ from two_hosts import Cluster, Host
 
 from hvd_estimators.exceptions import WorkerFailedError
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(500), pytest.mark.once]
 
 
 @pytest.fixture

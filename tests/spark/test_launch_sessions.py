@@ -16,7 +16,7 @@ import pytest
 
 from hvd_estimators.launch.spark import SparkBackend
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 def reduce_and_tell() -> tuple[float, int]:

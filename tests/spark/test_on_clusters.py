@@ -19,7 +19,7 @@ from two_hosts import GPU
 
 cloudpickle.register_pickle_by_value(on_clusters)
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(400), pytest.mark.once]
 
 
 @dataclass

@@ -20,7 +20,7 @@ from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import ParamError, WorkerFailedError
 from hvd_estimators.launch.spark import SparkBackend
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 EPOCHS, BATCHES = 3, 2
 

@@ -14,7 +14,7 @@ from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasState
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 EPOCHS, STEPS, RATE, MOMENTUM = 4, 2, 0.1, 0.9
 

@@ -10,7 +10,7 @@ from two_hosts import SAME_ADDRESS, Cluster
 
 from hvd_estimators.exceptions import UnreachableError
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.once]
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from hvd_estimators.launch.events.stream import RankOutput
 from hvd_estimators.launch.spark import SparkBackend
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 PATHS = ["/global/0", "/global_process_set/1", "/hvd_estimators/joined"]
 SAID = [

@@ -11,6 +11,8 @@ import pytest
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.arrow_batches import to_array, to_column, valid_rows
 
+pytestmark = pytest.mark.versions
+
 NESTED = [[[1.0, 2.0], [3.0, 4.0]], [[5.0, 6.0], [7.0, 8.0]], [[9.0, 10.0], [11.0, 12.0]]]
 FIXED = pa.list_(pa.list_(pa.float32(), 2), 2)
 

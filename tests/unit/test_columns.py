@@ -8,6 +8,8 @@ from hvd_estimators.exceptions import DataError
 from hvd_estimators.parquet.columns import num_rows, table_to_columns, take
 from hvd_estimators.parquet.manifest import ColumnSpec
 
+pytestmark = pytest.mark.versions
+
 DTYPES = ["int8", "int16", "int32", "int64", "uint8", "float32", "float64", "bool"]
 
 

@@ -21,6 +21,8 @@ from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.left_out import LEFT_OUT
 
+pytestmark = pytest.mark.versions
+
 SPARK = Path(importlib.import_module("hvd_estimators.compat").__path__[0], "spark")
 
 # Name and module of horovod.spark, and where it is here.

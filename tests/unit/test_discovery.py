@@ -11,6 +11,8 @@ from hvd_estimators.parquet.discovery import first_rows, read_manifest, read_spl
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import LocalStore
 
+pytestmark = pytest.mark.versions
+
 X = ColumnSpec("x", "scalar", "float64")
 
 

@@ -17,6 +17,8 @@ from hvd_estimators.launch import mends
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.launch.mends import MENDS_REVISION, REQUIRED_MENDS, installed_mends
 
+pytestmark = pytest.mark.versions
+
 VERSIONS = {
     "pyspark": "3.5.9",
     "pyarrow": "14.0.2",

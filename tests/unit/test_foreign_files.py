@@ -18,6 +18,8 @@ from hvd_estimators.parquet.discovery import first_rows, read_manifest
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import LocalStore
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture
 def folder(tmp_path):

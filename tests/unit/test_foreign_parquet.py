@@ -18,6 +18,8 @@ from hvd_estimators.exceptions import ColumnError, DataError
 from hvd_estimators.parquet.columns import table_to_columns
 from hvd_estimators.parquet.manifest import ColumnSpec
 
+pytestmark = pytest.mark.versions
+
 PYARROW = tuple(map(int, pa.__version__.split(".")[:2]))
 
 INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]

@@ -19,6 +19,8 @@ from hvd_estimators.params.grids import GridValue
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.serialization import load_optimizer
 
+pytestmark = pytest.mark.versions
+
 
 def test_what_json_holds_is_as_it_is_and_all_else_can_be_saved() -> None:
     net = torch.nn.Linear(1, 1)

@@ -21,6 +21,8 @@ from hvd_estimators.params import (
     text,
 )
 
+pytestmark = pytest.mark.versions
+
 
 class Base(DeclaredParams):
     """Trains nothing."""

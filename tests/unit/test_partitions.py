@@ -17,6 +17,8 @@ from hvd_estimators.parquet.columns import table_to_columns
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.parquet.partitions import partition_column, partition_spec, partition_values
 
+pytestmark = pytest.mark.versions
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -20,6 +20,8 @@ from private_names import TABLE, Private
 
 import hvd_estimators
 
+pytestmark = pytest.mark.versions
+
 PUBLIC = {
     "_asdict": "of named tuples, which document it",
     "_exit": "of os, which documents it",

@@ -12,6 +12,8 @@ import pytest
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.rows import numpy_dtype, read_rows
 
+pytestmark = pytest.mark.versions
+
 NAN = float("nan")
 A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
 

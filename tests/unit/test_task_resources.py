@@ -13,6 +13,8 @@ from hvd_estimators.launch import SparkBackend
 from hvd_estimators.launch.cluster.preflight import check_slots
 from hvd_estimators.launch.cluster.profiles import TaskResources
 
+pytestmark = pytest.mark.versions
+
 
 def profile(**amounts: float) -> Any:
     requests = TaskResourceRequests().cpus(1)

@@ -25,6 +25,8 @@ from hvd_estimators.loading.transformation import (
 from hvd_estimators.parquet.columns import table_to_columns
 from hvd_estimators.parquet.manifest import ColumnSpec
 
+pytestmark = pytest.mark.versions
+
 READERS: list[type] = [ArrowDataModule]
 with contextlib.suppress(ImportError):
     from hvd_estimators.loading.readers.petastorm import PetastormDataModule

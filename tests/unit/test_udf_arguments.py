@@ -13,6 +13,8 @@ import pytest
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.arguments import in_columns_form
 
+pytestmark = pytest.mark.versions
+
 
 def column(given: Any) -> pd.Series:
     return in_columns_form([given], ["a"], [])[0]
