@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +28,7 @@ from hvd_estimators.fitting.reached import Reached
 from hvd_estimators.launch.arguments import seconds_given
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.elastic.relaunching import for_good, slots_again, summary
-from hvd_estimators.launch.rank.stalls import PATIENCE_VARIABLE
+from hvd_estimators.launch.rank.stalls import HANG_VARIABLE, PATIENCE_VARIABLE
 from hvd_estimators.store.checkpoint_names import Position, pointer_of
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
 from hvd_estimators.training.spec import TrainSpec
@@ -148,8 +149,12 @@ class Restarts:
                     current = self._for_slots(backend, current, wait)
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables of the ranks, so that one that hangs is noticed."""
-        return {PATIENCE_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}
+        """Return environment variables of the ranks, so that those that hang are noticed."""
+        given = os.environ.get(HANG_VARIABLE)
+        return {
+            **({PATIENCE_VARIABLE: str(_STALL_SECONDS)} if self.limit else {}),
+            **({} if given is None else {HANG_VARIABLE: given}),
+        }
 
     def _add(self, error: WorkerFailedError) -> None:
         """Note a launch that failed; raise its error if it was the last one."""

@@ -14,6 +14,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.loading.readers import DataModule
 
@@ -103,6 +104,7 @@ def column_dataset(
 
     def generate() -> Iterator[tuple[Any, ...]]:
         for chunk in chunks():
+            made_progress()
             stop = 0
             for size, equal in itertools.groupby(chunk.sizes):
                 count = len(list(equal))

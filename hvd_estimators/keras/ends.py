@@ -11,6 +11,7 @@ import numpy as np
 from hvd_estimators.keras.averaging import sum_arrays
 from hvd_estimators.keras.checkpoint import CallbackStates
 from hvd_estimators.keras.finite import NotFinite
+from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.long_validation import LongValidation
@@ -93,6 +94,7 @@ class StepEnd:
         before, batches : int
             Batches of a shard that were done when callbacks were last told, and that are now.
         """
+        made_progress()
         if batches >= self._batches or not self._is_step(batches):
             return
         is_asked = self._stop_request.after_step()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
@@ -86,6 +87,7 @@ class EpochRecorder(Checkpoint):
         dataloader_idx: int = 0,
     ) -> None:
         """Count the loss of a validation batch, where the module returns it."""
+        made_progress()
         self._count(1, outputs, batch, 1)
         self._validated = True
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.copies import ahead_of_use, cuda_copies
@@ -146,6 +147,7 @@ def tensor_batches(
         blocks = ahead_of_use(blocks, cuda_copies(device))
     with contextlib.closing(blocks):
         for chunk, tensors_of_blocks in blocks:
+            made_progress()
             groups = chunk.rows.layout.groups
             cut = (block.split(chunk.sizes) for block in tensors_of_blocks)
             for parts in zip(*cut, strict=True):

@@ -13,6 +13,8 @@ from typing_extensions import Self
 
 from hvd_estimators.launch.events.stream import EventSender, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.launch.rank.grace import grace_seconds
+from hvd_estimators.launch.rank.liveness import leaving_signs, made_progress
+from hvd_estimators.training.hangs import warning_of_hangs
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["Progress", "tell_driver"]
@@ -33,6 +35,8 @@ def tell_driver(line: str, verbose: int) -> None:
 class Progress:
     """Reports rank 0's steps and epochs to the driver, as a context manager on every rank.
 
+    The rank's parent is shown that there is progress, on all ranks.
+
     A driver that is interrupted waits for the end of the block, which is to be around the writing
     of checkpoints.
 
@@ -46,6 +50,8 @@ class Progress:
 
     def __init__(self, spec: TrainSpec, rank: int) -> None:
         self._sender = EventSender() if rank == 0 else None
+        self._verbose = spec.verbose
+        self._stack = contextlib.ExitStack()
         self._is_shown = spec.verbose > 0
         self._epochs = spec.epochs
         self._steps = spec.data.train_steps_per_epoch
@@ -56,6 +62,9 @@ class Progress:
     def __enter__(self) -> Self:
         if self._sender is not None:
             self._sender.ask_to_wait(grace_seconds(os.environ))
+        self._stack.enter_context(leaving_signs())
+        if self._sender is not None:
+            self._stack.enter_context(warning_of_hangs(self._warn))
         return self
 
     def __exit__(
@@ -64,11 +73,13 @@ class Progress:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._stack.close()
         if self._sender is not None:
             self._sender.close()
 
     def start_epoch(self, epoch: int, steps_before: int = 0) -> None:
         """Note the time at which an epoch begins, or goes on after some steps; the first is 0."""
+        made_progress()
         self._epoch, self._steps_before = epoch, steps_before
         self._started = self._reported = time.monotonic()
 
@@ -76,8 +87,10 @@ class Progress:
     def due(self) -> bool:
         """Whether to call `step`: somebody listens, and the last report was some time ago.
 
-        It can be costly to get what is reported, such as a loss from a GPU.
+        It can be costly to get what is reported, such as a loss from a GPU. To be asked after each
+        step, by all ranks.
         """
+        made_progress()
         if self._sender is None or not self._is_shown:
             return False
         return time.monotonic() - self._reported > _SECONDS_BETWEEN
@@ -89,12 +102,17 @@ class Progress:
 
     def end_epoch(self, means: Mapping[str, float]) -> None:
         """Report the means of the whole epoch."""
+        made_progress()
         self._report(self._steps, means, done=True)
 
     def record(self, record: EpochMetrics) -> None:
         """Send all that was measured in an epoch, which the driver notes and hands to others."""
+        made_progress()
         if self._sender is not None:
             self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))
+
+    def _warn(self, text: str) -> None:
+        tell_driver(text, self._verbose)
 
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
         if self._sender is None or not self._is_shown:

@@ -1,4 +1,4 @@
-"""A fit of which a rank hangs, while its process runs, goes on by itself."""
+"""A fit of which a rank hangs, or all of them, while its process runs, goes on by itself."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from resuming import DataDependent
 from hvd_estimators.fitting import restarting
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.launch.mends import installed_mends
+from hvd_estimators.launch.rank.stalls import HANG_VARIABLE
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -72,3 +73,47 @@ def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
     expected = run("whole", tmp_path / "told")
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class SleepyRows:
+    """Waits for ever on each rank, in the second pass of the first launch over the rows."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.calls = 0
+
+    def __call__(self, columns: Any) -> Any:
+        rank = os.environ.get("HOROVOD_RANK")
+        if rank is not None:
+            self.calls += 1
+            told = Path(self.folder, rank)
+            if self.calls == 2 and not told.exists():
+                told.touch()
+                threading.Event().wait()
+        return columns
+
+
+def test_all_ranks_of_which_none_gets_rows_are_launched_again(store: Any, tmp_path: Path) -> None:
+    for module in ("resuming", __name__):
+        cloudpickle.register_pickle_by_value(sys.modules[module])
+    write_rows(Path(store.get_train_data_path()), 107)
+    net = DataDependent()
+    fit(
+        *(store, 2, "adam"),
+        model=net,
+        optimizer=torch.optim.Adam(net.parameters(), lr=0.01),
+        batch_size=8,
+        run_id="sleeps",
+        epochs=4,
+        max_restarts=1,
+        data_module="arrow",
+        transformation_batch_fn=SleepyRows(str(tmp_path)),
+        # Four hours, by default.
+        backend=LocalBackend(2, env={HANG_VARIABLE: "5"}),
+    )
+    assert {path.name for path in tmp_path.glob("[01]")} == {"0", "1"}
+    noted = read_metadata(store, store.run_paths("sleeps").run_path)
+    assert noted is not None
+    (restart,) = noted["fits"][0]["restarts"]
+    assert restart["cause"] == "stalled"
+    assert noted["state"] == "finished"

@@ -12,8 +12,10 @@ from processes import wait_until
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.stalls import (
+    HANG_VARIABLE,
     PATIENCE_VARIABLE,
     StallWatch,
+    hang_limit,
     is_stopped,
     stall_environment,
     stall_limit,
@@ -59,6 +61,24 @@ Traceback (most recent call last):
 def test_horovods_variables_set_the_limits(env, limit, added):
     assert stall_limit(env) == limit
     assert stall_environment(env) == added
+
+
+@pytest.mark.parametrize(
+    ("env", "limit"),
+    [
+        ({}, math.inf),
+        ({HANG_VARIABLE: "90"}, 90),
+        ({HANG_VARIABLE: "0", PATIENCE_VARIABLE: "1800"}, math.inf),
+        # Four hours in a fit that launches ranks again.
+        ({PATIENCE_VARIABLE: "1800"}, 4 * 3600),
+        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "600"}, 4 * 3600),
+        ({PATIENCE_VARIABLE: "1800", SHUTDOWN: "0"}, math.inf),
+        ({HANG_VARIABLE: "90", SHUTDOWN: "0"}, 90),
+        ({HANG_VARIABLE: "90", DISABLE: "1"}, math.inf),
+    ],
+)
+def test_how_long_all_ranks_may_make_no_progress(env, limit):
+    assert hang_limit(env) == limit
 
 
 def test_time_counts_only_while_a_rank_is_stopped_and_somebody_looks():

@@ -26,10 +26,12 @@ from hvd_estimators.launch.rank.folder import make_rank_folder
 from hvd_estimators.launch.rank.forked import ForkedRank
 from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
+from hvd_estimators.launch.rank.liveness import HangWatch, sign_left
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import OutputReader
 from hvd_estimators.launch.rank.stalls import (
     StallWatch,
+    hang_limit,
     is_stopped,
     stall_environment,
     stall_limit,
@@ -111,6 +113,7 @@ class RankProcess:
         self._call = call
         self._env = {**env, **stall_environment(env)}
         self._stalls = StallWatch(stall_limit(env), 4 * _LOOK_SECONDS)
+        self._hangs = HangWatch(hang_limit(env), 4 * _LOOK_SECONDS)
         self._next_look = 0.0
         self._on_lines = on_lines
         self._on_error_lines = on_error_lines
@@ -159,7 +162,8 @@ class RankProcess:
         pids = [self._process.pid]
         with contextlib.suppress(OSError, ValueError):  # it has just been started
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
-        return self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
+        stopped = self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
+        return stopped or self._hangs.look(sign_left(self._directory), now)
 
     def abort(
         self, error_type: str = "aborted", error: str = "Ended because another rank had failed."

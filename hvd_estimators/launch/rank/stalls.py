@@ -14,6 +14,10 @@ off.
 A fit that launches its ranks again where one is lost has such a limit without the user, in
 `PATIENCE_VARIABLE`: as long as no first batch, validation or checkpoint takes, since a hang that is
 never noticed would cost the whole run, and one that is noticed late costs that time.
+
+Where all ranks hang, none holds up another. Of a fit, `hvd_estimators.launch.rank.liveness` sees
+that none takes a batch. That is less sure a sign, as of a callback that evaluates for hours on all
+ranks. So the fit's own limit for it is some times as long, and `HANG_VARIABLE` sets another.
 """
 
 from __future__ import annotations
@@ -24,8 +28,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 __all__ = [
+    "HANG_VARIABLE",
     "PATIENCE_VARIABLE",
     "StallWatch",
+    "hang_limit",
     "is_stopped",
     "stall_environment",
     "stall_limit",
@@ -35,6 +41,9 @@ __all__ = [
 PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
 """Environment variable of ranks: how long one may hold up others where the user sets no limit."""
 
+HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
+"""Environment variable of ranks: how long one may train without any progress; 0 for ever."""
+
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 _CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
@@ -42,6 +51,8 @@ _DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 # As long as a task may be silent.
 _STOPPED_SECONDS = 60.0
 _HOROVODS_CHECK_SECONDS = 60
+# Times as long as one rank may hold up others: four hours.
+_ALL_RANKS = 8
 
 # What Horovod's coordinator prints when it ends the job: "1!: [tensor, tensor ...]".
 _SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
@@ -53,6 +64,17 @@ def stall_limit(env: Mapping[str, str]) -> float:
     if _whole(env.get(_DISABLE)) > 0:
         return math.inf
     return float(_whole(env.get(_SHUTDOWN))) or _STOPPED_SECONDS
+
+
+def hang_limit(env: Mapping[str, str]) -> float:
+    """Return for how many seconds a rank with some environment may train without any progress."""
+    if _whole(env.get(_DISABLE)) > 0:
+        return math.inf
+    if HANG_VARIABLE in env:
+        return float(_whole(env[HANG_VARIABLE])) or math.inf
+    if _SHUTDOWN in env and not _whole(env[_SHUTDOWN]):
+        return math.inf
+    return float(_ALL_RANKS * _whole(env.get(PATIENCE_VARIABLE))) or math.inf
 
 
 def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
