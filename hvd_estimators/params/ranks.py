@@ -22,10 +22,10 @@ class RankParams(DeclaredParams):
         "its peers or its store; or stalled: stopped for a minute, or holding up the others for "
         "half an hour (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets another "
         "limit for both, 0 none for the latter); or all of them without a batch or an end of an "
-        "epoch for four hours (HVD_ESTIMATORS_HANG_SECONDS). They go on from the run's newest checkpoint. Task "
-        "slots for them are waited for as run_elastic does (HOROVOD_ELASTIC_TIMEOUT, 600 seconds). "
-        "An exception of the training code ends the fit. A run_id whose driver was killed on "
-        "another machine is waited for, for five minutes.",
+        "epoch for four hours (HVD_ESTIMATORS_HANG_SECONDS). They go on from the run's newest "
+        "checkpoint. Task slots for them are waited for as run_elastic does "
+        "(HOROVOD_ELASTIC_TIMEOUT, 600 seconds). An exception of the training code ends the fit. "
+        "A run_id whose driver was killed on another machine is waited for, for five minutes.",
         default=0,
         convert=integer(0),
     )
