@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from hvd_estimators.launch.horovod_runner import HorovodRunner
     from hvd_estimators.launch.runner import run
     from hvd_estimators.plots import plot_histories
+    from hvd_estimators.prepare.attributes import cardinalities
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
     from hvd_estimators.prepare.properties import get_dataset_properties
@@ -31,6 +32,7 @@ __all__ = [
     "PreparedDataset",
     "Store",
     "__version__",
+    "cardinalities",
     "clear_prepared_data",
     "clear_training_cache",
     "get_available_devices",
@@ -51,6 +53,7 @@ __getattr__, __dir__ = lazy_names(
         "HorovodRunner": "hvd_estimators.launch.horovod_runner",
         "PreparedDataset": "hvd_estimators.prepare.catalog",
         "Store": "hvd_estimators.store",
+        "cardinalities": "hvd_estimators.prepare.attributes",
         "clear_prepared_data": "hvd_estimators.prepare.reuse",
         "clear_training_cache": "hvd_estimators.prepare.reuse",
         "get_available_devices": "hvd_estimators.launch.gpu",

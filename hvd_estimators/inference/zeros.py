@@ -10,6 +10,7 @@ from pyspark.sql import DataFrame
 
 from hvd_estimators.loading.transformation import EditedField
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.prepare.attributes import vector_width
 from hvd_estimators.prepare.schema import stored_column
 
 __all__ = ["known_shapes", "rows_of_zeros"]
@@ -87,11 +88,11 @@ def known_shapes(
         spec = stored_column(dataset, name, allow_text=allow_text).spec
         dtypes[name] = spec.dtype
         # Where the DataFrame's type says more than the training's, or something else.
-        width = dataset.schema[name].metadata.get("ml_attr", {}).get("num_attrs")
+        width = vector_width(dataset, name)
         if not spec.shape:
             shapes[name] = ()
         elif spec.kind == "vector" and width:
-            shapes[name] = (int(width),)
+            shapes[name] = (width,)
         elif len(shapes.get(name, ())) != len(spec.shape):
             shapes.pop(name, None)
     return shapes, dtypes

@@ -17,6 +17,7 @@ from pyspark.sql import types as T
 from hvd_estimators.exceptions import ColumnError
 from hvd_estimators.parquet.arrow_types import text_options
 from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.prepare.attributes import vector_width
 from hvd_estimators.prepare.column_names import quoted, unused_name
 
 __all__ = ["StoredColumn", "feature_array", "known_columns", "stored_column"]
@@ -153,10 +154,10 @@ def known_columns(
     for name in names:
         spec = stored_column(df, name, **text_options(allow_text, name)).spec
         if spec.shape:
-            width = df.schema[name].metadata.get("ml_attr", {}).get("num_attrs")
+            width = vector_width(df, name)
             if spec.kind != "vector" or not width:
                 return None
-            spec = replace(spec, shape=(int(width),))
+            spec = replace(spec, shape=(width,))
         specs.append(spec)
     return specs
 

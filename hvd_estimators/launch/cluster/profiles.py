@@ -6,11 +6,10 @@ Runs on the driver, but for `rows_of_task`.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from packaging.version import Version
 
 from hvd_estimators.exceptions import ParamError, SlotsError
 
@@ -192,15 +191,13 @@ def collect_from_tasks(
     profile : ResourceProfile or None
         What tasks ask for.
     """
-    import pyspark
-
-    if profile is not None and Version(pyspark.__version__) < Version("4"):
-        # Its DataFrames know nothing of profiles.
+    frame: Any = session.range(0, num_tasks, 1, num_tasks)
+    knows_profiles = "profile" in inspect.signature(frame.mapInArrow).parameters
+    if profile is not None and not knows_profiles:  # before PySpark 4
         numbers = session.sparkContext.parallelize(range(num_tasks), num_tasks)
         barrier = numbers.withResources(profile).barrier()
         return barrier.mapPartitions(functools.partial(rows_of_task, task=task)).collect()
     given: dict[str, Any] = {} if profile is None else {"profile": profile}
-    frame: Any = session.range(0, num_tasks, 1, num_tasks)
     rows: list[Any] = frame.mapInArrow(task, schema, barrier=True, **given).collect()
     return rows
 

@@ -1,0 +1,70 @@
+"""What transformers have noted of columns tells the sizes of embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pyspark.ml import Pipeline
+from pyspark.ml.feature import Bucketizer, QuantileDiscretizer, StringIndexer, VectorAssembler
+
+from hvd_estimators import cardinalities
+from hvd_estimators.exceptions import ColumnError, ParamError
+
+pytestmark = pytest.mark.spark
+
+COLOURS = ["red", "blue", "green", "blue", "red", "blue"]
+
+
+@pytest.fixture(scope="module")
+def indexed(spark: Any) -> Any:
+    rows = [(colour, colour, float(size)) for size, colour in enumerate(COLOURS)]
+    frame = spark.createDataFrame(rows, ["colour", "é", "size"])
+    stages = [
+        StringIndexer(inputCol="colour", outputCol="index"),
+        StringIndexer(inputCol="é", outputCol="c d", handleInvalid="keep"),
+        Bucketizer(splits=[-1.0, 2.0, 4.0, 9.0, 99.0], inputCol="size", outputCol="bucket"),
+        QuantileDiscretizer(numBuckets=2, inputCol="size", outputCol="half"),
+        VectorAssembler(inputCols=["c d", "size"], outputCol="vector"),
+    ]
+    made = Pipeline(stages=stages).fit(frame).transform(frame)
+    # Spark's own transformers take no dots.
+    return made.withColumnRenamed("index", "colour.index")
+
+
+def test_categories_are_counted_without_a_job(spark: Any, indexed: Any) -> None:
+    spark.sparkContext.setJobGroup("cardinalities", "")
+    found = cardinalities(indexed, ["c d", "colour.index", "bucket", "half"])
+    jobs = spark.sparkContext.statusTracker().getJobIdsForGroup("cardinalities")
+    spark.sparkContext.setLocalProperty("spark.jobGroup.id", None)
+    # One more for values that were not seen; of buckets those without rows count, too.
+    assert list(found.items()) == [("c d", 4), ("colour.index", 3), ("bucket", 4), ("half", 2)]
+    assert len(jobs) == 0
+
+
+def test_what_was_noted_comes_along_with_a_name_for_it(indexed: Any) -> None:
+    renamed = indexed.filter("size > 2").withColumnRenamed("colour.index", "`kind`")
+    assert cardinalities(renamed, "`kind`") == {"`kind`": 3}
+    kept = indexed.withMetadata("size", {"ml_attr": {"type": "nominal", "num_vals": 7}})
+    assert cardinalities(kept, ["size"]) == {"size": 7}
+    binary = indexed.withMetadata("size", {"ml_attr": {"type": "binary"}})
+    assert cardinalities(binary, ["size"]) == {"size": 2}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (["size"], "nothing notes how many values 'size' has. Write it with .*StringIndexer"),
+        (["vector"], "'vector' is a vector, found 2 numbers"),
+        (["shade"], "has no column 'shade'"),
+        ([], "expected at least one column name"),
+    ],
+)
+def test_what_nobody_noted_is_an_error(indexed: Any, columns: Any, message: str) -> None:
+    with pytest.raises(ColumnError, match=message):
+        cardinalities(indexed, columns)
+
+
+def test_a_frame_is_asked_for() -> None:
+    with pytest.raises(ParamError, match="df"):
+        cardinalities({"a": [1]}, ["a"])  # type: ignore[arg-type]
