@@ -1,13 +1,26 @@
-"""Large content as a file of this machine, which is gone when nobody holds it any more."""
+"""Large content as a file of this machine, which is gone when nobody holds it any more.
+
+Who is killed deletes nothing. Folders therefore have names that tell whose they are, and the next
+process of this user that makes one sweeps those of processes that are gone. A rank's are in the
+folder of the rank, see `hvd_estimators.launch.rank.folder`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import hashlib
 import os
+import re
 import shutil
 import tempfile
 import weakref
 
-__all__ = ["LocalFile"]
+from hvd_estimators.owners import Owner, is_dead, this_process
+
+__all__ = ["LocalFile", "folder_prefix", "sweep"]
+
+_NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
 
 class LocalFile(os.PathLike[str]):
@@ -20,7 +33,7 @@ class LocalFile(os.PathLike[str]):
     """
 
     def __init__(self) -> None:
-        directory = tempfile.mkdtemp(prefix="hvd_estimators-")
+        directory = tempfile.mkdtemp(prefix=folder_prefix())
         self.path = os.path.join(directory, "content")
         self._delete = weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
 
@@ -30,3 +43,43 @@ class LocalFile(os.PathLike[str]):
     def close(self) -> None:
         """Delete the file."""
         self._delete()
+
+
+def folder_prefix() -> str:
+    """Return how the names of temporary folders of this process begin; sweeps those of others.
+
+    For folders that nobody wants once the process is gone.
+    """
+    _sweep_once(tempfile.gettempdir())
+    own = this_process()
+    # Where it cannot be told whose a folder is, nobody sweeps it.
+    is_known = own.machine and own.started.isdigit()
+    if not is_known:
+        return "hvd_estimators-"
+    return f"hvd_estimators-of-{_digest(own.machine)}-{own.pid}-{own.started}-"
+
+
+def sweep(parent: str) -> None:
+    """Delete this user's temporary folders of processes that are surely gone."""
+    machine = this_process().machine
+    with contextlib.suppress(OSError), os.scandir(parent) as entries:
+        for entry in entries:
+            named = _NAME.fullmatch(entry.name)
+            if named is None or not machine or named[1] != _digest(machine):
+                continue
+            with contextlib.suppress(OSError):
+                if (
+                    entry.is_dir(follow_symlinks=False)
+                    and entry.stat(follow_symlinks=False).st_uid == os.getuid()
+                    and is_dead(Owner(machine, int(named[2]), named[3]))
+                ):
+                    shutil.rmtree(entry, ignore_errors=True)
+
+
+@functools.lru_cache(maxsize=1)
+def _sweep_once(parent: str) -> None:
+    sweep(parent)
+
+
+def _digest(machine: str) -> str:
+    return hashlib.sha256(machine.encode()).hexdigest()[:16]

@@ -29,6 +29,7 @@ from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.temporary import folder_prefix
 from hvd_estimators.torch.checkpoint import ShardBuffers
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
@@ -103,7 +104,7 @@ class _Trainer:
             # Who has been asked to end gets time until the checkpoint is written.
             stack.enter_context(self.stop_request)
             progress = stack.enter_context(Progress(self.spec, self.rank))
-            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="hvd_estimators-"))
+            scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix=folder_prefix()))
             stack.enter_context(self.logs)
             stack.enter_context(self.checkpoints)
             stack.enter_context(self.spec.store.options_for_others())

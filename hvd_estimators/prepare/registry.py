@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from hvd_estimators.owners import Owner
 from hvd_estimators.prepare.catalog import (
     dataset_paths,
     hold_paths,
@@ -25,7 +26,6 @@ from hvd_estimators.prepare.catalog import (
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.store import Store
 from hvd_estimators.store.claims import Claim, Heartbeat, StoreClock, is_abandoned, read_claim
-from hvd_estimators.store.owners import Owner
 
 __all__ = ["KEPT_DATASETS", "Loan", "Registry", "delete_orphans"]
 

@@ -37,9 +37,9 @@ from typing import Any
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import StoreError
+from hvd_estimators.owners import Owner, is_dead, is_here, this_process
 from hvd_estimators.store.exiting import at_exit
 from hvd_estimators.store.files import Files
-from hvd_estimators.store.owners import Owner, is_dead, is_here, this_process
 
 __all__ = [
     "HEARTBEAT_SECONDS",

@@ -20,6 +20,7 @@ from hvd_estimators.store.base import Store
 from hvd_estimators.store.registry import scheme_of
 from hvd_estimators.store.remote_file import RemoteFile
 from hvd_estimators.store.retries import typed_errors
+from hvd_estimators.temporary import folder_prefix
 
 __all__ = ["FilesystemStore"]
 
@@ -158,7 +159,7 @@ class FilesystemStore(Store):
         # Closing a file fails once more where its disk is full; the folder goes all the same.
         with (
             typed_errors(what),
-            tempfile.TemporaryDirectory(prefix="hvd_estimators-") as folder,
+            tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
             open(os.path.join(folder, "content"), "w+b") as file,
         ):
             yield file

@@ -23,6 +23,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.owners import Owner, is_here, this_process
 from hvd_estimators.store.claims import (
     HEARTBEAT_SECONDS,
     STALE_SECONDS,
@@ -32,7 +33,6 @@ from hvd_estimators.store.claims import (
     read_claim,
 )
 from hvd_estimators.store.files import Files
-from hvd_estimators.store.owners import Owner, is_here, this_process
 from hvd_estimators.store.paths import RunPaths
 
 __all__ = [

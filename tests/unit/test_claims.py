@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
+from hvd_estimators.owners import Owner, is_dead, this_process
 from hvd_estimators.store import LocalStore, claims
 from hvd_estimators.store.claims import (
     STALE_SECONDS,
@@ -25,7 +26,6 @@ from hvd_estimators.store.claims import (
     is_abandoned,
     read_claim,
 )
-from hvd_estimators.store.owners import Owner, is_dead, this_process
 
 pytestmark = pytest.mark.timeout(60)
 

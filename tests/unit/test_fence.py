@@ -14,11 +14,11 @@ from saved_checkpoints import epochs_in, file_names, model_of, restored, state_o
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.launching import Launch
 from hvd_estimators.fitting.runs import HeldRun
+from hvd_estimators.owners import this_process
 from hvd_estimators.store import FilesystemStore, lease
 from hvd_estimators.store.claims import Claim, read_claim
 from hvd_estimators.store.fence import Fence
 from hvd_estimators.store.lease import lease_path
-from hvd_estimators.store.owners import this_process
 from hvd_estimators.training.checkpoints import CheckpointWriter
 from hvd_estimators.training.handover import StoredCall
 from hvd_estimators.training.spec import CheckpointOptions

@@ -46,6 +46,7 @@ ROOMS = {
     "lazy": "base",
     "model": "estimator",
     "params": "estimator",
+    "owners": "base",
     "plain": "base",
     "temporary": "base",
     "remedies": "base",

@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.owners import this_process
 from hvd_estimators.store import FilesystemStore, LocalStore, lease
 from hvd_estimators.store.claims import STALE_SECONDS, Claim, Heartbeat, read_claim
 from hvd_estimators.store.lease import RunLease, await_free, holder, lease_path, require_free
-from hvd_estimators.store.owners import this_process
 
 HOLDER = """
 import sys

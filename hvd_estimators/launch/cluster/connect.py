@@ -25,6 +25,7 @@ from hvd_estimators.launch.cluster.profiles import TaskResources
 from hvd_estimators.launch.cluster.slots import expected_executors
 from hvd_estimators.launch.task.sharing import INLINE_BYTES, AddedFile
 from hvd_estimators.launch.versions import installed_versions
+from hvd_estimators.temporary import folder_prefix
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -209,7 +210,7 @@ class ConnectCluster(Cluster):
             yield call
             return
         name = f"hvd_estimators-{uuid.uuid4().hex}"
-        with tempfile.TemporaryDirectory(prefix="hvd_estimators-") as folder:
+        with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
             path = os.path.join(folder, name)
             with open(path, "wb") as file:
                 file.write(call)

@@ -22,7 +22,7 @@ import psutil
 
 from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
-from hvd_estimators.store.owners import Owner, is_dead, this_process
+from hvd_estimators.owners import Owner, is_dead, this_process
 
 __all__ = ["make_rank_folder", "sweep", "use_own_temporary_folder"]
 

@@ -1,4 +1,4 @@
-"""The process that something in a store belongs to, and whether it still lives. On the driver.
+"""The process that something stored, or a temporary folder, belongs to: whether it still lives.
 
 The operating system tells, of processes of this machine alone. Those of others have to tell
 themselves, see `hvd_estimators.store.claims`.
