@@ -10,6 +10,7 @@ from collections.abc import Callable
 import cloudpickle
 
 from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.import_finders import forget_archives
 from hvd_estimators.inference.received import received
 from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.inference.shared import Hashed, Sent
@@ -50,6 +51,7 @@ def cached_predictor(
     resources : Resources
         What the task has. With others a predictor is another one.
     """
+    forget_archives()
     found = _predictors.get((key, resources))
     if found is not None:
         return found
@@ -58,6 +60,7 @@ def cached_predictor(
     with received(model) as document:
         made = load(document, resources) if _takes_resources(load) else load(document)
         _predictors[key, resources] = made
+    forget_archives()
     # PySpark collects garbage after each task, and looks at all objects of an imported framework
     # each time, for 100 ms and more. What lives as long as the predictor is set aside until another
     # one comes.
