@@ -17,6 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow
 from hvd_estimators.inference.batch_bytes import spread
 from hvd_estimators.inference.documents import Document
 from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
@@ -25,7 +26,7 @@ from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
 from hvd_estimators.inference.sql import active_session, checked_name, sql_form
 from hvd_estimators.inference.steps import Inference, is_scalar
-from hvd_estimators.inference.udf import make_udf, takes_arrow
+from hvd_estimators.inference.udf import make_udf
 from hvd_estimators.params import declare, names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.history import HistoryParams
@@ -132,7 +133,6 @@ class HorovodModel(
           ``spark.udf.register``, for queries without aggregates of it and joins on it.
         - Its batches have ``spark.sql.execution.arrow.maxRecordsPerBatch`` rows, however large.
         - It cannot leave rows out: ``handleInvalid="skip"`` is as ``"keep"``.
-        - Before Spark 4.1 NaN counts as null in columns of floating-point numbers.
 
         Parameters
         ----------
@@ -192,12 +192,21 @@ class HorovodModel(
         given = self._given_columns(dataset, inference)
         if spread_out is not None:
             given.append(spread_out.is_row)
+        wanted = self._types_of_added()
+        fields = inference.fields
+        by_field = zip(fields.items(), wanted.values(), strict=True)
+        vectors = {
+            field: VectorUDT()
+            for (field, shape), data_type in by_field
+            if takes_arrow() and data_type is None and _is_vector(shape)
+        }
         predicted = make_udf(
             document,
             load,
             inference,
             functools.partial(self._shared.send, dataset),
             has_empty_rows=spread_out is not None,
+            vectors=vectors,
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run in a filter on a prediction, and once more.
@@ -206,12 +215,10 @@ class HorovodModel(
             if spread_out is None
             else spread_out.without_empty_rows(predicted, made)
         )
-        wanted = self._types_of_added().items()
-        fields = inference.fields
-        columns = {
-            name: _as_type(F.col(made)[field] if len(fields) > 1 else F.col(made), shape, data_type)
-            for (field, shape), (name, data_type) in zip(fields.items(), wanted, strict=True)
-        }
+        columns = {}
+        for (field, shape), (name, data_type) in zip(fields.items(), wanted.items(), strict=True):
+            column = F.col(made)[field] if len(fields) > 1 else F.col(made)
+            columns[name] = column if field in vectors else _as_type(column, shape, data_type)
         return with_made.withColumns(columns).drop(made)
 
     def _types_of_added(self) -> dict[str, str | None]:
@@ -226,7 +233,7 @@ class HorovodModel(
         given = []
         for name in inference.columns:
             column = self._feature_column(dataset, name)
-            if takes_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
+            if sees_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
                 # Sparse ones stay sparse on the way, and dense ones need no conversion in the JVM.
                 column = F.unwrap_udt(F.col(quoted(name)))
             if name in inference.flagged:
@@ -249,7 +256,7 @@ class HorovodModel(
         return replace(
             inference,
             # Arrow tells nulls from NaN.
-            flagged=() if takes_arrow() else flagged(dataset, inference.columns, keeps),
+            flagged=() if sees_arrow() else flagged(dataset, inference.columns, keeps),
             keeps_nulls=keeps,
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
@@ -293,10 +300,14 @@ class HorovodModel(
         return ()
 
 
+def _is_vector(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 1 and not is_scalar(shape)
+
+
 def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:
     if data_type is not None:
         return column.cast(data_type)
-    if is_scalar(shape) or len(shape) > 1:
+    if not _is_vector(shape):
         return column
     # It takes no nulls.
     return F.when(column.isNotNull(), array_to_vector(column))

@@ -16,10 +16,22 @@ from hvd_estimators.inference.arguments import DENSE, VECTOR, check_count, is_no
 from hvd_estimators.inference.steps import Inference, has_nulls, is_ragged, is_scalar
 from hvd_estimators.parquet.columns import Array
 
-__all__ = ["arguments", "to_array", "to_arrays", "to_column", "to_result", "valid_rows"]
+__all__ = [
+    "arguments",
+    "rows_of",
+    "to_array",
+    "to_arrays",
+    "to_column",
+    "to_result",
+    "to_vectors",
+    "valid_rows",
+]
 
 _ITEM = "element"
 """As Spark names what is in arrays. Under other names it would cast them."""
+
+_ANY_SIZE = (-1,)
+"""The shape of a row that is a vector, whatever its size."""
 
 
 def to_arrays(
@@ -56,7 +68,7 @@ def to_arrays(
     if valid is None or valid.all():
         valid = None
     else:
-        columns = [column.filter(pa.array(valid)) for column in columns]
+        columns = [rows_of(column, valid) for column in columns]
     arrays = {
         name: to_array(column, name)
         for name, column in zip(inference.columns, columns, strict=True)
@@ -112,6 +124,23 @@ def valid_rows(column: pa.Array) -> Array | None:
     num_nulls = np.concatenate([[0], np.cumsum(~valid_items)])[offsets]
     holds_none = num_nulls[1:] == num_nulls[:-1]
     return holds_none if valid is None else valid & holds_none
+
+
+def rows_of(column: pa.Array, wanted: Array) -> pa.Array:
+    """Return some rows of a column; of lists a view, where the other rows hold nothing.
+
+    Between large rows there are many empty ones, and Arrow's filter copies.
+    """
+    if pa.types.is_struct(column.type):
+        parts = [rows_of(part, wanted) for part in column.flatten()]
+        return pa.StructArray.from_arrays(parts, fields=list(column.type))
+    if pa.types.is_list(column.type):
+        offsets, items = _parts(column)
+        is_null = column.is_null().to_numpy(zero_copy_only=False)
+        if not np.diff(offsets)[~wanted].any() and not is_null[wanted].any():
+            ends = np.append(offsets[:-1][wanted], offsets[-1:])
+            return pa.ListArray.from_arrays(pa.array(ends), items).cast(column.type)
+    return column.filter(pa.array(wanted))
 
 
 def to_array(column: pa.Array, name: str) -> Array:
@@ -186,6 +215,31 @@ def to_column(
         data_type = pa.list_(pa.field(_ITEM, column.type))
         column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
     return column
+
+
+def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
+    """Return an output of one dimension as what Spark stores dense ML vectors as.
+
+    Parameters
+    ----------
+    array : array
+        The output, of shape ``(rows, size)``.
+    valid : array, optional
+        Which of the column's rows the output's are; the others are null.
+    """
+    values = to_column(array, _ANY_SIZE, valid)
+    count = len(values)
+    numbers = pa.list_(pa.field(_ITEM, pa.float64(), nullable=False))
+    places = pa.list_(pa.field(_ITEM, pa.int32(), nullable=False))
+    # VectorUDT's, by Spark's names and in its order.
+    parts = {
+        pa.field("type", pa.int8(), nullable=False): pa.array(np.full(count, DENSE, np.int8)),
+        pa.field("size", pa.int32()): pa.nulls(count, pa.int32()),
+        pa.field("indices", places): pa.nulls(count, places),
+        pa.field("values", numbers): values.cast(numbers),
+    }
+    mask = None if valid is None else pa.array(~valid)
+    return pa.StructArray.from_arrays([*parts.values()], fields=[*parts], mask=mask)
 
 
 def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:

@@ -5,8 +5,9 @@ What makes it and the columns that it takes and gives are in `hvd_estimators.mod
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,12 @@ from pyspark.sql.pandas.functions import pandas_udf
 
 from hvd_estimators.first_imports import first_imports
 from hvd_estimators.inference import arrow_batches, pandas_batches
+from hvd_estimators.inference.arrow_columns import (
+    ARROW_UDF,
+    sees_arrow,
+    takes_arrow,
+    unconverted,
+)
 from hvd_estimators.inference.documents import Document, as_bytes
 from hvd_estimators.inference.predictors import cached_predictor, predictor_key
 from hvd_estimators.inference.received import received
@@ -31,17 +38,10 @@ from hvd_estimators.inference.steps import Inference, Predictor, is_scalar, one_
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
 
-__all__ = ["make_udf", "takes_arrow"]
-
-_ARROW_UDF = "arrow_udf"
+__all__ = ["make_udf"]
 
 Send = Callable[[str, Hashed], Sent]
 """The role of bytes and these to what takes its place in a UDF; see `SharedBytes`."""
-
-
-def takes_arrow() -> bool:
-    """Return whether UDFs are given Arrow's columns, as Spark 4.1 can; pandas' otherwise."""
-    return hasattr(F, _ARROW_UDF)
 
 
 def make_udf(
@@ -51,6 +51,7 @@ def make_udf(
     send: Send,
     has_empty_rows: bool = False,
     form: SqlForm | None = None,
+    vectors: Mapping[str, T.DataType] | None = None,
 ) -> Callable[..., Column]:
     """Return a UDF from columns to the output, or to a struct where there are several fields.
 
@@ -69,7 +70,11 @@ def make_udf(
         the output is null there.
     form : SqlForm, optional
         How it is called from SQL. Default: as `transform` calls it, which knows types of columns.
+    vectors : mapping, optional
+        Fields that are ML vectors, and no arrays, to that type. Arrow UDFs alone can give these.
     """
+    vectors = vectors or {}
+    as_vectors = frozenset(vectors)
     hashed = Hashed.of(document)
     model = send("model", hashed)
     steps = send("steps", Hashed.of(cloudpickle.dumps((*first_imports(), load, inference))))
@@ -82,14 +87,22 @@ def make_udf(
     if form is not None:
         return_type = form.returned
     elif single:
-        return_type = _spark_type(inference.shapes[0])
+        return_type = vectors.get(names[0]) or _spark_type(inference.shapes[0])
     else:
         return_type = T.StructType(
-            [T.StructField(name, _spark_type(shape)) for name, shape in fields.items()]
+            [
+                T.StructField(name, vectors.get(name) or _spark_type(shape))
+                for name, shape in fields.items()
+            ]
         )
-    batches_of: Any = arrow_batches if takes_arrow() else pandas_batches
+    results: Any = arrow_batches if takes_arrow() else pandas_batches
+    columns_form = contextlib.nullcontext if takes_arrow() or not sees_arrow() else unconverted
 
     def predict(batches: Any) -> Any:
+        with columns_form():
+            yield from predicted(batches)
+
+    def predicted(batches: Any) -> Any:
         with received(steps) as pickled:
             *_, load, inference = pickle.loads(as_bytes(pickled))
         resources = task_resources(TaskContext.get())
@@ -99,6 +112,7 @@ def make_udf(
             # PySpark gives one column as it is, and several as a tuple.
             columns = list(batch) if isinstance(batch, tuple) else [batch]
             is_row = None
+            batches_of: Any = arrow_batches if _are_arrows(columns) else pandas_batches
             if form is not None:
                 columns = batches_of.arguments(columns, inference.columns, form.text)
             if has_empty_rows:
@@ -109,9 +123,11 @@ def make_udf(
 
             def finish() -> Any:
                 outputs = zip(names, begun(), fields.values(), dtypes, strict=True)
-                return batches_of.to_result(
+                return results.to_result(
                     {
-                        name: arrow_batches.to_column(output, shape, valid, dtype)
+                        name: arrow_batches.to_vectors(output, valid)
+                        if name in as_vectors
+                        else arrow_batches.to_column(output, shape, valid, dtype)
                         for name, output, shape, dtype in outputs
                     }
                 )
@@ -126,9 +142,13 @@ def make_udf(
     taken: Any = column if given == 1 else tuple[column, ...]
     result: Any = column if single or takes_arrow() else pd.DataFrame
     predict.__annotations__ = {"batches": Iterator[taken], "return": Iterator[result]}
-    make: Any = getattr(F, _ARROW_UDF) if takes_arrow() else pandas_udf
+    make: Any = getattr(F, ARROW_UDF) if takes_arrow() else pandas_udf
     udf: Callable[..., Column] = make(predict, return_type)
     return udf
+
+
+def _are_arrows(columns: Sequence[Any]) -> bool:
+    return all(isinstance(column, pa.Array) for column in columns)
 
 
 def _begin(

@@ -27,9 +27,8 @@ class InferenceParams(DeclaredParams):
     handleInvalid = declare(
         "What transform() does with rows that have a null in a column that the model is given: "
         "'keep' them, with nulls in all columns that it adds; 'skip' them: the result lacks them; "
-        "or fail with an 'error'. NaN is a number like others. So it is with nulls within arrays "
-        "where they are skipped, and from Spark 4.1 on; before, these are NaN to the model where "
-        "they are among floats, and an error elsewhere.",
+        "or fail with an 'error'. NaN is a number like others. A null within an array counts as "
+        "one of the row.",
         default="keep",
         convert=one_of("keep", "skip", "error"),
         accessor="HandleInvalid",

@@ -13,6 +13,7 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import DataFrame
 from pyspark.sql import types as T
 
+from hvd_estimators.inference import arrow_columns
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -146,6 +147,15 @@ def test_predictions_are_the_models_own(
     np.testing.assert_array_equal(columns[0], outputs[0])
     np.testing.assert_array_equal([vector.toArray() for vector in columns[1]], outputs[1])
     np.testing.assert_array_equal(columns[2], outputs[2])
+
+
+def test_columns_of_pandas_give_the_same(
+    spark: Any, rows: DataFrame, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if arrow_columns.takes_arrow():
+        pytest.skip("this PySpark has Arrow UDFs")
+    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
+    test_predictions_are_the_models_own(spark, rows, "positional", "tuple", 7)
 
 
 @pytest.mark.parametrize(

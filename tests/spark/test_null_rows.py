@@ -12,6 +12,7 @@ import torch
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import types as T
 
+from hvd_estimators.inference import arrow_columns
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -59,6 +60,20 @@ def expected(row: Any) -> tuple[Any, Any, Any]:
     _, x, n, v, a, m = row
     array = np.array(a)
     return x + n, v.toArray() + array, (np.array(m)[:, 0] + array)[None]
+
+
+@pytest.fixture
+def as_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let columns come to UDFs as pandas', as with a PySpark that has no other way."""
+    if arrow_columns.takes_arrow():
+        pytest.skip("this PySpark has Arrow UDFs")
+    monkeypatch.setattr(arrow_columns, "can_leave_unconverted", lambda: False)
+
+
+def test_columns_of_pandas_tell_the_same_rows_with_nulls(
+    spark: Any, tmp_path: Path, as_pandas: None
+) -> None:
+    test_rows_with_nulls_get_nulls_or_are_left_out_or_end_the_job(spark, tmp_path, True)
 
 
 @pytest.mark.parametrize("known_sizes", [True, False])
@@ -118,3 +133,28 @@ def test_one_output_and_a_classifiers_columns_are_null_together(spark: Any) -> N
     # All rows of a partition, and none.
     only = scored.transform(frame.where("id = 0").repartition(3)).collect()
     assert [tuple(row)[2:] for row in only] == [(None, None, None, None)]
+
+
+def test_a_null_within_an_array_is_told_from_nan_also_by_a_udf(spark: Any) -> None:
+    rows = [(0, [1.0, NAN], 1.0), (1, [1.0, None], 1.0), (2, [1.0, 2.0], NAN), (3, None, 1.0)]
+    frame = spark.createDataFrame(rows, "id int, `a.b` array<double>, `é x` double").coalesce(1)
+    model = TorchModel(
+        model=Sum(),
+        feature_columns=["a.b", "é x"],
+        label_columns=["y"],
+        input_shapes=[[2], []],
+    )
+    in_udf = frame.select("id", model.as_udf()("`a.b`", "`é x`").alias("y__output"))
+    for predicted in (model.transform(frame), in_udf):
+        found = {row["id"]: row["y__output"] for row in predicted.collect()}
+        assert (found[1], found[3]) == (None, None)
+        assert math.isnan(found[0])
+        assert math.isnan(found[2])
+    ragged = frame.union(spark.createDataFrame([(4, [1.0], 1.0)], frame.schema)).coalesce(1)
+    with pytest.raises(Exception, match=r"Column 'a\.b' is ragged"):
+        model.transform(ragged).collect()
+
+
+class Sum(torch.nn.Module):
+    def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return a.sum(1) + x

@@ -9,7 +9,13 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.inference.arrow_batches import to_array, to_column, valid_rows
+from hvd_estimators.inference.arrow_batches import (
+    rows_of,
+    to_array,
+    to_column,
+    to_vectors,
+    valid_rows,
+)
 
 pytestmark = pytest.mark.versions
 
@@ -157,3 +163,69 @@ def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
     half = to_column(array, (2,), None, "float32")
     assert half.type.value_type == pa.float32()
     assert half.to_pylist()[1] == [2**24, -3]
+
+
+@pytest.mark.parametrize("size", [1, 3, 0])
+def test_vectors_are_the_struct_that_spark_stores_them_as(size: int) -> None:
+    values = np.arange(2.0 * size).reshape(2, size).astype(np.float32)
+    for valid in (None, np.array([False, True, True, False])):
+        column = to_vectors(values, valid)
+        column.validate(full=True)
+        made = iter(values.tolist())
+        expected = [
+            {"type": 1, "size": None, "indices": None, "values": next(made)} if is_row else None
+            for is_row in ([True, True] if valid is None else valid)
+        ]
+        assert column.to_pylist() == expected
+        fields = {field.name: str(field.type) for field in column.type}
+        assert fields == {
+            "type": "int8",
+            "size": "int32",
+            "indices": "list<element: int32 not null>",
+            "values": "list<element: double not null>",
+        }
+    assert len(to_vectors(values[:0])) == 0
+
+
+LISTS = pa.list_(pa.float32())
+STRUCTS = pa.struct([("kind", pa.int8()), ("values", pa.list_(pa.field("element", pa.float64())))])
+
+
+@pytest.mark.parametrize(
+    ("values", "data_type"),
+    [
+        ([None, [1.0, 2.0], None, [], [3.0, None], None], LISTS),
+        ([[9.0], [1.0, 2.0], None, [], [3.0, 4.0], [8.0]], LISTS),
+        ([None, [1.0], None, None, [3.0], None], LISTS),
+        ([None, [[1.0], None], None, [], [[3.0]], None], pa.list_(LISTS)),
+        ([None, 1.0, None, 2.0, None, None], pa.float64()),
+        ([None, "a", None, "b", "c", None], pa.string()),
+        (
+            [
+                None,
+                {"kind": 1, "values": [1.0]},
+                None,
+                {"kind": 0, "values": None},
+                {"kind": 1, "values": [2.0, 3.0]},
+                {"kind": 2, "values": [4.0]},
+            ],
+            STRUCTS,
+        ),
+    ],
+)
+def test_some_rows_of_a_column_are_those_of_arrows_filter(
+    values: Any, data_type: pa.DataType
+) -> None:
+    wanted = np.array([False, True, False, True, True, False])
+    for column in (pa.array(values, data_type), pa.array([None, *values], data_type)[1:]):
+        found = rows_of(column, wanted)
+        found.validate(full=True)
+        assert found.type == data_type
+        assert found.to_pylist() == column.filter(pa.array(wanted)).to_pylist()
+
+
+def test_lists_between_empty_rows_are_not_copied() -> None:
+    column = pa.array([None, [1.0, 2.0], None, [3.0, 4.0]], LISTS)
+    wanted = np.array([False, True, False, True])
+    given, found = column.values.buffers()[1], rows_of(column, wanted).values.buffers()[1]
+    assert found.address == given.address

@@ -1,0 +1,77 @@
+"""Columns of Arrow's for UDFs, where PySpark has Arrow UDFs and where it has not.
+
+Before Spark 4.1 the columns of a batch come to a Python worker as Arrow's, too, and PySpark makes
+pandas' of them: a Python object for each row of an array, and NaN of nulls. A public way to leave
+them as they are does not exist, so the method that converts them is replaced while a UDF of ours
+runs. Where PySpark has no such method the columns come as pandas'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import pyarrow as pa
+from pyspark.sql import functions as F
+
+__all__ = ["can_leave_unconverted", "sees_arrow", "takes_arrow", "unconverted"]
+
+ARROW_UDF = "arrow_udf"
+_MODULE = "pyspark.sql.pandas.serializers"
+_SERIALIZER = "ArrowStreamPandasUDFSerializer"
+_CONVERT = "arrow_to_pandas"
+
+
+def takes_arrow() -> bool:
+    """Return whether there are Arrow UDFs, as in Spark 4.1; pandas' otherwise."""
+    return hasattr(F, ARROW_UDF)
+
+
+def can_leave_unconverted() -> bool:
+    """Return whether PySpark is one whose pandas UDFs can be given Arrow's columns."""
+    return callable(getattr(_serializer(), _CONVERT, None))
+
+
+def sees_arrow() -> bool:
+    """Return whether columns reach a UDF of ours as Arrow's. Runs on the driver."""
+    return takes_arrow() or can_leave_unconverted()
+
+
+@contextlib.contextmanager
+def unconverted() -> Iterator[None]:
+    """Let PySpark give the columns of batches as Arrow's. Runs on executors.
+
+    Of a Python worker's UDFs one of ours is the only one as long as it runs: Spark gives a worker
+    no other beside one that takes an iterator of batches.
+    """
+    serializer: Any = _serializer()
+    convert = getattr(serializer, _CONVERT, None)
+    is_own = _CONVERT in vars(serializer or object)
+
+    def leave(self: Any, column: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(column, pa.ChunkedArray):
+            return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+        if isinstance(column, pa.Array) or convert is None:
+            return column
+        return convert(self, column, *args, **kwargs)
+
+    if convert is None:
+        yield
+        return
+    setattr(serializer, _CONVERT, leave)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(serializer, _CONVERT, convert)
+        else:
+            delattr(serializer, _CONVERT)
+
+
+def _serializer() -> Any:
+    try:
+        return getattr(importlib.import_module(_MODULE), _SERIALIZER, None)
+    except ImportError:
+        return None
