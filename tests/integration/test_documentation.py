@@ -1,0 +1,117 @@
+"""The Python blocks of README and documentation run as they stand, each page from top to bottom.
+
+A page may take for given what `GIVEN` makes. Its paths below ``/shared`` and ``/tmp`` lie in a
+folder of the test.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import documented
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.integration]
+
+PAGES = documented.pages()
+
+
+def _df(spark: Any, folder: Path) -> Any:
+    from pyspark.ml.linalg import Vectors
+
+    rows = [
+        (i, Vectors.dense([float(i % 7), float(i % 5), 1.0]), float(i % 7 > 3), float(i % 3))
+        for i in range(96)
+    ]
+    return spark.createDataFrame(rows, ["id", "features", "label", "weight"]).coalesce(2)
+
+
+def _store(spark: Any, folder: Path) -> Any:
+    from hvd_estimators import Store
+
+    return Store.create(str(folder / "given"))
+
+
+def _torch_estimator(spark: Any, folder: Path) -> Any:
+    import torch
+
+    from hvd_estimators.torch import TorchEstimator
+
+    net = torch.nn.Linear(3, 2)
+    return TorchEstimator(
+        num_proc=2,
+        store=_store(spark, folder),
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.01),
+        loss=torch.nn.CrossEntropyLoss(),
+        column_dtypes={"label": "int64"},
+        feature_cols=["features"],
+        label_cols=["label"],
+        validation=0.25,
+        random_seed=1,
+        verbose=0,
+    )
+
+
+def _net(spark: Any, folder: Path) -> Any:
+    import torch
+
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+
+
+def _keras_model(spark: Any, folder: Path) -> Any:
+    import keras
+
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+
+
+GIVEN: dict[str, Callable[[Any, Path], Any]] = {
+    "spark": lambda spark, folder: spark,
+    "df": _df,
+    "train_df": _df,
+    "test_df": _df,
+    "store": _store,
+    "estimator": _torch_estimator,
+    "net": _net,
+    "keras_model": _keras_model,
+    "model": lambda spark, folder: _torch_estimator(spark, folder).fit(_df(spark, folder)),
+}
+
+ASSUMED = {"assembler", "indexer", "loader", "loss", "optimizer"}
+"""Names that blocks which are not run may take for given, too."""
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A working folder of the test's own."""
+    before = Path.cwd()
+    os.chdir(tmp_path)
+    yield tmp_path
+    os.chdir(before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
+    pytest.importorskip("petastorm", reason="they run in the default environment alone")
+    blocks = documented.blocks_of(page)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    wanted = documented.names_wanted(blocks)
+    unknown = wanted - GIVEN.keys() - ASSUMED
+    assert not unknown, f"{page.name}: what are {sorted(unknown)}?"
+    for name in sorted(wanted & documented.names_wanted([b for b in blocks if b.runs])):
+        namespace[name] = GIVEN[name](spark, elsewhere)
+    for block in blocks:
+        documented.check_imports(block, namespace)
+        documented.check_keywords(block, namespace)
+        if block.runs:
+            text = re.sub("/(?:shared|tmp)/", f"{elsewhere}/", ast.unparse(block.tree))
+            tree = ast.parse(text)
+            for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
+                ast.copy_location(old, new)
+            exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)
