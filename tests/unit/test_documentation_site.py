@@ -70,3 +70,14 @@ def test_messages_that_the_documentation_explains_are_said_by_the_package() -> N
             if len(text) > 3 and " " in text and text not in said:
                 missing.append((cell, text))
     assert not missing
+
+
+def test_the_readme_renders_where_packages_are_shown_and_its_files_are_there() -> None:
+    core = pytest.importorskip("docutils.core")
+    text = (ROOT / "README.rst").read_text(encoding="utf-8")
+    # From warnings on it raises. PyPI inserts no files either.
+    settings = {"halt_level": 2, "report_level": 5, "file_insertion_enabled": False}
+    core.publish_string(text, writer="null", settings_overrides=settings)
+    files = re.findall(r"`[^`]*<([\w./]+)>`_|^\.\. image:: (\S+)", text, re.MULTILINE)
+    assert len(files) > 20
+    assert [name for name in map("".join, files) if not (ROOT / name).is_file()] == []
