@@ -7,7 +7,8 @@ else the machine does for a moment count.
 Runs of one and the same thing differ by more than a checkpoint takes. Therefore the price of the
 small network is measured within runs, too: how much longer the steps around a checkpoint take than
 the others between the same two checkpoints. The same of runs that write none says how much of that
-is chance.
+is chance. And the same by the processor time of the first rank, which writes: the thread that does
+so takes it from training where ranks fill all cores, and other processes take none of it.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}
 WARM_UP = 20
 # Steps of a stretch that a checkpoint may slow down: the one at whose end it begins, and the next.
 AROUND = 30
+# Of ratios within runs, and of their chance.
+WITHIN = ("within", "none", "processor", "none")
 # 10,000 squared weights are 400 MB.
 LARGE = 10_000
 
 
 class Clock:
     """Takes down when steps begin, on the first rank, and writes it to a file at the end.
+
+    The file has two rows: seconds since the epoch, and seconds of all threads on processors.
 
     Parameters
     ----------
@@ -56,10 +61,12 @@ class Clock:
     def __init__(self, path: str, kill_at: int = 0) -> None:
         self.path, self.kill_at = path, kill_at
         self.moments: list[float] = []
+        self.processor: list[float] = []
 
     def step(self) -> None:
         rank = int(os.environ["HOROVOD_RANK"])
         self.moments.append(time.time())
+        self.processor.append(time.process_time())
         if self.kill_at == len(self.moments) and rank == RANKS - 1:
             killed = Path(f"{self.path}.killed")
             if not killed.exists():
@@ -68,7 +75,7 @@ class Clock:
 
     def end(self) -> None:
         if os.environ["HOROVOD_RANK"] == "0":
-            np.save(self.path, self.moments)
+            np.save(self.path, [self.moments, self.processor])
 
 
 class TorchClock(Clock):
@@ -221,12 +228,24 @@ def seconds_around(moments: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Price:
-    """Steps per second of pairs of runs, and the ratio within runs; None where not measured."""
+    """Steps per second of pairs of runs, and ratios within runs; None where not measured.
+
+    Attributes
+    ----------
+    without, with_them : tuple of float
+        Steps per second.
+    within, within_none : float or None
+        What steps without a checkpoint take, to what they take with one; and in runs without any.
+    processor, processor_none : float or None
+        The same by the processor time of the first rank.
+    """
 
     without: tuple[float, ...]
     with_them: tuple[float, ...]
     within: float | None = None
     within_none: float | None = None
+    processor: float | None = None
+    processor_none: float | None = None
 
     @property
     def ratios(self) -> list[float]:
@@ -237,24 +256,25 @@ class Price:
 def price(framework: str, folder: Path, width: int, batch_size: int, repeats: int) -> Price:
     """Train in pairs without checkpoints within the epoch, and with them."""
     speeds: dict[int, list[float]] = {0: [], EVERY: []}
-    around: dict[int, list[tuple[float, float]]] = {0: [], EVERY: []}
+    around: dict[int, list[list[tuple[float, float]]]] = {0: [], EVERY: []}
     for turn in range(repeats):
         # What comes first in a pair finds the machine as the other left it.
         for every in (0, EVERY) if turn % 2 == 0 else (EVERY, 0):
             name = f"{framework}-{width}-{turn}-{every}"
             how = {"checkpoint_every_n_steps": every} if every else {}
-            moments = np.load(fit(framework, folder, name, width, batch_size, **how))
-            speeds[every].append(speed(moments))
-            if len(moments) > 5 * EVERY:
-                around[every].append(seconds_around(moments))
+            clocks = np.load(fit(framework, folder, name, width, batch_size, **how))
+            speeds[every].append(speed(clocks[0]))
+            if clocks.shape[1] > 5 * EVERY:
+                around[every].append([seconds_around(clock) for clock in clocks])
 
-    def ratio_within(every: int) -> float | None:
+    def ratio_within(every: int, clock: int) -> float | None:
         if not around[every]:
             return None
-        longer, stretch = np.median(around[every], axis=0)
+        longer, stretch = np.median([of_run[clock] for of_run in around[every]], axis=0)
         return float(stretch / (stretch + longer))
 
-    return Price(tuple(speeds[0]), tuple(speeds[EVERY]), ratio_within(EVERY), ratio_within(0))
+    ratios = [ratio_within(every, clock) for clock in (0, 1) for every in (EVERY, 0)]
+    return Price(tuple(speeds[0]), tuple(speeds[EVERY]), *ratios)
 
 
 def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float:
@@ -268,7 +288,7 @@ def seconds_to_next_step(framework: str, folder: Path, batch_size: int) -> float
     moment = float(killed.read_text())
     killed.unlink()
     # Callbacks of Keras come back with what they had noted before.
-    return float(min(step for step in np.load(path) if step > moment)) - moment
+    return float(min(step for step in np.load(path)[0] if step > moment)) - moment
 
 
 def main() -> None:
@@ -295,7 +315,7 @@ def main() -> None:
                 prices[f"{name}, 400 MB"] = price(name, large, LARGE, 16, given.large_repeats)
     show_table(
         f"Steps per second, {RANKS} ranks",
-        ["", "without", f"every {EVERY} steps", "ratio of pairs", "from", "to", "within", "none"],
+        ["", "without", f"every {EVERY} steps", "ratio of pairs", "from", "to", *WITHIN],
         [
             [
                 name,
@@ -304,7 +324,10 @@ def main() -> None:
                 statistics.median(of.ratios),
                 min(of.ratios),
                 max(of.ratios),
-                *("-" if ratio is None else ratio for ratio in (of.within, of.within_none)),
+                *(
+                    "-" if ratio is None else ratio
+                    for ratio in (of.within, of.within_none, of.processor, of.processor_none)
+                ),
             ]
             for name, of in prices.items()
         ],
