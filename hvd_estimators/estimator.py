@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -40,6 +41,8 @@ from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["HorovodEstimator"]
 
+logger = logging.getLogger(__name__)
+
 
 class HorovodEstimator(EstimatorHooks):
     """Base of the estimators: check, prepare, try the model, plan, launch, wrap.
@@ -74,6 +77,12 @@ class HorovodEstimator(EstimatorHooks):
         backend = self._ready_backend()
         store, validation = self.getOrDefault("store"), self.getOrDefault("validation")
         if dataset_idx is None:
+            if not validation and store.exists(store.get_val_data_path()):
+                logger.warning(
+                    "validation is not set: the files in %s are not used. Set it, to True for "
+                    "example, to validate on them.",
+                    store.get_val_data_path(),
+                )
             with self._naming_params():
                 manifest = read_manifest(
                     store,
@@ -309,12 +318,11 @@ class HorovodEstimator(EstimatorHooks):
         known = known_columns(dataset, self._needed_columns(), self._text_cols())
         if known is None:
             return None
-        try:
+        # Zeros may be no valid input of the model: the first real rows decide, and tell the error.
+        with contextlib.suppress(ShapeError):
             return self._dry_run(zeros(known))
-        except ShapeError:
-            # Zeros may be no valid input of the model: the first real rows decide.
-            rows = rows_of_frame(dataset, known)
-            return None if rows is None else self._dry_run(rows)
+        rows = rows_of_frame(dataset, known)
+        return None if rows is None else self._dry_run(rows)
 
     def _try_rows(self, manifest: DatasetManifest) -> Trial:
         """Try the model on the first rows of a dataset."""

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import shutil
 import tempfile
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -266,6 +267,8 @@ class _Trainer:
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []
             chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
+        # Keras says so of every pass over validation batches that end by themselves.
+        warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         model.fit(
             train,
             epochs=spec.epochs,

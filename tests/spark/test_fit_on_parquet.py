@@ -148,3 +148,27 @@ def test_the_null_partition_of_spark_is_an_error(spark: Any, store: Any, tmp_pat
     with pytest.raises(DataError, match="'day' is null in all rows of"):
         read_manifest(store, str(tmp_path / "data"), None, ["x", "day"])
     assert read_manifest(store, str(tmp_path / "data"), None, ["x"]).train.rows == 9
+
+
+def test_files_at_val_path_that_are_not_used_are_told_of(tmp_path: Path, caplog: Any) -> None:
+    (tmp_path / "val").mkdir()
+    store = Store.create(
+        str(tmp_path / "store"), train_path=str(tmp_path / "train"), val_path=str(tmp_path / "val")
+    )
+    net = Sum()
+    estimator = TorchEstimator(
+        num_proc=2,
+        store=store,
+        model=net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.05),
+        loss=torch.nn.functional.mse_loss,
+        feature_cols=["x", "day"],
+        label_cols=["y"],
+    )
+    validating = estimator.copy({estimator.validation: True})
+    for tried, told in ((estimator, 1), (validating, 0)):
+        caplog.clear()
+        with pytest.raises(StoreError):  # there is nothing to train on
+            tried.fit_on_parquet()
+        found = [record for record in caplog.records if "validation is not set" in record.message]
+        assert len(found) == told

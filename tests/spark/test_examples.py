@@ -1,0 +1,230 @@
+"""The example programs, at their smallest: they run, and what they say of themselves is right.
+
+Each is called with the tests' session instead of one of its own; its options are those of its
+command line. ``--help`` of each is asked in a process, as is one whole program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pandas as pd
+import pytest
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+
+FOLDER = Path(__file__).parents[2] / "examples"
+HELPERS = {"common", "rossmann_data", "flight_data", "flight_networks"}
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Any]:
+    """Import a program or one of its helpers; Spark's tasks get its functions by value."""
+    taken = []
+
+    def load(name: str) -> Any:
+        module = importlib.import_module(name)
+        if module not in taken:
+            taken.append(module)
+            cloudpickle.register_pickle_by_value(module)
+        return module
+
+    sys.path.insert(0, str(FOLDER))
+    yield load
+    sys.path.remove(str(FOLDER))
+    for module in taken:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def options(example: Any, tmp_path: Path) -> Any:
+    """Make a program's options of its command line; the results go into the test's folder."""
+
+    def parse(name: str, *argv: str) -> Any:
+        module = example(name)
+        given = [*argv, "--output", str(tmp_path)]
+        if hasattr(module, "parse_args"):
+            return module.parse_args(given)
+        return example("common").make_parser(module.__doc__, name).parse_args(given)
+
+    return parse
+
+
+def test_every_program_has_help_and_a_line_in_the_readme() -> None:
+    readme = (FOLDER / "README.rst").read_text()
+    assert [name for name in PROGRAMS if f"``{name}.py``" not in readme] == []
+    running = {
+        name: subprocess.Popen(
+            [sys.executable, str(FOLDER / f"{name}.py"), "--help"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for name in PROGRAMS
+    }
+    for name, process in running.items():
+        out, err = process.communicate(timeout=240)
+        assert process.returncode == 0, err
+        assert "--output OUTPUT" in out, name
+        assert f"{name}.py" in out
+
+
+def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd: Any) -> None:
+    rossmann = example("rossmann")
+    args = options("rossmann", "--stores", "4", "--epochs", "2")
+    rossmann.run(spark, args)
+
+    submission = pd.read_csv(tmp_path / "submission.csv")
+    test = pd.read_csv(tmp_path / "data" / "test.csv")
+    assert list(submission.columns) == ["Id", "Sales"]
+    assert list(submission["Id"]) == list(test["Id"])
+    assert list(submission["Sales"] > 0) == list(test["Open"] == 1)
+    captured = capfd.readouterr()
+    # Keras's warning of each validation pass would be the user's to wonder about.
+    assert "ran out of data" not in captured.err
+
+    # What the saved model predicts is the best epoch's error, worked out by the rows.
+    found = float(captured.out.split("network")[1].split()[0])
+    best = float(captured.out.split("epochs was ")[1].split("with ")[1].split(".\n")[0])
+    assert found == pytest.approx(best, abs=2e-4)
+
+    train = spark.read.parquet(str(tmp_path / "train.parquet")).toPandas()
+    sold = pd.read_csv(tmp_path / "data" / "train.csv", dtype={"StateHoliday": str})
+    assert len(train) == (sold["Sales"] > 0).sum()
+    first, last = (
+        pd.to_datetime(day) - pd.Timedelta(days=365) for day in ("2015-08-01", "2015-09-17")
+    )
+    validated = pd.to_datetime(train.loc[train["is_validation"], "Date"])
+    assert (validated.min(), validated.max()) == (first, last)
+
+
+def test_rossmann_features_are_those_that_pandas_makes(
+    spark: Any, example: Any, tmp_path: Path
+) -> None:
+    data = example("rossmann_data")
+    data.make_files(tmp_path, stores=3, seed=2)
+    prepared = data.prepare(spark, tmp_path)
+
+    rows = prepared.train.select("Store", "Date", "numbers", "log_sales").toPandas()
+    rows["Date"] = pd.to_datetime(rows["Date"])
+    tables = {name: pd.read_csv(tmp_path / f"{name}.csv") for name in ("train", "test", "weather")}
+    days = pd.concat([tables["train"], tables["test"]]).assign(
+        Date=lambda t: pd.to_datetime(t.Date)
+    )
+    days = days.sort_values(["Store", "Date"])
+    promoted = days["Date"].where(days["Promo"] == 1)
+    since = (days["Date"] - promoted.groupby(days["Store"]).ffill()).dt.days
+    until = (promoted.groupby(days["Store"]).bfill() - days["Date"]).dt.days
+    days["AfterPromo"] = since.fillna(60).clip(upper=60)
+    days["BeforePromo"] = until.fillna(60).clip(upper=60)
+    joined = rows.assign(Store=rows["Store"].astype(int)).merge(
+        days[["Store", "Date", "AfterPromo", "BeforePromo", "Sales"]], on=["Store", "Date"]
+    )
+    assert len(joined) == len(rows)
+    assert joined["log_sales"].map(math.exp).round().equals(joined["Sales"].astype(float))
+    for name in ("AfterPromo", "BeforePromo"):
+        position = data.NUMBERS.index(name)
+        scaled = joined["numbers"].map(lambda row, at=position: row[at])
+        # Standardized, so only up to a factor and an offset.
+        assert scaled.corr(joined[name]) == pytest.approx(1)
+
+
+def test_rossmann_by_run(
+    spark: Any, example: Any, options: Any, tmp_path: Path, capsys: Any
+) -> None:
+    program = example("rossmann_run")
+    history = program.run(spark, options("rossmann_run", "--stores", "4", "--epochs", "2"))
+    assert len(history["val_rmspe"]) == 2
+    assert history["val_rmspe"][1] < history["val_rmspe"][0]
+    assert len(pd.read_csv(tmp_path / "submission.csv")) == 4 * 48
+    out = capsys.readouterr().out
+    # The ranks' average over validation, and Spark's over its rows: all but the last of odd rows.
+    found = float(out.split("network")[1].split()[0])
+    assert found == pytest.approx(min(history["val_rmspe"]), rel=0.05)
+
+
+def test_gpus_are_scheduled_for_all_tasks_or_for_those_that_train(
+    options: Any, example: Any
+) -> None:
+    program = example("rossmann_run")
+    cluster = ("--master", "spark://there:7077")
+    assert program.gpu_settings(options("rossmann_run", *cluster)) == {}
+    stage = program.gpu_settings(options("rossmann_run", "--gpus", "stage", *cluster))
+    task = program.gpu_settings(options("rossmann_run", "--gpus", "task", *cluster))
+    assert stage["spark.executor.resource.gpu.amount"] == "1"
+    assert Path(stage["spark.executor.resource.gpu.discoveryScript"]).is_file()
+    assert task == {**stage, "spark.task.resource.gpu.amount": "1"}
+
+
+@pytest.mark.parametrize("name", ["digits_torch", "digits_keras", "digits_lightning"])
+def test_digits(spark: Any, example: Any, options: Any, name: str) -> None:
+    args = options(name, "--epochs", "3", "--batch-size", "16", "--learning-rate", "0.003")
+    assert example(name).run(spark, args) > 0.85
+
+
+def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_path: Path) -> None:
+    frameworks = ["torch", "keras", "lightning"]
+    args = options(
+        "flight_delays",
+        *("--framework", *frameworks, "--days", "2", "--epochs", "2", "--batch-size", "64"),
+        *("--learning-rate", "0.002"),
+    )
+    scores = example("flight_delays").run(spark, args)
+    for framework in frameworks:
+        assert scores[f"network ({framework})"] < 0.7 * scores["mean of the training months"]
+    assert (tmp_path / "learning_curve.png").stat().st_size > 10_000
+
+
+def test_a_search_over_rates_and_networks(spark: Any, example: Any, options: Any) -> None:
+    args = options("cross_validation", "--folds", "2", "--epochs", "2", "--batch-size", "64")
+    scores = example("cross_validation").run(spark, args)
+    assert scores["best network"] > 0.9
+
+
+def test_four_ways_to_predict_agree(spark: Any, example: Any, options: Any, capsys: Any) -> None:
+    example("streaming").run(spark, options("streaming", "--epochs", "1"))
+    out = capsys.readouterr().out
+    assert out.count("1797 rows, the same scores") == 4
+    assert "DIFFERENT" not in out
+
+
+def test_files_that_other_tools_wrote(example: Any, options: Any) -> None:
+    program = example("foreign_parquet")
+    errors = {}
+    for writer in program.WRITERS:
+        args = options(
+            "foreign_parquet",
+            *("--writer", writer, "--rows", "4000", "--epochs", "2", "--batch-size", "32"),
+        )
+        errors[writer] = program.run(args)
+    for found in errors.values():
+        assert found["network"] < 0.6 * found["mean of the other months"]
+
+
+def test_a_transformer_reads_documentation(spark: Any, example: Any, options: Any) -> None:
+    args = options(
+        "text_transformer", "--texts", "120", "--epochs", "2", "--learning-rate", "0.003"
+    )
+    scores = example("text_transformer").run(spark, args)
+    assert scores["transformer"] > 1.5 / 5
+
+
+def test_large_images(spark: Any, example: Any, options: Any) -> None:
+    args = options("large_images", "--images", "64", "--epochs", "2", "--learning-rate", "0.003")
+    assert example("large_images").run(spark, args) >= 0.5
+
+
+def test_the_timeline_tells_of_every_reduction(example: Any, options: Any) -> None:
+    accuracy, spent = example("runner_timeline").run(options("runner_timeline", "--epochs", "2"))
+    assert accuracy > 0.6
+    steps = 2 * (1500 // 64)
+    # Four parameters in each step, and the loss of each epoch.
+    assert spent["ALLREDUCE"][0] == 4 * steps + 2
