@@ -280,12 +280,12 @@ def _up_to_horizon(days: Column) -> Column:
 
 def _with_store(rows: DataFrame, store: DataFrame) -> DataFrame:
     opened = F.make_date(
-        F.col("CompetitionOpenSinceYear").cast("int"),
-        F.col("CompetitionOpenSinceMonth").cast("int"),
+        _whole("CompetitionOpenSinceYear"),
+        _whole("CompetitionOpenSinceMonth"),
         F.lit(15),
     )
-    first_week = F.make_date(F.col("Promo2SinceYear").cast("int"), F.lit(1), F.lit(1))
-    promo2 = F.date_add(first_week, (F.col("Promo2SinceWeek").cast("int") - 1) * 7)
+    first_week = F.make_date(_whole("Promo2SinceYear"), F.lit(1), F.lit(1))
+    promo2 = F.date_add(first_week, (_whole("Promo2SinceWeek") - 1) * 7)
     store = store.select(
         "Store",
         "State",
@@ -304,6 +304,11 @@ def _with_store(rows: DataFrame, store: DataFrame) -> DataFrame:
         .withColumn("Promo2Weeks", _elapsed("promo2", 7, 25))
         .drop("opened", "promo2")
     )
+
+
+def _whole(name: str) -> Column:
+    # Some copies of Kaggle's files have "9.0", which is no int to Spark 4.
+    return F.col(name).cast("double").cast("int")
 
 
 def _elapsed(since: str, days: int, most: int) -> Column:

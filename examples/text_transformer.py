@@ -59,9 +59,11 @@ def docstrings(library: str, count: int, seed: int) -> Iterator[tuple[str, str, 
         texts = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
         is_held_out = zlib.crc32(path.name.encode()) % 4 == 0
         for text in texts:
-            if text and len(text) >= 100 and found < count:
-                found += 1
+            if text and len(text) >= 100:
                 yield text, library, is_held_out
+                found += 1
+            if found == count:
+                return
 
 
 def read_texts(spark: SparkSession, count: int, seed: int) -> DataFrame:
@@ -180,7 +182,7 @@ def run(spark: SparkSession, args: argparse.Namespace) -> dict[str, float]:
     print(f"{train.count():,} texts to train on, {held_out.count():,} held out")
 
     network = train_transformer(train, indexer.labels, args)
-    linear = LogisticRegression(labelCol="library_index", regParam=0.01).fit(train)
+    linear = LogisticRegression(labelCol="library_index", regParam=0.01, maxIter=30).fit(train)
 
     predictions = network.transform(held_out).cache()
     evaluator = MulticlassClassificationEvaluator(labelCol="library_index", metricName="accuracy")

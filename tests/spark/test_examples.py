@@ -1,13 +1,14 @@
 """The example programs, at their smallest: they run, and what they say of themselves is right.
 
 Each is called with the tests' session instead of one of its own; its options are those of its
-command line. ``--help`` of each is asked in a process, as is one whole program.
+command line. Whole programs are under the marker soak.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,10 +18,12 @@ from typing import Any
 import cloudpickle
 import pandas as pd
 import pytest
+from pyspark import cloudpickle as pyspark_cloudpickle
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[2] / "examples"
+PICKLERS = (cloudpickle, pyspark_cloudpickle)  # of ranks, and of Spark's tasks
 HELPERS = {"common", "rossmann_data", "flight_data", "flight_networks"}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
@@ -34,14 +37,16 @@ def example() -> Iterator[Any]:
         module = importlib.import_module(name)
         if module not in taken:
             taken.append(module)
-            cloudpickle.register_pickle_by_value(module)
+            for library in PICKLERS:
+                library.register_pickle_by_value(module)
         return module
 
     sys.path.insert(0, str(FOLDER))
     yield load
     sys.path.remove(str(FOLDER))
     for module in taken:
-        cloudpickle.unregister_pickle_by_value(module)
+        for library in PICKLERS:
+            library.unregister_pickle_by_value(module)
 
 
 @pytest.fixture
@@ -58,23 +63,18 @@ def options(example: Any, tmp_path: Path) -> Any:
     return parse
 
 
-def test_every_program_has_help_and_a_line_in_the_readme() -> None:
+def test_every_program_has_help_and_a_line_in_the_readme(
+    example: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     readme = (FOLDER / "README.rst").read_text()
-    assert [name for name in PROGRAMS if f"``{name}.py``" not in readme] == []
-    running = {
-        name: subprocess.Popen(
-            [sys.executable, str(FOLDER / f"{name}.py"), "--help"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in PROGRAMS
-    }
-    for name, process in running.items():
-        out, err = process.communicate(timeout=240)
-        assert process.returncode == 0, err
-        assert "--output OUTPUT" in out, name
-        assert f"{name}.py" in out
+    for name in PROGRAMS:
+        assert f"``{name}.py``" in readme
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+        out = capsys.readouterr().out
+        assert out.startswith(f"usage: {name}.py")
+        assert "--output OUTPUT" in out
 
 
 def test_rossmann(spark: Any, example: Any, options: Any, tmp_path: Path, capfd: Any) -> None:
@@ -177,14 +177,20 @@ def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_p
         *("--framework", *frameworks, "--days", "2", "--epochs", "2", "--batch-size", "64"),
         *("--learning-rate", "0.002"),
     )
-    scores = example("flight_delays").run(spark, args)
+    arrow = "spark.sql.execution.arrow.pyspark.enabled"  # as the program sets it
+    before = spark.conf.get(arrow)
+    spark.conf.set(arrow, "true")
+    try:
+        scores = example("flight_delays").run(spark, args)
+    finally:
+        spark.conf.set(arrow, before)
     for framework in frameworks:
         assert scores[f"network ({framework})"] < 0.7 * scores["mean of the training months"]
     assert (tmp_path / "learning_curve.png").stat().st_size > 10_000
 
 
 def test_a_search_over_rates_and_networks(spark: Any, example: Any, options: Any) -> None:
-    args = options("cross_validation", "--folds", "2", "--epochs", "2", "--batch-size", "64")
+    args = options("cross_validation", "--folds", "2", "--epochs", "8")
     scores = example("cross_validation").run(spark, args)
     assert scores["best network"] > 0.9
 
@@ -228,3 +234,39 @@ def test_the_timeline_tells_of_every_reduction(example: Any, options: Any) -> No
     steps = 2 * (1500 // 64)
     # Four parameters in each step, and the loss of each epoch.
     assert spent["ALLREDUCE"][0] == 4 * steps + 2
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("gpus", ["task", "stage"])
+def test_rossmann_trains_where_spark_assigns_gpus(tmp_path: Path, gpus: str) -> None:
+    script = tmp_path / "gpus.sh"  # each of two executors on this machine is given another one
+    script.write_text(
+        '#!/bin/sh\nif mkdir "$0.first" 2> /dev/null; then gpu=4; else gpu=7; fi\n'
+        'echo "{\\"name\\": \\"gpu\\", \\"addresses\\": [\\"$gpu\\"]}"\n'
+    )
+    script.chmod(0o755)
+    out = subprocess.run(
+        [
+            *(sys.executable, str(FOLDER / "rossmann_run.py"), "--stores", "4", "--epochs", "2"),
+            *("--master", "local-cluster[2,1,1024]", "--gpus", gpus),
+            *("--gpu-discovery-script", str(script), "--output", str(tmp_path / "output")),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert sorted(line.split("GPU ")[1] for line in out.splitlines() if "rank " in line) == [
+        "4",
+        "7",
+    ]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_in_their_whole_size(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--output", str(tmp_path)]
+    if name == "flight_delays":
+        command += ["--framework", "torch", "keras", "lightning"]
+    subprocess.run(command, check=True)
