@@ -60,7 +60,12 @@ def start_spark(args: argparse.Namespace, name: str, **settings: str) -> SparkSe
         "spark.ui.showConsoleProgress": "false",
         **settings,
     }
-    return SparkSession.builder.master(args.master).appName(name).config(map=settings).getOrCreate()
+    builder = SparkSession.builder.master(args.master).appName(name)
+    spark = builder.config(map=settings).getOrCreate()
+    # Models and functions of modules beside a script are loaded in Spark's tasks, too.
+    for module in Path(__file__).parent.glob("*.py"):
+        spark.sparkContext.addPyFile(str(module))
+    return spark
 
 
 def read_digits(spark: SparkSession) -> DataFrame:

@@ -20,7 +20,7 @@ import pandas as pd
 import pytest
 from pyspark import cloudpickle as pyspark_cloudpickle
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PICKLERS = (cloudpickle, pyspark_cloudpickle)  # of ranks, and of Spark's tasks
@@ -42,6 +42,8 @@ def example() -> Iterator[Any]:
         return module
 
     sys.path.insert(0, str(FOLDER))
+    for helper in sorted(HELPERS):
+        load(helper)
     yield load
     sys.path.remove(str(FOLDER))
     for module in taken:
@@ -174,7 +176,7 @@ def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_p
     frameworks = ["torch", "keras", "lightning"]
     args = options(
         "flight_delays",
-        *("--framework", *frameworks, "--days", "2", "--epochs", "2", "--batch-size", "64"),
+        *("--framework", *frameworks, "--days", "2", "--epochs", "1", "--batch-size", "64"),
         *("--learning-rate", "0.002"),
     )
     arrow = "spark.sql.execution.arrow.pyspark.enabled"  # as the program sets it
