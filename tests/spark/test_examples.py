@@ -172,6 +172,8 @@ def test_digits(spark: Any, example: Any, options: Any, name: str) -> None:
     assert example(name).run(spark, args) > 0.85
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_flights_in_all_frameworks(spark: Any, example: Any, options: Any, tmp_path: Path) -> None:
     frameworks = ["torch", "keras", "lightning"]
     args = options(
