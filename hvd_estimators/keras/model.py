@@ -17,12 +17,13 @@ from hvd_estimators.keras.files import save_plainly
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import has_loss, has_own_step
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
-from hvd_estimators.keras.serialization import dump, dump_model
+from hvd_estimators.keras.serialization import dump, model_document
 from hvd_estimators.keras.trial_calls import call_on_zeros
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
 from hvd_estimators.remedies import INSTALL
 from hvd_estimators.saving.exported import exported, is_installed
+from hvd_estimators.temporary import LocalFile
 
 __all__ = ["KerasModel"]
 
@@ -114,7 +115,7 @@ class KerasModel(HorovodModel):
                     f"{error})."
                 ) from error
 
-    def _make_predictor(self) -> tuple[bytes, Any]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Any]:
         require_tensorflow()
         model = self.getOrDefault("model")
         if model is None:
@@ -130,7 +131,7 @@ class KerasModel(HorovodModel):
                 document, structure, columns, labels, floatx, compares, precision, resources
             )
 
-        return dump_model(model, self.getOrDefault("custom_objects")), load
+        return model_document(model, self.getOrDefault("custom_objects")), load
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         known = self.getOrDefault("output_shapes")

@@ -11,7 +11,6 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.documents import as_bytes
 from hvd_estimators.inference.failures import described, naming_inputs
 from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.outputs import Outputs
@@ -30,8 +29,8 @@ class KerasPredictor:
     Parameters
     ----------
     document : bytes, path or keras.Model
-        What `hvd_estimators.keras.serialization.dump_model` returned; or the model, which is then
-        this object's.
+        What `hvd_estimators.keras.serialization.model_document` returned; or the model, which is
+        then this object's.
     structure : Field, or nested structure of Field
         The model's inputs.
     columns, labels : list of str
@@ -69,7 +68,7 @@ class KerasPredictor:
             self._model = document
         else:
             with tf.device(self._device):
-                self._model = load_model(as_bytes(document))
+                self._model = load_model(document, mapped=self._device == CPU)
         reduce_precision(self._model, precision)
         self._structure = structure
         self._columns = tuple(columns)

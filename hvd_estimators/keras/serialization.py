@@ -10,6 +10,7 @@ import contextlib
 import gc
 import io
 import logging
+import os
 import pickle
 import random
 import tempfile
@@ -23,11 +24,26 @@ import numpy as np
 
 from hvd_estimators.keras.backend import has_own_compile
 from hvd_estimators.keras.custom_objects import find_custom_objects
-from hvd_estimators.keras.files import load_folder, read_files, save_folder, uncompiled, write_files
+from hvd_estimators.keras.files import (
+    WEIGHTS,
+    load_folder,
+    read_files,
+    save_folder,
+    uncompiled,
+    write_files,
+)
+from hvd_estimators.keras.mapped import (
+    MappedModel,
+    mapped_file,
+    read_head,
+    size_of,
+    stored_variables,
+)
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.states import StatePickler, dump_state, same_attributes
 from hvd_estimators.keras.traits import Traits
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.temporary import LocalFile
 
 __all__ = [
     "ModelDocument",
@@ -37,6 +53,7 @@ __all__ = [
     "load",
     "load_model",
     "load_uncompiled",
+    "model_document",
 ]
 
 logger = logging.getLogger(__name__)
@@ -84,9 +101,45 @@ def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
     return cloudpickle.dumps((*saved, None, Traits.of(model)))
 
 
-def load_model(document: bytes) -> keras.Model:
-    """Return what `dump_model` wrote; compiled, where its config did not tell all."""
-    return _load_model(*pickle.loads(document))
+def model_document(
+    model: keras.Model, custom_objects: Mapping[str, Any] | None = None
+) -> bytes | LocalFile:
+    """Return what `dump_model` returns, or of a large model a file whose weights can be mapped."""
+    if sum(map(size_of, model.weights)) < _LARGE_BYTES:
+        return dump_model(model, custom_objects)
+    found = _saved_and_loaded(model, custom_objects)
+    if found is None:
+        return cloudpickle.dumps((dump_state(model),))
+    files, objects, stored, copy = found
+    # Loading draws numbers, see there.
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        file = mapped_file(model, copy, files, objects, stored)
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+    del found, copy
+    _collect(files)
+    return cloudpickle.dumps((files, objects, None, Traits.of(model))) if file is None else file
+
+
+def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
+    """Return what `dump_model` or `model_document` wrote.
+
+    It is compiled, where its config did not tell all.
+
+    Parameters
+    ----------
+    document : bytes or path
+        What was written.
+    mapped : bool
+        Leave the weights of a file where they are, on the CPU: processes that load the same file
+        then have one copy of them between them.
+    """
+    parts, end = read_head(document)
+    if isinstance(parts, MappedModel):
+        return parts.load(document, end, mapped)
+    return _load_model(*parts)
 
 
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
@@ -213,7 +266,7 @@ def _saved(
     found = _saved_and_loaded(model, custom_objects)
     if found is None:
         return None
-    files, objects, copy = found
+    files, objects, _, copy = found
     del found, copy
     _collect(files)
     return files, objects
@@ -221,8 +274,8 @@ def _saved(
 
 def _saved_and_loaded(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[dict[str, Array], dict[str, Any], keras.Model] | None:
-    """Return what `_saved` does, and the model that is made of it."""
+) -> tuple[dict[str, Array], dict[str, Any], int, keras.Model] | None:
+    """Return what `_saved` does, how many variables the files have, and the model made of them."""
     if model.compiled and has_own_compile(model):
         # What it was compiled with is known to its own compile() only.
         return None
@@ -234,10 +287,11 @@ def _saved_and_loaded(
             # The optimizer goes by itself, and its state is twice as large as the weights.
             save_folder(uncompiled(model), directory)
             files = read_files(directory)
+            stored = stored_variables(os.path.join(directory, WEIGHTS))
             _collect(files)
             copy = _load_folder(directory, found, Traits.of(model))
         if same_attributes(model, copy):
-            return files, found, copy
+            return files, found, stored, copy
     except Exception as error:
         logger.debug("A model has no config that makes another one", exc_info=error)
     finally:

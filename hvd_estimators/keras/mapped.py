@@ -1,0 +1,274 @@
+"""Large models whose weights stay in the file that they come in. Used on both sides.
+
+Processes that load such a file have one copy of the weights between them, in the page cache.
+TensorFlow takes memory that is mapped by DLPack, and a variable that is assigned to keeps what it
+is given. So a model is made of its config with weights that are never written, which take no
+memory, and then gets those of the file. The bytes are the same, and so are the predictions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import cloudpickle
+import h5py
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.files import WEIGHTS
+from hvd_estimators.keras.states import is_keras
+from hvd_estimators.keras.traits import Traits
+from hvd_estimators.parquet.columns import Array
+from hvd_estimators.temporary import LocalFile
+
+__all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variables"]
+
+logger = logging.getLogger(__name__)
+
+_PLAIN_FILES = {"config.json", "metadata.json", WEIGHTS}
+# What TensorFlow's kernels expect of memory.
+_ALIGNMENT = 64
+# Variables below this are copied: pages are shared as a whole.
+_ALIASED_BYTES = 2**16
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A variable's place in the file.
+
+    Attributes
+    ----------
+    offset : int
+        Of its first byte, from where the weights begin.
+    shape : tuple of int
+    dtype : str
+        TensorFlow's name of it.
+    """
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    def of(self, weights: Array) -> Array:
+        """Return the variable's value within those of all, without a copy."""
+        dtype = np.dtype(tf.as_dtype(self.dtype).as_numpy_dtype)
+        size = math.prod(self.shape) * dtype.itemsize
+        return weights[self.offset : self.offset + size].view(dtype).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class MappedModel:
+    """What a file begins with, pickled; the weights come behind it.
+
+    Attributes
+    ----------
+    config : bytes
+        The model's, as JSON, as Keras writes it.
+    custom_objects : mapping
+        Name to class or function.
+    traits : Traits
+        What the config does not tell.
+    weights : tuple of _Weight
+        Of the weights, in the order of the model.
+    """
+
+    config: bytes
+    custom_objects: Mapping[str, Any]
+    traits: Traits
+    weights: tuple[_Weight, ...]
+
+    def load(self, source: bytes | os.PathLike[str], start: int, aliased: bool) -> keras.Model:
+        """Return the model, not compiled.
+
+        Parameters
+        ----------
+        source : bytes or path
+            The file, or all of its bytes.
+        start : int
+            Where the pickled part ends.
+        aliased : bool
+            Whether the weights stay in the file, on the CPU. They may be changed: a page that is
+            written to becomes the process's own.
+        """
+        if isinstance(source, bytes):
+            whole: Array = np.frombuffer(source, np.uint8)
+            aliased = False
+        else:
+            whole = np.asarray(np.memmap(os.fspath(source), np.uint8, mode="c"))
+        values = whole[_aligned(start) :]
+        model = self.empty(unwritten=aliased)
+        for variable, weight in zip(model.weights, self.weights, strict=True):
+            value = weight.of(values)
+            variable.assign(_alias(value) if aliased and _can_alias(value) else value)
+        return model
+
+    def empty(self, unwritten: bool) -> keras.Model:
+        """Return the model without its weights, which take no memory where they are unwritten."""
+        config = json.loads(self.config)
+        config["compile_config"] = None
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.traits.policy())
+            if unwritten:
+                stack.enter_context(tf.variable_creator_scope(_unwritten))
+            model: keras.Model = keras.saving.deserialize_keras_object(
+                config, dict(self.custom_objects), safe_mode=False
+            )
+        self.traits.give(model)
+        return model
+
+
+def mapped_file(
+    model: keras.Model,
+    loaded: keras.Model,
+    files: Mapping[str, Array],
+    custom_objects: Mapping[str, Any],
+    stored: int,
+) -> LocalFile | None:
+    """Return a file of which `MappedModel` is the beginning; None for models that are not so plain.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built.
+    loaded : keras.Model
+        What Keras makes of the files.
+    files : mapping
+        The model's files, see `hvd_estimators.keras.files.read_files`.
+    custom_objects : mapping
+        Name to class or function.
+    stored : int
+        How many weights there are in the files.
+    """
+    if set(files) != _PLAIN_FILES or stored != len(model.weights):
+        return None
+    if not all(map(_loads_plainly, all_layers(model))) or not _same_values(model, loaded):
+        return None
+    weights, offset = [], 0
+    for variable in model.weights:
+        value = _value(variable)
+        weights.append(_Weight(offset, value.shape, tf.as_dtype(value.dtype).name))
+        offset = _aligned(offset + value.nbytes)
+    config = files["config.json"].tobytes()
+    head = MappedModel(config, dict(custom_objects), Traits.of(model), tuple(weights))
+    if not _makes(head, model):
+        return None
+    local = LocalFile()
+    with open(local.path, "wb") as file:
+        cloudpickle.dump(head, file)
+        _pad(file)
+        for variable in model.weights:
+            _value(variable).tofile(file)
+            _pad(file)
+    return local
+
+
+def read_head(source: bytes | os.PathLike[str]) -> tuple[Any, int]:
+    """Return the object with which a file, or all of its bytes, begin, and where it ends."""
+    with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+        return pickle.load(file), file.tell()
+
+
+def size_of(variable: keras.Variable) -> int:
+    """Return how many bytes a variable's value has."""
+    return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)
+
+
+def stored_variables(path: str) -> int:
+    """Return how many variables a file of weights has."""
+    found: list[str] = []
+
+    def note(name: str, entry: Any) -> None:
+        if isinstance(entry, h5py.Dataset):
+            found.append(name)
+
+    with h5py.File(path, "r") as file:
+        file.visititems(note)
+    return len(found)
+
+
+def _loads_plainly(layer: keras.Layer) -> bool:
+    """Return whether loading does no more to a layer than to assign to its variables in turn."""
+    kind = type(layer)
+    if hasattr(kind, "load_assets"):
+        return False
+    if kind.load_own_variables is keras.Layer.load_own_variables:
+        return True
+    # What Keras's own layers have of their own is for these two, or sets more than variables.
+    has_adapters = is_keras(kind.load_own_variables) and hasattr(kind, "enable_lora")
+    is_quantized = layer.dtype_policy.quantization_mode is not None
+    return has_adapters and not is_quantized and not getattr(layer, "lora_enabled", False)
+
+
+def _same_values(model: keras.Model, loaded: keras.Model) -> bool:
+    """Return whether the weights of two models are the same to the bit, one after the other."""
+    ours, theirs = model.weights, loaded.weights
+    return len(ours) == len(theirs) and all(
+        _same_bits(_value(a), _value(b)) for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def _same_bits(a: Array, b: Array) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype or a.dtype.itemsize not in (1, 2, 4, 8):
+        return False
+    bits = f"u{a.dtype.itemsize}"
+    return bool(np.array_equal(a.reshape(-1).view(bits), b.reshape(-1).view(bits)))
+
+
+def _makes(head: MappedModel, model: keras.Model) -> bool:
+    """Return whether a config alone makes a model with weights of the same forms."""
+    try:
+        made = head.empty(unwritten=True).weights
+    except Exception as error:
+        logger.debug("A model is not made of its config alone", exc_info=error)
+        return False
+    ours = [(tuple(v.shape), str(v.dtype)) for v in model.weights]
+    return ours == [(tuple(v.shape), str(v.dtype)) for v in made]
+
+
+def _value(variable: keras.Variable) -> Array:
+    value: Array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
+    return value.reshape(tuple(variable.shape))
+
+
+def _can_alias(value: Array) -> bool:
+    # Of other types NumPy knows no DLPack.
+    return value.nbytes >= _ALIASED_BYTES and value.dtype.kind in "fiu"
+
+
+def _alias(value: Array) -> tf.Tensor:
+    """Return a tensor that has an array's memory."""
+    return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
+
+
+def _unwritten(next_creator: Callable[..., tf.Variable], **given: Any) -> tf.Variable:
+    """Make a variable of zeros that take no memory until they are written to."""
+    initial = given.get("initial_value")
+    # Initializers that do not say what they make in a graph make it as always.
+    with contextlib.suppress(Exception):
+        if callable(initial):
+            # Nothing is computed in a graph that is not run.
+            with tf.Graph().as_default():
+                made = initial()
+            zeros = np.zeros(made.shape.as_list(), made.dtype.as_numpy_dtype)
+            if _can_alias(zeros):
+                given = {**given, "initial_value": _alias(zeros)}
+    return next_creator(**given)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT
+
+
+def _pad(file: IO[bytes]) -> None:
+    file.write(bytes(_aligned(file.tell()) - file.tell()))

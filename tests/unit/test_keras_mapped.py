@@ -1,0 +1,208 @@
+"""Large Keras models: their weights stay in the file they come in, and all else is as ever."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from hvd_estimators.keras import serialization
+from hvd_estimators.keras.serialization import dump_model, load_model, model_document
+from hvd_estimators.temporary import LocalFile
+
+layers = keras.layers
+# A matrix of them is large enough to be mapped.
+UNITS = 256
+
+
+@keras.saving.register_keras_serializable("test_keras_mapped")
+class Tower(keras.Model):
+    """Layers of one shape, which only their names and places tell apart."""
+
+    def __init__(self, depth: int = 3, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.depth = depth
+        self.blocks = [layers.Dense(UNITS, activation="relu") for _ in range(depth)]
+        self.first = layers.Dense(UNITS)
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "depth": self.depth}
+
+    def call(self, x: Any) -> Any:
+        # Not in the order in which they were made.
+        x = self.first(x)
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+@keras.saving.register_keras_serializable("test_keras_mapped")
+class Scaled(layers.Layer):
+    """Loads more than its variables."""
+
+    def build(self, shape: Any) -> None:
+        self.kernel = self.add_weight(shape=(shape[-1], UNITS), name="kernel")
+        self.factor = 1.0
+
+    def call(self, x: Any) -> Any:
+        return self.factor * keras.ops.matmul(x, self.kernel)
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables(store)
+        self.factor = float(np.asarray(store["0"])[0, 0])
+
+
+@keras.saving.register_keras_serializable("test_keras_mapped")
+class NoConfig(keras.Model):
+    """Has an argument that its config does not tell."""
+
+    def __init__(self, units: int = 3) -> None:
+        super().__init__()
+        self.inner = layers.Dense(units)
+
+    def call(self, x: Any) -> Any:
+        return self.inner(x)
+
+
+def sequential(*made: Any) -> keras.Model:
+    return keras.Sequential([keras.Input((UNITS,)), *made])
+
+
+def sequence() -> keras.Model:
+    inputs = keras.Input((4, UNITS))
+    attended = layers.MultiHeadAttention(2, 64)(inputs, inputs)
+    x = layers.LayerNormalization()(attended + inputs)
+    x = layers.Bidirectional(layers.GRU(64, recurrent_dropout=0.1))(x)
+    return keras.Model(inputs, [layers.Dense(3)(x), x])
+
+
+def shared() -> keras.Model:
+    inputs = keras.Input((UNITS,))
+    layer = layers.Dense(UNITS, kernel_initializer="orthogonal")
+    return keras.Model(inputs, layer(keras.ops.tanh(layer(inputs))))
+
+
+def mixed() -> keras.Model:
+    return sequential(
+        layers.Dense(UNITS, dtype="mixed_bfloat16"),
+        layers.Dense(UNITS, dtype="bfloat16"),
+        layers.Dense(UNITS, dtype="float64"),
+    )
+
+
+def normalized() -> keras.Model:
+    layer = layers.Normalization()
+    layer.adapt(np.random.default_rng(0).normal(3, 2, (20, UNITS)))
+    return sequential(layer, layers.Dense(UNITS))
+
+
+def with_lora() -> keras.Model:
+    model = sequential(layers.Dense(UNITS))
+    model.layers[0].enable_lora(2)
+    return model
+
+
+def built(model: keras.Model) -> keras.Model:
+    model(np.zeros((1, UNITS)))
+    return model
+
+
+MAPPED: dict[str, Callable[[], keras.Model]] = {
+    "functional": shared,
+    "sequence": sequence,
+    "subclass": lambda: built(Tower()),
+    "nested": lambda: sequential(built(Tower(2)), layers.BatchNormalization(), layers.Dropout(0.5)),
+    "types": mixed,
+}
+PLAIN: dict[str, Callable[[], keras.Model]] = {
+    "normalization": normalized,
+    "own loading": lambda: sequential(Scaled()),
+    "lora": with_lora,
+    "no config": lambda: built(NoConfig(UNITS)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serialization, "_LARGE_BYTES", 0)
+
+
+def with_random_weights(model: keras.Model) -> keras.Model:
+    rng = np.random.default_rng(1)
+    for variable in model.trainable_variables:
+        variable.assign(rng.normal(0, 0.1, variable.shape))
+    return model
+
+
+def rows(model: keras.Model) -> Any:
+    shape = getattr(model, "input_shape", None) or (None, UNITS)
+    return np.random.default_rng(2).normal(size=(7, *shape[1:])).astype(np.float32)
+
+
+def assert_alike(copy: keras.Model, model: keras.Model) -> None:
+    assert len(copy.weights) == len(model.weights)
+    for ours, theirs in zip(copy.weights, model.weights, strict=True):
+        assert ours.path == theirs.path
+        assert keras.ops.convert_to_numpy(ours).tobytes() == (
+            keras.ops.convert_to_numpy(theirs).tobytes()
+        )
+    found, expected = (m.predict_on_batch(rows(m)) for m in (copy, model))
+    for a, b in zip(keras.tree.flatten(found), keras.tree.flatten(expected), strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("kind", MAPPED)
+def test_plain_models_are_mapped(spark: Any, kind: str) -> None:
+    model = with_random_weights(MAPPED[kind]())
+    python, numpy = random.getstate(), np.random.get_state()
+    document = model_document(model)
+    assert isinstance(document, LocalFile)
+    # The user's numbers are not drawn.
+    assert random.getstate() == python
+    assert np.array_equal(np.random.get_state()[1], numpy[1])
+    for copy in (
+        load_model(document, mapped=True),
+        load_model(document),
+        load_model(Path(document).read_bytes(), mapped=True),
+    ):
+        assert_alike(copy, model)
+    copy = load_model(document, mapped=True)
+    document.close()
+    # What is mapped outlives the file, and may be changed.
+    copy.weights[0].assign(copy.weights[0] * 2)
+    model.weights[0].assign(model.weights[0] * 2)
+    assert_alike(copy, model)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_others_are_loaded_by_keras(spark: Any, kind: str) -> None:
+    model = with_random_weights(PLAIN[kind]())
+    document = model_document(model)
+    assert isinstance(document, bytes)
+    assert_alike(load_model(document, mapped=True), load_model(dump_model(model)))
+
+
+def test_weights_are_not_read_before_they_are_used(spark: Any) -> None:
+    model = keras.Sequential([keras.Input((1,)), layers.Embedding(2**18, 128), layers.Flatten()])
+    size = 2**27
+    document = model_document(model)
+    few, many = np.array([[5.0], [2**18 - 1.0]]), np.arange(0.0, 2**18, 8)[:, None]
+    copy = load_model(document, mapped=True)
+    assert np.array_equal(copy.predict_on_batch(few), model.predict_on_batch(few))
+    # A copy would have been made of all pages.
+    assert mapped_bytes(document) < size / 4
+    # Of which each has eight rows.
+    assert np.array_equal(copy.predict_on_batch(many), model.predict_on_batch(many))
+    assert mapped_bytes(document) > size / 2
+
+
+def mapped_bytes(document: LocalFile) -> int:
+    """Return how much of a file is in the memory of this process."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    place = next(i for i, line in enumerate(lines) if line.endswith(document.path))
+    return next(int(line.split()[1]) * 1024 for line in lines[place:] if line.startswith("Rss:"))
