@@ -12,7 +12,7 @@ from typing import Any
 import hvd_estimators
 from hvd_estimators.exceptions import HvdEstimatorsError, PredictionError
 
-__all__ = ["described", "naming_inputs"]
+__all__ = ["described", "naming_inputs", "naming_missing_modules"]
 
 _OTHERS = (
     f"{os.sep}site-packages{os.sep}",
@@ -60,6 +60,28 @@ def naming_inputs(
         raise PredictionError(
             f"The model failed on some rows. It was called with {given()}"
             f"{f', and takes {takes}' if takes else ''}. It raised {raised}. {remedy}"
+        ) from error
+
+
+@contextlib.contextmanager
+def naming_missing_modules() -> Iterator[None]:
+    """Say of a module that a Python worker lacks how it gets there.
+
+    Raises
+    ------
+    PredictionError
+        From `ModuleNotFoundError`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        name = error.name or "of the model"
+        raise PredictionError(
+            f"The model needs the module {name!r}, which this Python worker cannot import "
+            f"({error}). If it is a file of yours, call "
+            f"spark.sparkContext.addPyFile('{name.split('.')[0]}.py') before transform(), or "
+            "submit the application with --py-files; if it is a package, install it on all "
+            "machines."
         ) from error
 
 

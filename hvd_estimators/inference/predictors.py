@@ -10,6 +10,7 @@ from collections.abc import Callable
 import cloudpickle
 
 from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.failures import naming_missing_modules
 from hvd_estimators.inference.import_finders import forget_archives
 from hvd_estimators.inference.received import received
 from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
@@ -57,7 +58,7 @@ def cached_predictor(
         return found
     gc.unfreeze()
     _predictors.clear()
-    with received(model) as document:
+    with received(model) as document, naming_missing_modules():
         made = load(document, resources) if _takes_resources(load) else load(document)
         _predictors[key, resources] = made
     forget_archives()

@@ -33,6 +33,7 @@ from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.launch.cluster.sessions import is_connect
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
+from hvd_estimators.saving.saved import FORMAT_VERSION, check_format
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 
@@ -131,6 +132,7 @@ class _Writer(MLWriter):
                 "pickledParams": sorted(document.params),
                 "leftOutParams": document.left_out,
                 "paramsFolder": params,
+                "formatVersion": FORMAT_VERSION,
             }
             self._write_metadata(folder, staging, document.bare, further)
         except BaseException:
@@ -261,6 +263,7 @@ class _Reader(MLReader[Any]):
                 "save() was given."
             )
         metadata = self._metadata(folder)
+        check_format(metadata, path)
         instance = self._cls()
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)

@@ -16,13 +16,16 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 from hvd_estimators.temporary import LocalFile
 
-__all__ = ["Saved", "read_saved"]
+__all__ = ["FORMAT_VERSION", "Saved", "check_format", "read_saved"]
 
 _HOMES = {
     "KerasModel": "hvd_estimators.keras",
     "LightningModel": "hvd_estimators.lightning",
     "TorchModel": "hvd_estimators.torch",
 }
+FORMAT_VERSION = 1
+"""Of what ``save`` writes; one more where this version could not read it."""
+
 _PIPELINE = "pyspark.ml.pipeline.PipelineModel"
 
 
@@ -103,6 +106,22 @@ class _Unpickler(pickle.Unpickler):
             return type(name, (), {"__module__": module})
 
 
+def check_format(metadata: Mapping[str, Any], path: str) -> None:
+    """Make sure that no later version saved something in a way that this one does not know.
+
+    Raises
+    ------
+    StoreError
+        If one did.
+    """
+    found = metadata.get("formatVersion", FORMAT_VERSION)
+    if found > FORMAT_VERSION:
+        raise StoreError(
+            f"{path!r} is of format {found}, and this version of hvd_estimators reads up to "
+            f"{FORMAT_VERSION}: a later version saved it. Install that version, or a newer one."
+        )
+
+
 def read_saved(path: str, class_name: str, storage_options: Mapping[str, Any] | None) -> Saved:
     """Return what was saved of a model.
 
@@ -147,6 +166,7 @@ def _metadata(store: Store, folder: str, path: str) -> Mapping[str, Any]:
         found["class"]
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(f"path: {path!r} is no saved model: its metadata is not one's.") from error
+    check_format(found, path)
     metadata: Mapping[str, Any] = found
     return metadata
 
