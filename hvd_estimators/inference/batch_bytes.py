@@ -30,7 +30,6 @@ BATCH_BYTES = 32 * 2**20
 """Bytes of values that a batch has at most, or a single row."""
 
 _ITEM_BYTES = 8
-_VECTOR_ITEM_BYTES = 4
 # Rows of a known size are taken for small ones if they are much smaller than those that count for
 # one: what is predicted on may be larger than what was trained on.
 _MARGIN = 4
@@ -158,7 +157,7 @@ def _num_bytes(column: Column, data_type: T.DataType) -> Column:
     if isinstance(data_type, VectorUDT):
         raw = F.unwrap_udt(column)
         length = F.coalesce(raw["size"], F.size(raw["values"]))
-        return _or_none(length) * _VECTOR_ITEM_BYTES
+        return _or_none(length) * _ITEM_BYTES
     if isinstance(data_type, T.ArrayType):
         # Of nested arrays the first one tells: all have to have the same length.
         first = F.try_element_at(column, F.lit(1))
