@@ -146,7 +146,9 @@ def model_that_reads(framework: str) -> Any:
 
             def call(self, x: Any) -> Any:
                 mean = tf.reduce_mean(self.table)
-                found = tf.py_function(lambda m: [float(m), *sizes()], [mean], tf.float32)
+                found = tf.py_function(
+                    lambda m: tf.constant([float(m), *sizes()], tf.float32), [mean], tf.float32
+                )
                 return tf.ones_like(x) * tf.reshape(found, (1, 3))
 
             def compute_output_shape(self, shape: Any) -> Any:
@@ -248,8 +250,9 @@ def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
         )
         assert len(other.transform(spark.range(4)).collect()) == 4
         sizes.append(on_disk(spark))
-    # Of models that are gone some 64 MB wait for the JVM's garbage collection.
-    assert max(sizes) < 170 * 2**20, sizes
+    # Of models that are gone some 64 MB wait for the JVM's garbage collection, and more on a busy
+    # machine for the thread that then deletes them. All would be 420 MB.
+    assert max(sizes) < 300 * 2**20, sizes
     sizes = []
     for _ in range(repeats):
         same.as_udf("same")
@@ -258,7 +261,7 @@ def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
         ).as_udf("other")
         assert len(spark.sql("select same(id), other(id) from range(4)").collect()) == 4
         sizes.append(on_disk(spark))
-    assert max(sizes) < 190 * 2**20, sizes
+    assert max(sizes) < 320 * 2**20, sizes
 
 
 def on_disk(spark: SparkSession) -> int:
