@@ -252,8 +252,6 @@ class HorovodEstimator(EstimatorHooks):
         """Make the fitted model of the ranks' results."""
         spec: TrainSpec = results.spec
         model = self._create_model(results, spec.run.run_id, column_metadata(spec.data.columns))
-        # As Spark's models have their estimator's: a pipeline's stages keep their names.
-        model._resetUid(self.uid)
         shapes = trial.output_shapes
         if shapes is None:
             shapes = results[0].output_shapes
