@@ -33,8 +33,9 @@ def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
     Returns
     -------
     dict of str to int
-        The number of values of each column, in the order given. ``handleInvalid="keep"`` of the
-        indexer adds one, for values that it has not seen.
+        The number of values of each column, in the order given. ``handleInvalid="keep"`` of
+        ``StringIndexer`` adds one, for values that it has not seen. That of ``Bucketizer`` and
+        ``QuantileDiscretizer`` adds a bucket for NaN that Spark does not note: add one yourself.
 
     Raises
     ------

@@ -30,6 +30,7 @@ TABLE = (
     # Python
     Private("argparse", "_SubParsersAction", "the type of what add_subparsers() returns"),
     Private("atexit", "_run_exitfuncs", "a rank ends without taking the interpreter apart"),
+    Private("sys", "_current_frames", "where a rank is that makes no progress"),
     Private("threading", "_register_atexit", "stores are reached once more when Python exits"),
     # PySpark
     Private(
