@@ -165,8 +165,9 @@ def model_that_reads(framework: str) -> Any:
 
         base: Any = torch.nn.Module
     else:
+        from pytorch_lightning import LightningModule as base
+
         from hvd_estimators.lightning import LightningModel as KindOfModel
-        from hvd_estimators.lightning.bases import LightningModule as base
 
     class Reads(base):
         def __init__(self) -> None:
