@@ -83,5 +83,5 @@ def test_nobody_else_in_this_room_looks_into_sparks_jvm() -> None:
     folder = Path(launch.__path__[0])
     private = re.compile(r"\._(?:jsc|jvm|gateway|jsparkSession|jdf|sc)\b")
 
-    found = {path.name for path in folder.glob("*.py") if private.search(path.read_text())}
-    assert found == {"cluster.py"}
+    files = [path for path in folder.rglob("*.py") if private.search(path.read_text())]
+    assert [str(path.relative_to(folder)) for path in files] == ["cluster/application.py"]

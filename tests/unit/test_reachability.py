@@ -263,7 +263,8 @@ def test_an_executor_is_told_by_its_process_and_by_yarns_container(monkeypatch):
     monkeypatch.delenv("CONTAINER_ID")
     assert executor_identity() == identity
 
-    monkeypatch.setattr(addresses.os, "getppid", lambda: 1)
+    parent = addresses.os.getppid()
+    monkeypatch.setattr(addresses.os, "getppid", lambda: parent + 1)
     assert executor_identity() != identity
 
 
