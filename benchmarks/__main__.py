@@ -1,46 +1,171 @@
-"""Run all benchmarks, one after another, each in a process of its own."""
+"""Run all benchmarks, each in a process of its own, and write their results and one page of them.
+
+A part that fails is named in the end, and the others go on. A part's new result takes the place of
+its old one in the file; those that were not run, or failed, stay as they were.
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
+import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
-BENCHMARKS = (
-    "prepare",
-    "transform",
-    "stream",
-    "loader",
-    "shuffle",
-    "memory",
-    "fit",
-    "keras",
-    "lightning",
-    "stores",
-    "launch",
-    "checkpoint",
-)
+from benchmarks import page, plots, quotes, results
+
+ROOT = Path(__file__).resolve().parents[1]
+FIGURES = ROOT / "docs" / "figures"
+QUOTING = (ROOT / "README.rst",)
+"""Documents that define substitutions of their own: where they are shown no file is included."""
+
+PARTS: Mapping[str, str] = {
+    "prepare": "--rows 4000 --repeats 1",
+    "transform": "--rows 4000 --images 64 --repeats 1",
+    "stream": "--rows 800 --batches 8 --repeats 1",
+    "loader": "--rows 64000 --repeats 1",
+    "peers": "--rows 20000 --repeats 1",
+    "shuffle": "--rows 80000 --images 512 --small",
+    "memory": "--rows 65536",
+    "fit": "--rows 8000 --repeats 1",
+    "keras": "--rows 4096 --epochs 2 --repeats 1",
+    "lightning": "--rows 4096 --epochs 2 --repeats 1",
+    "scaling": "--quick",
+    "stores": "--rows 20000 --repeats 1",
+    "launch": "--repeats 1",
+    "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
+}
+"""The benchmarks in their order, and with which options they show in little time that they run."""
+
+ELSEWHERE: Mapping[str, str] = {"gpu": "--cpu --rows 20000 --images 64 --repeats 1"}
+"""Those that are only run where they are named."""
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--rows", type=int, help="rows of the DataFrame, for all of them")
-    parser.add_argument("--repeats", type=int, help="times that each is measured, for all of them")
-    options = parser.parse_args()
-    given = [
-        text
-        for name, value in vars(options).items()
-        if value is not None
-        for text in (f"--{name}", str(value))
-    ]
-    failed = []
-    for name in BENCHMARKS:
-        print(f"== {name}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}", *given]).returncode:
-            failed.append(name)
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _options(arguments)
+    chosen = options.parts or [*PARTS]
+    file = options.output / f"{options.name}.json"
+    found, failed = results.load(file), []
+    for part in chosen:
+        print(f"== {part}", flush=True)
+        given = {**PARTS, **ELSEWHERE}[part].split() if options.quick else _given(options)
+        try:
+            if not options.page_only:
+                found[part] = results.parse(last_line(command_of(part, given), options.limit))
+        except (ValueError, subprocess.SubprocessError) as error:
+            failed.append(part)
+            print(f"{part}: {error}", file=sys.stderr, flush=True)
+            continue
+        order = [*PARTS, *ELSEWHERE]
+        results.save(file, {name: found[name] for name in order if name in found})
+    publish(options.output, QUOTING if options.output == FIGURES else ())
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return bool(failed)
+
+
+def publish(folder: Path, quoting: Sequence[Path]) -> None:
+    """Write the page, its pictures and the figures that the documentation quotes."""
+    page.write(folder)
+    plots.draw(folder)
+    texts = quotes.texts(results.load(folder / "results.json"))
+    quotes.write(folder / quotes.QUOTED, texts)
+    for document in quoting:
+        quotes.rewrite(document, texts)
+    print(f"\nwritten: {folder / page.PAGE}")
+
+
+def command_of(part: str, given: Sequence[str]) -> list[str]:
+    """Return the command line that runs a part."""
+    return [sys.executable, "-m", f"benchmarks.{part}", *given]
+
+
+def last_line(command: Sequence[str], limit: float) -> str:
+    """Run a command, show what it prints, and return its last line.
+
+    Parameters
+    ----------
+    command : sequence of str
+        The command. It has a process group of its own, which is ended with it.
+    limit : float
+        Seconds that it may take.
+
+    Raises
+    ------
+    subprocess.SubprocessError
+        If it fails, or takes longer.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={"TF_CPP_MIN_LOG_LEVEL": "3", **os.environ},
+        start_new_session=True,
+    )
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with contextlib.suppress(ProcessLookupError):  # It has just ended.
+            os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(limit, end)
+    timer.start()
+    last = ""
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            # The result itself is in the file.
+            print(line[:2000], end="" if len(line) <= 2000 else " ...\n", flush=True)
+            last = line.strip() or last
+        code = process.wait()
+    except BaseException:
+        end()
+        process.wait()
+        raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise subprocess.TimeoutExpired(command, limit)
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+    return last
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=__doc__,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    known = [*PARTS, *ELSEWHERE]
+    add("--parts", nargs="+", choices=known, metavar="PART", help=f"some of {', '.join(known)}")
+    add("--quick", action="store_true", help="small sizes: whether they run, not how fast")
+    add("--rows", type=int, help="rows of the DataFrame, for all of them")
+    add("--repeats", type=int, help="times that each is measured, for all of them")
+    add("--limit", type=float, default=3600, help="seconds that a part may take")
+    add("--output", type=Path, help="folder; docs/figures, or build/figures with --quick")
+    add("--name", default="results", help="the file of results; another one for another machine")
+    add("--page-only", action="store_true", help="only write the page again, of the results there")
+    options = parser.parse_args(arguments)
+    default = ROOT / "build" / "figures" if options.quick else FIGURES
+    options.output = (options.output or default).resolve()
+    return options
+
+
+def _given(options: argparse.Namespace) -> list[str]:
+    return [
+        text
+        for name in ("rows", "repeats")
+        if (value := getattr(options, name)) is not None
+        for text in (f"--{name}", str(value))
+    ]
 
 
 if __name__ == "__main__":

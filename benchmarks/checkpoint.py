@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from benchmarks.common import HIDDEN, WIDTH, write_regression_data
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 
@@ -299,7 +299,7 @@ def main() -> None:
     arguments.add_argument("--frameworks", nargs="+", default=list(ESTIMATORS))
     given = arguments.parse_args()
     prices: dict[str, Price] = {}
-    restart: dict[str, float] = {}
+    restart: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-checkpoint-") as directory:
         folder, large = Path(directory, "small"), Path(directory, "large")
         for place, rows in ((folder, given.rows), (large, given.large_steps * RANKS * 16)):
@@ -308,9 +308,7 @@ def main() -> None:
             write_regression_data(place, target, rows)
         for name in given.frameworks:
             prices[f"{name}, small"] = price(name, folder, 0, given.batch_size, given.repeats)
-            restart[name] = statistics.median(
-                [seconds_to_next_step(name, folder, given.batch_size) for _ in range(3)]
-            )
+            restart[name] = [seconds_to_next_step(name, folder, given.batch_size) for _ in range(3)]
             if given.large_repeats:
                 prices[f"{name}, 400 MB"] = price(name, large, LARGE, 16, given.large_repeats)
     show_table(
@@ -332,13 +330,34 @@ def main() -> None:
             for name, of in prices.items()
         ],
     )
-    show_table("Seconds from a kill to the next step", ["", "s"], [[*r] for r in restart.items()])
+    middles = [[name, statistics.median(taken)] for name, taken in restart.items()]
+    show_table("Seconds from a kill to the next step", ["", "s"], middles)
     print(f"\nwith / without: target {TARGET}")
     figures = {
         "price": {name: asdict(of) for name, of in prices.items()},
         "seconds_from_kill_to_step": restart,
     }
-    show_result("checkpoint", vars(given), figures)
+    show_result("checkpoint", vars(given), figures, records_of(prices, restart))
+
+
+def records_of(prices: Mapping[str, Price], restart: Mapping[str, list[float]]) -> list[Record]:
+    """Return a table of each pair's speeds, of the ratios within runs, and of restarts."""
+    records: list[Record] = []
+    for name, of in prices.items():
+        measured = {"without": of.without, f"every {EVERY} steps": of.with_them}
+        records += compared(f"steps, {name}", measured, "steps/s", "without", middle=True)
+    for table, ours, chance in (
+        ("within runs", "within", "within_none"),
+        ("processor time", "processor", "processor_none"),
+    ):
+        ratios = {
+            f"{name}{which}": [getattr(of, attribute)]
+            for name, of in prices.items()
+            for attribute, which in ((ours, ""), (chance, ", none written"))
+            if getattr(of, attribute) is not None
+        }
+        records += compared(table, ratios, "")
+    return [*records, *compared("from a kill to the next step", restart, "s", middle=True)]
 
 
 if __name__ == "__main__":

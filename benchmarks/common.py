@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+# Before Spark starts, which hands it on to its tasks: without it, the `horovod.spark` in our build
+# of Horovod only says where to go.
+os.environ["HVD_ESTIMATORS_HOROVOD_SPARK"] = "1"
 # Spark's Python workers run this Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

@@ -4,13 +4,106 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import importlib.metadata
 import json
 import os
 import platform
+import statistics
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Record:
+    """One figure: what a contender came to.
+
+    Attributes
+    ----------
+    table : str
+        What is compared. Records of one table have one unit, and are one table of the page.
+    name : str
+        The contender.
+    value : float
+        The best of what was measured, or the median.
+    unit : str
+        ``"s"``, ``"rows/s"``, ``"MiB"``; empty for a ratio.
+    low, high : float
+        The least and the most that was measured.
+    baseline : str or None
+        The contender of the same table that it is compared with.
+    ratio : float or None
+        This value divided by the baseline's.
+    at : float or None
+        Where it lies on the axis of a plot with lines: bytes, or ranks.
+    """
+
+    table: str
+    name: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    baseline: str | None = None
+    ratio: float | None = None
+    at: float | None = None
+
+
+def compared(
+    table: str,
+    measured: Mapping[str, Sequence[float]],
+    unit: str,
+    baseline: str | None = None,
+    *,
+    at: float | None = None,
+    middle: bool = False,
+) -> list[Record]:
+    """Return the records of a table: of each contender the best of what was measured.
+
+    Parameters
+    ----------
+    table : str
+        The table.
+    measured : dict
+        Everything that was measured of each contender; those with nothing are left out.
+    unit : str
+        Rates (``"…/s"``) and ratios (``""``) are better the larger they are, others the smaller.
+    baseline : str, optional
+        The contender that all are compared with.
+    at : float, optional
+        Where they lie on the axis of a plot with lines.
+    middle : bool
+        Whether the median counts, and not the best.
+    """
+    best: Callable[[Sequence[float]], float] = max if unit.endswith("/s") or not unit else min
+    value = {
+        name: float(statistics.median(all_of_it) if middle else best(all_of_it))
+        for name, all_of_it in measured.items()
+        if all_of_it
+    }
+    base = value.get(baseline) if baseline is not None else None
+    return [
+        Record(
+            table,
+            name,
+            one,
+            unit,
+            float(min(measured[name])),
+            float(max(measured[name])),
+            baseline if base else None,
+            one / base if base else None,
+            at,
+        )
+        for name, one in value.items()
+    ]
+
+
+LOAD_BEFORE = os.getloadavg()[0]
+"""What else the machine did in the minute before: a benchmark adds load of its own."""
 
 
 def seconds(action: Callable[[], Any]) -> float:
@@ -37,13 +130,17 @@ def parser(description: str | None, rows: int, repeats: int) -> argparse.Argumen
 
 def machine() -> dict[str, Any]:
     """Describe the machine and the versions that matter; None for what is not installed."""
-    packages = ("torch", "pyspark", "horovod", "petastorm", "pyarrow", "numpy")
+    packages = (
+        *("torch", "tensorflow", "keras", "lightning", "pytorch-lightning", "horovod"),
+        *("pyspark", "petastorm", "pyarrow", "numpy"),
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
-        "load_average": round(os.getloadavg()[0], 1),
+        "gpu": _gpu(),
+        "load_before": round(LOAD_BEFORE, 1),
         "python": platform.python_version(),
         **{name: _version(name) for name in packages},
     }
@@ -54,6 +151,11 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _gpu() -> str | None:
+    found = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return found.replace("\n", ", ") if found else None
 
 
 def _cpu_model() -> str:
@@ -83,10 +185,52 @@ def _cell(value: Any) -> str:
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
 
 
-def show_result(name: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
-    """Print, as the last line, everything that was measured as JSON."""
-    document = {"benchmark": name, "settings": settings, **figures, "machine": machine()}
+def show_result(
+    name: str, settings: dict[str, Any], figures: dict[str, Any], records: Sequence[Record]
+) -> None:
+    """Print, as the last line, everything that was measured as JSON.
+
+    Parameters
+    ----------
+    name : str
+        The benchmark.
+    settings : dict
+        Sizes and the like.
+    figures : dict
+        Everything that was measured, in the benchmark's own form.
+    records : sequence of Record
+        What the page shows of it.
+    """
+    document = {
+        "benchmark": name,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": _commit(),
+        "settings": settings,
+        "figures": figures,
+        "records": [asdict(record) for record in records],
+        "machine": machine(),
+    }
     print(f"\n{json.dumps(_rounded(document))}", flush=True)
+
+
+def _commit() -> str | None:
+    """Return the commit of these sources, with a plus where something has been changed since."""
+    here = Path(__file__).parent
+    head = _output("git", "-C", str(here), "rev-parse", "--short=10", "HEAD")
+    if head is None:  # Not from a repository.
+        return None
+    sources = ("../hvd_estimators", "*.py")
+    changed = _output("git", "-C", str(here), "status", "--porcelain", "--", *sources)
+    return head + ("+" if changed else "")
+
+
+def _output(*command: str) -> str | None:
+    """Return what a command prints, or None if it fails or is not there."""
+    try:
+        found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return found.strip()
 
 
 def _rounded(value: Any) -> Any:

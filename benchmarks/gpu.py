@@ -26,7 +26,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators.launch.gpu import rank_gpus
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.sharding import plan_shards
@@ -47,6 +47,7 @@ SECONDS = 2.0
 """For which a contender runs in each turn."""
 
 Batches = Iterator[Mapping[str, torch.Tensor]]
+MODEL = "the model alone, rows on the GPU"
 Step = Callable[[Mapping[str, torch.Tensor]], int]
 """Trains on a batch; returns its rows."""
 
@@ -97,7 +98,14 @@ def main() -> None:
             for case in cases(Path(folder), options.rows, options.images, device)
         }
     settings = {"rows": options.rows, "images": options.images, "workers": options.workers}
-    show_result("gpu", settings, figures)
+    records = [
+        record
+        for case, of in figures["loader"].items()
+        for record in compared(
+            case, {name: [one["rows_per_second"]] for name, one in of.items()}, "rows/s", MODEL
+        )
+    ]
+    show_result("gpu", settings, figures, records)
 
 
 def device_facts(device: torch.device) -> dict[str, Any]:
@@ -306,9 +314,7 @@ def measure(case: Case, device: torch.device, workers: int, repeats: int) -> dic
             for batch in itertools.islice(alone, HELD)
         ]
         contenders: dict[str, Callable[[], float]] = {
-            "the model alone, rows on the GPU": lambda: rate(
-                itertools.cycle(held), case.step, device
-            ),
+            MODEL: lambda: rate(itertools.cycle(held), case.step, device),
             "the loader alone": lambda: rate(alone, rows_of, device),
             "plain copies": lambda: rate(plain, case.step, device),
             "pinned, beside the step": lambda: rate(beside, case.step, device),

@@ -1,22 +1,21 @@
 """Seconds from the call to the first allreduce of two ranks, and to the results.
 
 Compares this package's first launch of an application and the next ones (`SparkBackend`) with
-`horovod.spark.run`, and with a barrier job that does nothing. Also tells what the process holds
-that ranks are forked from.
+`horovod.spark.run`, with Spark's `TorchDistributor` (torch alone), and with a barrier job that does
+nothing. Also tells what the process holds that ranks are forked from.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.common import spark_session
-from benchmarks.figures import seconds, show_result, show_table
+from benchmarks.figures import Record, compared, seconds, show_result, show_table
 
 # After Spark's settings, which are those of all benchmarks.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -25,9 +24,13 @@ import horovod.spark
 import psutil
 from pyspark.sql import SparkSession
 
+from benchmarks.train_by_hand import in_source, torch_distributor
 from hvd_estimators.launch import SparkBackend
 
 RANKS = 2
+FIRST, NEXT, BASELINE = "first launch", "next launches", "horovod.spark.run"
+DISTRIBUTOR, EMPTY = "TorchDistributor", "empty barrier job"
+TITLES = {"to_allreduce": "to the first allreduce", "to_results": "to the results"}
 
 
 def train_torch() -> float:
@@ -55,6 +58,22 @@ def train_tensorflow() -> float:
     assert float(hvd.allreduce(tf.ones(1), op=hvd.Sum)[0]) == hvd.size()
     reached = time.time()
     hvd.shutdown()
+    return reached
+
+
+def train_distributed() -> float:
+    """Return the same of torch's own collectives, as `TorchDistributor` sets them up."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ones = torch.ones(1)
+    dist.all_reduce(ones)
+    assert float(ones) == dist.get_world_size()
+    reached = time.time()
+    dist.destroy_process_group()
     return reached
 
 
@@ -94,15 +113,14 @@ def warm_memory() -> list[float]:
     return sorted(found)
 
 
-def middle(launches: list[Launch]) -> Launch:
-    """Return the median of each figure."""
-    return Launch(
-        statistics.median(one.allreduce for one in launches),
-        statistics.median(one.results for one in launches),
-    )
+def by_distributor() -> list[float]:
+    """Launch by Spark's `TorchDistributor`, which returns what the first rank does."""
+    return [torch_distributor(RANKS).run(in_source(train_distributed))]
 
 
-def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> dict[str, Any]:
+def measure(
+    spark: SparkSession, train: Callable[[], float], repeats: int, distributor: bool
+) -> dict[str, Any]:
     """Measure all launchers in turn, in one application."""
     backend = SparkBackend(RANKS)
     baseline_env = {**os.environ, "PYTHONWARNINGS": "ignore"}
@@ -115,23 +133,41 @@ def measure(spark: SparkSession, train: Callable[[], float], repeats: int) -> di
 
     empty_barrier_job(spark)
     first = launch(lambda: backend.run(train))
-    empty, next_ones, baselines = [], [], []
+    empty: list[float] = []
+    taken: dict[str, list[Launch]] = {FIRST: [first], NEXT: [], BASELINE: []}
+    if distributor:
+        taken[DISTRIBUTOR] = []
     for _ in range(repeats):
         empty.append(seconds(lambda: empty_barrier_job(spark)))
-        next_ones.append(launch(lambda: backend.run(train)))
-        baselines.append(launch(baseline))
-    job = statistics.median(empty)
-    horovods, later = middle(baselines), middle(next_ones)
+        taken[NEXT].append(launch(lambda: backend.run(train)))
+        taken[BASELINE].append(launch(baseline))
+        if distributor:
+            taken[DISTRIBUTOR].append(launch(by_distributor))
     return {
-        "empty_job": job,
-        "first": asdict(first),
-        "next": asdict(later),
-        "horovod_spark": asdict(horovods),
-        "first_over_horovod_spark": first.allreduce / horovods.allreduce,
-        "next_over_horovod_spark": later.allreduce / horovods.allreduce,
-        "next_after_empty_job": later.allreduce - job,
+        "empty_job": empty,
+        "to_allreduce": {name: [one.allreduce for one in each] for name, each in taken.items()},
+        "to_results": {name: [one.results for one in each] for name, each in taken.items()},
         "warm_mib": warm_memory(),
     }
+
+
+def records_of(framework: str, found: dict[str, Any]) -> list[Record]:
+    """Return the records of a framework, and show them."""
+    records: list[Record] = []
+    for key in ("to_allreduce", "to_results"):
+        measured = dict(found[key])
+        if key == "to_results":
+            measured[EMPTY] = found["empty_job"]
+        table = f"{framework}, {TITLES[key]}"
+        some = compared(table, measured, "s", BASELINE, middle=True)
+        show_table(
+            f"{table}, {RANKS} ranks",
+            ["", "seconds", f"of {BASELINE}"],
+            [[one.name, one.value, one.ratio] for one in some],
+        )
+        records += some
+    warm = {f"forked from, {framework}": found["warm_mib"][-1:]}
+    return [*records, *compared("memory of an idle process", warm, "MiB")]
 
 
 def main() -> None:
@@ -140,26 +176,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times, in turn; the median counts")
     options = parser.parse_args()
     figures: dict[str, Any] = {}
+    records: list[Record] = []
     with spark_session(RANKS) as spark:
         for name, train in (("torch", train_torch), ("tensorflow", train_tensorflow)):
-            found = figures[name] = measure(spark, train, options.repeats)
-            rows = [
-                [title, found[key]["allreduce"], found[key]["results"]]
-                for title, key in (
-                    ("first launch", "first"),
-                    ("next launches", "next"),
-                    ("horovod.spark.run", "horovod_spark"),
-                )
-            ]
-            rows.append(["empty barrier job", "", found["empty_job"]])
-            show_table(f"{name}, {RANKS} ranks, seconds", ["", "to allreduce", "to results"], rows)
-            print(
-                f"first / horovod.spark.run {found['first_over_horovod_spark']:.2f}, "
-                f"next / horovod.spark.run {found['next_over_horovod_spark']:.2f}, "
-                f"next - empty job {found['next_after_empty_job']:.2f} s, "
-                f"warm processes {', '.join(f'{m:.0f}' for m in found['warm_mib'])} MiB"
-            )
-    show_result("launch", vars(options), figures)
+            figures[name] = measure(spark, train, options.repeats, distributor=name == "torch")
+            records += records_of(name, figures[name])
+    show_result("launch", vars(options), figures, records)
 
 
 if __name__ == "__main__":

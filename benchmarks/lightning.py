@@ -17,7 +17,7 @@ import torch
 from pytorch_lightning.loggers import TensorBoardLogger
 
 from benchmarks.common import HIDDEN, WIDTH, training_options, write_regression_data
-from benchmarks.figures import show_result, show_table
+from benchmarks.figures import compared, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
@@ -119,7 +119,7 @@ def fit(store: Store, ranks: int, batch_size: int, epochs: int, clock: Clock) ->
 
 def main() -> None:
     given, steps = training_options(__doc__)
-    best = {"estimator": 0.0, "plain Lightning": 0.0}
+    speeds: dict[str, list[float]] = {"estimator": [], "plain Lightning": []}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-lightning-") as directory:
         folder = Path(directory)
         store = Store.create(f"{directory}/store")
@@ -128,17 +128,19 @@ def main() -> None:
         for _ in range(given.repeats):
             arguments_of_ranks = (directory, given.batch_size, given.epochs, clock)
             LocalBackend(given.ranks).run(plainly, arguments_of_ranks)
-            best["plain Lightning"] = max(best["plain Lightning"], speed(clock, steps))
+            speeds["plain Lightning"].append(speed(clock, steps))
             fit(store, given.ranks, given.batch_size, given.epochs, clock)
-            best["estimator"] = max(best["estimator"], speed(clock, steps))
-    ratio = best["estimator"] / best["plain Lightning"]
+            speeds["estimator"].append(speed(clock, steps))
+    records = compared("steps", speeds, "steps/s", "plain Lightning")
+    ratio = records[0].ratio
     show_table(
         f"Lightning, {given.ranks} ranks, batches of {given.batch_size} rows, steps per second",
         ["", "steps/s"],
-        [[name, value] for name, value in best.items()],
+        [[one.name, one.value] for one in records],
     )
     print(f"\nestimator / plain Lightning: {ratio:.2f} (target: 0.9)")
-    show_result("lightning", vars(given), {"steps_per_second": best, "ratio": ratio})
+    figures = {"steps_per_second": speeds, "ratio": ratio}
+    show_result("lightning", vars(given), figures, records)
 
 
 def speed(clock: Clock, steps: int) -> float:

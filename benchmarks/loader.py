@@ -21,7 +21,7 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.common import need_baseline
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 from hvd_estimators.loading.readers.planned import PlannedDataModule
@@ -36,6 +36,8 @@ IMAGE = 224 * 224 * 3
 ROW_GROUP_BYTES = 16 * 2**20
 HELD = 16
 """Batches that lie in memory."""
+
+DECODING = "PyArrow decoding"
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-loader-") as folder:
         for data in write(Path(folder), options.rows):
             results[data.name] = measure(data, options.repeats, options.tensorflow)
-    show_result("loader", {"rows": options.rows, "workers": WORKERS}, {"data": results})
+    settings = {"rows": options.rows, "workers": WORKERS}
+    show_result("loader", settings, {"rows_per_second": results}, records_of(results))
 
 
 def write(folder: Path, rows: int) -> Iterator[Data]:
@@ -112,10 +115,10 @@ def _write(folder: Path, table: pa.Table, batch_sizes: tuple[int, ...]) -> Data:
     return Data(folder.name, manifest, batch_sizes)
 
 
-def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
-    """Time all contenders in turns; show and return the best of each."""
+def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, list[float]]:
+    """Time all contenders in turns; show the best of each, and return the rows per second."""
     with contextlib.ExitStack() as stack:
-        contenders: dict[str, Contender] = {"PyArrow decoding": timed(decode, data)}
+        contenders: dict[str, Contender] = {DECODING: timed(decode, data)}
         for size in data.batch_sizes:
             if tensorflow:
                 for name, through in {
@@ -130,7 +133,7 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
             for module in (PetastormDataModule, ArrowDataModule):
                 name = f"ours, {module.short_name}, batch {size}"
                 contenders[name] = ours(stack, module, data, size)
-        best = dict.fromkeys(contenders, 0.0)
+        speeds: dict[str, list[float]] = {name: [] for name in contenders}
         for turn in range(repeats + 1):
             for name, contender in contenders.items():
                 rows, seconds = contender()
@@ -138,8 +141,9 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
                 if rows % data.rows:
                     raise SystemExit(f"{name}: {rows} rows were delivered of {data.rows}.")
                 if turn:
-                    best[name] = max(best[name], rows / seconds)
-    decoding = best["PyArrow decoding"]
+                    speeds[name].append(rows / seconds)
+    best = {name: max(each) for name, each in speeds.items()}
+    decoding = best[DECODING]
     table = []
     for name, speed in best.items():
         size = name.rpartition(" ")[2]
@@ -147,10 +151,22 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, Any]:
         table.append((name, speed, speed / decoding, speed / loader))
     header = ("contender", "rows/s", "of decoding", "times BatchedDataLoader")
     show_table(f"{data.name}, {data.rows} rows", header, table)
-    return {
-        name: {"rows_per_second": speed, "of_decoding": share, "times_petastorm": times}
-        for name, speed, share, times in table
-    }
+    return speeds
+
+
+def records_of(found: dict[str, dict[str, list[float]]]) -> list[Record]:
+    """Return a table for each kind of data and size of batch."""
+    records: list[Record] = []
+    for name, speeds in found.items():
+        sizes = dict.fromkeys(of.rpartition(", ")[2] for of in speeds if ", batch " in of)
+        for size in sizes:
+            table = {
+                of.removesuffix(f", {size}"): each
+                for of, each in speeds.items()
+                if of == DECODING or of.endswith(size)
+            }
+            records += compared(f"{name}, {size}", table, "rows/s", DECODING)
+    return records
 
 
 def timed(function: Callable[..., int], *arguments: Any) -> Contender:

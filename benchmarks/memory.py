@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.launch.local import LocalBackend
 from hvd_estimators.torch import TorchEstimator
@@ -23,6 +23,8 @@ WIDTH = 64
 ROW_GROUP_ROWS = 16 * 2**20 // (4 * WIDTH)
 TIMES = 8
 """How much larger the large dataset is."""
+
+SIZES = {"small": 1, "large": TIMES}
 
 MOST = 1.10
 """The large dataset may take at most this many times the memory of the small one."""
@@ -104,27 +106,33 @@ def main() -> None:
     options_parser = parser(__doc__, rows=2**30 // (4 * WIDTH), repeats=1)
     options_parser.add_argument("--batch-size", type=int, default=4096)
     options = options_parser.parse_args()
-    peaks: dict[str, dict[str, float]] = {}
+    taken: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-memory-") as name:
         folder = Path(name)
         rows = write(folder / "small", options.rows * 4 * WIDTH)
         repeat(folder / "small", folder / "large", TIMES)
         for reader in ("petastorm", "arrow"):
-            peaks[reader] = {
-                size: min(
+            taken[reader] = {
+                size: [
                     peak_of(folder, folder / size, reader, options) for _ in range(options.repeats)
-                )
-                for size in ("small", "large")
+                ]
+                for size in SIZES
             }
+    peaks = {
+        reader: {size: min(of) for size, of in sizes.items()} for reader, sizes in taken.items()
+    }
+    gib = rows * 4 * WIDTH / 2**30
     table: list[tuple[Any, ...]] = []
+    records: list[Record] = []
     for reader, peak in peaks.items():
         ratio = peak["large"] / peak["small"]
         met = "met" if ratio <= MOST else "MISSED"
         table.append((reader, peak["small"], peak["large"], ratio, met))
-    gib = rows * 4 * WIDTH / 2**30
+        named = {f"{gib * times:.2g} GiB": taken[reader][size] for size, times in SIZES.items()}
+        records += compared(f"peak of a rank, {reader}", named, "MiB", f"{gib:.2g} GiB")
     header = ("reader", f"MiB at {gib:.2g} GiB", f"MiB at {TIMES * gib:.2g} GiB", "ratio", MOST)
     show_table("peak resident memory of a rank", [str(cell) for cell in header], table)
-    show_result("memory", vars(options), {"peak_mib": peaks})
+    show_result("memory", vars(options), {"peak_mib": taken}, records)
 
 
 if __name__ == "__main__":

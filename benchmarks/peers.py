@@ -23,7 +23,7 @@ import pyarrow.dataset
 import torch
 from pyarrow import parquet
 
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import compared, parser, show_result, show_table
 from benchmarks.loader import Data, petastorm_batches, write
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
@@ -164,14 +164,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hvd_estimators-peers-") as folder:
         data = next(write(Path(folder), options.rows))
         pipelines = contenders(data, options.batch_size, Path(folder))
-        best = dict.fromkeys(pipelines, 0.0)
+        speeds: dict[str, list[float]] = {name: [] for name in pipelines}
         for _ in range(options.repeats):
             for name, batches in pipelines.items():
-                best[name] = max(best[name], speed_alone(batches))
+                speeds[name].append(speed_alone(batches))
     title = f"{data.name}, {data.rows} rows, batch {options.batch_size}, {PASSES} passes"
-    table = [(name, found, found / best["petastorm"]) for name, found in best.items()]
+    records = compared("20 columns", speeds, "rows/s", "petastorm")
+    table = [(one.name, one.value, one.ratio) for one in records]
     show_table(title, ("library", "rows/s", "times petastorm"), table)
-    show_result("peers", {**vars(options), "passes": PASSES}, {"rows_per_second": best})
+    settings = {**vars(options), "passes": PASSES}
+    show_result("peers", settings, {"rows_per_second": speeds}, records)
 
 
 if __name__ == "__main__":

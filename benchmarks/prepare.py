@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
 from benchmarks.common import need_baseline, regression_data, spark_session
-from benchmarks.figures import parser, seconds, show_result, show_table
+from benchmarks.figures import compared, parser, seconds, show_result, show_table
 from hvd_estimators import Store, clear_training_cache, prepare_data
 
 OVER_PLAIN = {True: 1.6, False: 1.25}
@@ -151,7 +151,10 @@ def report(taken: dict[str, dict[str, list[float]]], options: argparse.Namespace
             "speedup": speedup,
             "targets_met": met,
         }
-    show_result("prepare", vars(options), {"results": figures})
+    records = [
+        record for title, times in taken.items() for record in compared(title, times, "s", PLAIN)
+    ]
+    show_result("prepare", vars(options), {"results": figures}, records)
 
 
 def main() -> None:

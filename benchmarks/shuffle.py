@@ -20,7 +20,7 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.common import spark_session
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
@@ -265,7 +265,12 @@ def main() -> None:
     show_table(f"{options.rows} rows sorted by {LABELS} labels, one pass", header, table)
     header = ("images", "labels in a batch", "of random order")
     show_table(f"{options.images} images sorted by {IMAGE_LABELS} labels", header, images)
-    show_result("shuffle", vars(options), {"trained": trained, "images": images})
+    records = [
+        *compared("accuracy", {row[0]: [row[1]] for row in trained}, "", "random order"),
+        *compared("labels in a batch", {row[0]: [row[2]] for row in trained}, "", "random order"),
+        *compared("labels of images", {row[0]: [row[1]] for row in images}, "", "random order"),
+    ]
+    show_result("shuffle", vars(options), {"trained": trained, "images": images}, records)
 
 
 if __name__ == "__main__":

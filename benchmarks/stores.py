@@ -27,7 +27,7 @@ from servers.jars import jars
 from servers.s3 import S3
 
 from benchmarks.common import need_baseline
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.mixing import one_by_one
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
@@ -89,7 +89,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for place in found:
         for what in speeds:
-            speed, local = speeds[what][place.name], speeds[what]["local"]
+            speed, local = max(speeds[what][place.name]), max(speeds[what]["local"])
             epoch = requests[place.name].get(what, {})
             row = (place.name, what, speed, speed / local)
             table.append((*row, epoch.get("first", "-"), epoch.get("next", "-")))
@@ -105,7 +105,19 @@ def main() -> None:
         table,
     )
     settings = {"rows": options.rows, "files": FILES, "row_groups": groups, "workers": WORKERS}
-    show_result("stores", settings, {"stores": figures})
+    records = [
+        record
+        for what, each in speeds.items()
+        for record in compared(what, each, "rows/s", "local")
+    ]
+    for which, title in (("first", "a first epoch"), ("next", "later epochs")):
+        counts = {
+            f"{place}, {what}": [epoch[which]]
+            for place, of in requests.items()
+            for what, epoch in of.items()
+        }
+        records += compared(f"requests of {title}", counts, "requests")
+    show_result("stores", settings, {"stores": figures}, records)
 
 
 def write(folder: Path, rows: int) -> None:
@@ -210,14 +222,13 @@ def measure(
         for kind in READERS:
             contenders[kind.short_name, place.name] = reading(stack, kind, place)
         contenders["fetching alone", place.name] = fetching(place)
-    best: dict[str, dict[str, float]] = {}
+    speeds: dict[str, dict[str, list[float]]] = {}
     for turn in range(repeats + 1):
         for (what, name), contender in contenders.items():
             rows, seconds = contender()
             if turn:
-                speeds = best.setdefault(what, {})
-                speeds[name] = max(speeds.get(name, 0.0), rows / seconds)
-    return best
+                speeds.setdefault(what, {}).setdefault(name, []).append(rows / seconds)
+    return speeds
 
 
 def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: Place) -> Contender:

@@ -18,7 +18,7 @@ from pyspark.sql import types as T
 from pyspark.sql.functions import pandas_udf
 
 from benchmarks.common import WIDTH, Net, spark_session
-from benchmarks.figures import parser, show_result, show_table
+from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators.torch import TorchModel
 
 WARM_UP_BATCHES = 10
@@ -161,7 +161,14 @@ def main() -> None:
         f"\na micro-batch takes {over:.2f} times what it takes with the UDF written by hand; of "
         "memory, the table has what is added from the first quarter to the last"
     )
-    show_result("stream", vars(options), {"results": figures, "over_by_hand": over})
+    records = compared("a micro-batch", times, "ms", "by hand", middle=True)
+    growth = {
+        f"{name}, {part}": [found["growth_mib"][part]]
+        for name, found in figures.items()
+        for part in found["growth_mib"]
+    }
+    records += compared("memory added from the first quarter to the last", growth, "MiB")
+    show_result("stream", vars(options), {"results": figures, "over_by_hand": over}, records)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,17 @@ from pyspark.sql import DataFrame
 
 from benchmarks.by_hand import in_own_workers, map_in_arrow, predict_batches
 from benchmarks.common import HIDDEN, WIDTH, Net, collect, regression_data, spark_session
-from benchmarks.figures import parser, show_result
-from benchmarks.transform_images import of_images
-from benchmarks.transform_times import OF_HAND_WRITTEN, Transform, consume, measure, show, verdict
+from benchmarks.figures import Record, parser, show_result
+from benchmarks.transform_images import NETWORKS, of_images
+from benchmarks.transform_times import (
+    OF_HAND_WRITTEN,
+    Transform,
+    consume,
+    measure,
+    records_of,
+    show,
+    verdict,
+)
 from hvd_estimators.torch import TorchModel
 
 TARGET = 20.0
@@ -65,6 +73,7 @@ def main() -> None:
     given = {"feature_columns": ["features"], "label_columns": ["label"]}
     found: dict[str, Any] = {}
     differences = []
+    records: list[Record] = []
     met = True
     with spark_session(options.cores) as spark:
         warm_up = regression_data(spark, WARM_UP_ROWS)
@@ -96,6 +105,7 @@ def main() -> None:
                 f"cheaper for it; target {OF_HAND_WRITTEN}: {verdict(share <= OF_HAND_WRITTEN)}"
             )
             met = met and share <= OF_HAND_WRITTEN
+            records += records_of(f"8-64-{outputs}", figures)
             found[f"8-64-{outputs}"] = {"results": figures, "of_map_in_arrow": share}
             if "horovod.spark" in figures:
                 speedup = figures["horovod.spark"]["seconds"] / figures["hvd_estimators"]["seconds"]
@@ -112,6 +122,8 @@ def main() -> None:
         )
         if options.images:
             found["images"] = of_images(spark, options.images, options.cores, options.repeats)
+            for name in NETWORKS:
+                records += records_of(f"images, {name}", found["images"][name]["results"])
             met = met and found["images"]["target_met"]
     show_result(
         "transform",
@@ -122,6 +134,7 @@ def main() -> None:
             "predictions_agree": agree,
             "target_met": met,
         },
+        records,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from benchmarks.figures import seconds, show_table
+from benchmarks.figures import Record, compared, seconds, show_table
 
 OF_HAND_WRITTEN = 1.1
 
@@ -40,6 +40,12 @@ def show(title: str, figures: dict[str, Any], rows: int) -> float:
         ],
     )
     return float(figures["hvd_estimators"]["seconds"] / by_hand)
+
+
+def records_of(table: str, figures: dict[str, Any]) -> list[Record]:
+    """Return the records of what `measure` returned."""
+    taken = {name: found["all_seconds"] for name, found in figures.items()}
+    return compared(table, taken, "s", "mapInArrow")
 
 
 def verdict(is_met: bool) -> str:

@@ -1,0 +1,113 @@
+"""What `benchmarks.fit` makes of its measurements: tables and records."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from benchmarks.common import NOISE, VALIDATION_SHARE, Arrays, loss_on
+from benchmarks.figures import Record, compared, show_result, show_table
+
+TARGET = 3.0
+SHARE_OF_FEW = 10
+"""What is fixed is told by fits of one row of so many."""
+
+OURS, BASELINE = "hvd_estimators", "horovod.spark"
+
+
+@dataclass
+class Fitted:
+    """A measured `fit`: the trained network, and the seconds of the whole and of its parts."""
+
+    net: torch.nn.Module
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+def report(
+    fitted: Mapping[str, Sequence[Fitted]],
+    few: Mapping[str, Sequence[Fitted]],
+    validation: Arrays,
+    options: argparse.Namespace,
+) -> None:
+    """Show what was measured with all rows and with few of them."""
+    taken = {name: [fit.seconds for fit in fits] for name, fits in fitted.items()}
+    losses = {name: [loss_on(fit.net, validation) for fit in f] for name, f in fitted.items()}
+    fastest = {name: min(fits, key=lambda fit: fit.seconds) for name, fits in fitted.items()}
+    wall = compared("fit", taken, "s", BASELINE)
+    loss = {name: statistics.fmean(of) for name, of in losses.items()}
+    show_table(
+        f"fit: {options.rows} rows, {options.epochs} epochs, batch {options.batch_size}, "
+        f"{options.num_proc} ranks (best of {options.repeats})",
+        ["", "seconds", "of horovod.spark", "mean validation loss"],
+        [[r.name, r.value, r.ratio, f"{loss[r.name]:.5f}"] for r in wall],
+    )
+    show_table(
+        "Where the time goes",
+        ["", "part", "seconds"],
+        [[name, part, t] for name, fit in fastest.items() for part, t in fit.parts.items()],
+    )
+    fixed, per_step = fixed_and_per_step(
+        {name: min(of) for name, of in taken.items()},
+        {name: min(fit.seconds for fit in fits) for name, fits in few.items()},
+        options,
+    )
+    show_table(
+        "What is fixed, and what each step adds",
+        ["", "seconds", "milliseconds a step"],
+        [[name, fixed[name], per_step[name]] for name in fixed],
+    )
+    speedup = fastest[BASELINE].seconds / fastest[OURS].seconds
+    print(
+        f"\nfit is {speedup:.1f} times as fast as horovod.spark's; target {TARGET:g}: "
+        f"{'met' if speedup >= TARGET else 'MISSED'}"
+    )
+    print(
+        f"validation loss is {loss[OURS] / loss[BASELINE]:.3f} times horovod.spark's "
+        f"(the noise alone is {NOISE**2:g})"
+    )
+    records: list[Record] = [
+        *wall,
+        *compared("fixed cost", _each_once(fixed), "s", BASELINE),
+        *compared("each step", _each_once(per_step), "ms", BASELINE),
+        *compared("parts of hvd_estimators.fit", _each_once(fastest[OURS].parts), "s"),
+        *compared("validation loss", losses, "loss", BASELINE, middle=True),
+    ]
+    parts = {name: fit.parts for name, fit in fastest.items()}
+    few_taken = {name: [fit.seconds for fit in fits] for name, fits in few.items()}
+    figures: dict[str, Any] = {
+        "seconds": taken,
+        "seconds_of_few": few_taken,
+        "parts": parts,
+        "validation_losses": losses,
+        "target_met": speedup >= TARGET,
+    }
+    show_result("fit", vars(options), figures, records)
+
+
+def fixed_and_per_step(
+    whole: Mapping[str, float], few: Mapping[str, float], options: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds that no row adds, and the milliseconds that each step adds.
+
+    The line through two fits, that differ in their rows alone: what a step adds includes writing
+    and reading its rows.
+    """
+    steps, steps_of_few = (
+        options.epochs
+        * math.ceil(rows * (1 - VALIDATION_SHARE) / options.num_proc / options.batch_size)
+        for rows in (options.rows, options.rows // SHARE_OF_FEW)
+    )
+    per_step = {name: (whole[name] - few[name]) / max(steps - steps_of_few, 1) for name in whole}
+    fixed = {name: whole[name] - steps * per_step[name] for name in whole}
+    return fixed, {name: 1000 * each for name, each in per_step.items()}
+
+
+def _each_once(values: Mapping[str, float]) -> dict[str, list[float]]:
+    return {name: [value] for name, value in values.items()}

@@ -1,0 +1,144 @@
+"""One page of all figures, as reStructuredText: tables, and where and when they were measured."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Record
+from benchmarks.results import Result, load
+
+PAGE = "index.rst"
+_HEAD = """\
+.. Written by ``python -m benchmarks`` from the files of results beside it. Do not edit.
+
+Measured figures
+================
+
+What ``make bench`` measured, part by part: the best of each contender (of launches, checkpoints,
+micro-batches and steps the median), from where to where it went, and its ratio to what it is
+compared with. Of seconds and MiB less is better, of rates more. How each is measured is told in
+:doc:`../benchmarks`. Seconds differ from machine to machine and from hour to hour, ratios less. One
+part again: ``python -m benchmarks --parts fit``.
+
+"""
+_NAMED = {"cpu", "cores", "memory_gib", "gpu", "load_before"}
+
+
+def write(folder: Path) -> None:
+    """Write the page of all files of results in a folder into it."""
+    (folder / PAGE).write_text(text(folder), encoding="utf-8")
+
+
+def text(folder: Path) -> str:
+    """Return the page of all files of results in a folder."""
+    blocks = [_HEAD]
+    for name, result in everything(folder):
+        blocks.append(_section(name, result))
+    return "\n".join(blocks)
+
+
+def everything(folder: Path) -> list[tuple[str, Result]]:
+    """Return all results of a folder and the names of their pictures, the default file's first."""
+    files = sorted(folder.glob("*.json"), key=lambda file: (file.stem != "results", file.stem))
+    return [
+        (part if file.stem == "results" else f"{part}-{file.stem}", result)
+        for file in files
+        for part, result in load(file).items()
+    ]
+
+
+def _section(name: str, result: Result) -> str:
+    title = f"``{result.part}``"
+    if name != result.part:
+        title += f" on {result.machine.get('gpu') or result.machine['cpu']}"
+    lines = [title, "-" * len(title), "", _purpose(result.part), "", *_circumstances(result), ""]
+    lines += [
+        f".. image:: {name}.svg",
+        f"   :alt: The figures of {result.part}, as in the tables.",
+        "",
+    ]
+    for table, records in result.tables.items():
+        lines += (
+            _lines_table(table, records) if records[0].at is not None else _table(table, records)
+        )
+    return "\n".join(lines)
+
+
+def _purpose(part: str) -> str:
+    """Return the first sentence of a benchmark's docstring."""
+    source = Path(__file__).with_name(f"{part}.py")
+    if not source.is_file():
+        return ""
+    doc = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""
+    return doc.partition("\n\n")[0].replace("`", "``").replace("````", "``")
+
+
+def _circumstances(result: Result) -> list[str]:
+    machine = result.machine
+    where = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB"]
+    if machine.get("gpu"):
+        where.insert(0, machine["gpu"])
+    versions = [f"{name} {of}" for name, of in machine.items() if of and name not in _NAMED]
+    load_before = machine.get("load_before")
+    busy = "" if load_before is None else f"; load in the minute before: {load_before:g}"
+    settings = ", ".join(f"{name} {_setting(value)}" for name, value in result.settings.items())
+    commit = f", commit ``{result.commit}``" if result.commit else ""
+    return [
+        f":Measured: {result.date}{commit}",
+        f":Machine: {', '.join(where)}{busy}",
+        f":Versions: {', '.join(versions)}",
+        f":Settings: {settings or 'none'}",
+    ]
+
+
+def _setting(value: Any) -> str:
+    return json.dumps(value).replace('"', "").replace("_", " ")
+
+
+def _table(table: str, records: Sequence[Record]) -> list[str]:
+    unit = records[0].unit or "value"
+    spread = any(record.low != record.high for record in records)
+    baseline = next((record.baseline for record in records if record.baseline), None)
+    header = ["\\", unit]
+    header += ["from, to"] if spread else []
+    header += [f"of {baseline}"] if baseline else []
+    rows = []
+    for one in records:
+        row = [one.name, shown(one.value)]
+        row += [f"{shown(one.low)}, {shown(one.high)}"] if spread else []
+        row += ["" if one.ratio is None else shown(one.ratio)] if baseline else []
+        rows.append(row)
+    return _list_table(table, header, rows)
+
+
+def _lines_table(table: str, records: Sequence[Record]) -> list[str]:
+    """Show records that lie on an axis: a row for each place on it, a column for each name."""
+    names = list(dict.fromkeys(record.name for record in records))
+    axis, _, title = table.rpartition(" by ")
+    value = {(one.at, one.name): shown(one.value) for one in records}
+    places = sorted({one.at for one in records if one.at is not None})
+    rows = [
+        [f"{at:,g}" if at < 1e6 else f"{at:,.0f}", *(value.get((at, n), "") for n in names)]
+        for at in places
+    ]
+    header = [title if axis else "\\", *(f"{name}, {records[0].unit}" for name in names)]
+    return _list_table(table, header, rows)
+
+
+def _list_table(table: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [f".. list-table:: {table}", "   :header-rows: 1", ""]
+    for row in [header, *rows]:
+        for index, cell in enumerate(row):
+            lines.append(f"   {'*' if index == 0 else ' '} - {cell}".rstrip())
+    return [*lines, ""]
+
+
+def shown(value: float) -> str:
+    """Return a number with three digits that count."""
+    if abs(value) >= 1000:
+        return f"{float(f'{value:.3g}'):,.0f}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 or not value else f"{value:.2g}"

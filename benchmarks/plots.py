@@ -1,0 +1,123 @@
+"""Pictures of the figures: bars for contenders, lines for what lies on an axis."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.figures import Record
+from benchmarks.page import everything, shown
+from benchmarks.results import Result
+
+OURS = re.compile(
+    r"hvd_estimators|\bours\b|Estimator|^estimator|trainer|launches|first launch|prepare_data"
+    r"|every \d+ steps|^(arrow|petastorm), (small|large)|^measured"
+)
+"""Names of what is this package's, which has a colour of its own."""
+
+BLUE, GREY = "#2a6fbb", "#b4b9c0"
+LINES = ("#2a6fbb", "#d1622b", "#3b8f5a", "#8a5fb0", "#6b7280", "#c2a11c")
+WIDE_RANGE = 30
+"""From this ratio of the longest bar to the shortest the axis is logarithmic."""
+
+COLUMNS = 2
+
+
+def draw(folder: Path) -> None:
+    """Draw a picture for each result of a folder into it."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    # Texts stay texts, and the same figures give the same file.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9})
+    for name, result in everything(folder):
+        picture(result).savefig(
+            folder / f"{name}.svg", metadata={"Date": None, "Creator": None}, facecolor="white"
+        )
+
+
+def picture(result: Result) -> Any:
+    """Return the picture of a result: a panel for each table."""
+    from matplotlib.figure import Figure
+
+    tables = list(result.tables.items())
+    rows = math.ceil(len(tables) / COLUMNS)
+    columns = min(len(tables), COLUMNS)
+    bars = [
+        max((_height(of) for _, of in tables[i : i + COLUMNS]))
+        for i in range(0, len(tables), COLUMNS)
+    ]
+    figure = Figure(figsize=(4.6 * columns, sum(bars)), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, height_ratios=bars)
+    for index, panel in enumerate(panels.flat):
+        if index >= len(tables):
+            panel.axis("off")
+            continue
+        table, records = tables[index]
+        panel.set_title(table, fontsize=9, fontweight="bold", loc="left")
+        (_lines if records[0].at is not None else _bars)(panel, table, records)
+        panel.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _height(records: Sequence[Record]) -> float:
+    return 3.0 if records[0].at is not None else 0.75 + 0.26 * len(records)
+
+
+def _bars(panel: Any, _: str, records: Sequence[Record]) -> None:
+    values = [record.value for record in records]
+    names = [record.name for record in records]
+    colours = [BLUE if OURS.search(name) else GREY for name in names]
+    positive = [value for value in values if value > 0]
+    is_wide = bool(positive) and max(positive) / min(positive) > WIDE_RANGE
+    panel.barh(names, values, color=colours, height=0.7)
+    if is_wide:
+        panel.set_xscale("log")
+    panel.invert_yaxis()
+    panel.margins(x=0.25)
+    panel.set_xticks([])
+    panel.set_xticks([], minor=True)
+    panel.spines["bottom"].set_visible(False)
+    unit = records[0].unit
+    panel.bar_label(
+        panel.containers[0], [f" {shown(v)} {unit}".rstrip() for v in values], fontsize=8, padding=1
+    )
+    panel.tick_params(axis="y", length=0)
+    if is_wide:
+        panel.set_xlabel("logarithmic", fontsize=7, loc="right", color="#6b7280")
+
+
+def _lines(panel: Any, table: str, records: Sequence[Record]) -> None:
+    names = list(dict.fromkeys(record.name for record in records))
+    for name, colour in zip(names, LINES * len(names), strict=False):
+        points = [(one.at, one.value) for one in records if one.name == name]
+        is_predicted = "predicted" in name
+        panel.plot(
+            *zip(*points, strict=True),
+            label=name,
+            color=LINES[_pair(names, name)] if is_predicted else colour,
+            marker="" if is_predicted else "o",
+            linestyle="--" if is_predicted else "-",
+            markersize=4,
+        )
+    places = {record.at for record in records if record.at is not None}
+    if max(places) / max(min(places), 1e-9) > WIDE_RANGE / 2:
+        panel.set_xscale("log", base=2)
+    values = [record.value for record in records if record.value > 0]
+    if values and max(values) / min(values) > WIDE_RANGE / 2:
+        panel.set_yscale("log")
+    else:
+        panel.set_ylim(bottom=0)
+    panel.set_xlabel(table.rpartition(" by ")[2])
+    panel.set_ylabel(records[0].unit)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7, frameon=False)
+
+
+def _pair(names: Sequence[str], name: str) -> int:
+    """Return the number of the line that a predicted one belongs to: it has the same colour."""
+    partner = name.replace("predicted", "measured")
+    return names.index(partner if partner in names else name) % len(LINES)

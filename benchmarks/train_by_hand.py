@@ -1,0 +1,145 @@
+"""The training that one would write by hand: with Horovod, and for Spark's `TorchDistributor`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import horovod.torch as hvd
+import numpy as np
+import torch
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.torch.distributor import TorchDistributor
+from pyspark.sql import DataFrame
+
+from benchmarks.common import WIDTH, Arrays, Net, squared_error
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What rank 0 returns: the weights and the seconds that its loop took."""
+
+    state: dict[str, Any]
+    seconds: float
+
+
+def save(folder: Path, split: str, rows: Arrays) -> None:
+    """Write the arrays that `train` reads."""
+    np.save(folder / f"{split}_features.npy", rows.features)
+    np.save(folder / f"{split}_labels.npy", rows.labels)
+
+
+def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed: int) -> Trained:
+    """Train `Net` by Horovod on arrays that lie ready; validate after epochs. On each rank."""
+    hvd.init()
+    torch.manual_seed(seed + hvd.rank())
+    model = Net()
+    features, labels = _share(folder, "train")
+    val_features, val_labels = _share(folder, "validation")
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * hvd.size())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    started = time.perf_counter()
+    for _ in range(epochs):
+        model.train()
+        for rows in torch.randperm(len(features)).split(batch_size):
+            optimizer.zero_grad()
+            squared_error(model(features[rows]), labels[rows]).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            hvd.allreduce(squared_error(model(val_features), val_labels), name="validation")
+    taken = time.perf_counter() - started
+    state = model.state_dict()
+    hvd.shutdown()
+    return Trained(state, taken)
+
+
+def _share(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's share of the rows; all ranks have the same number."""
+    features = np.load(folder / f"{split}_features.npy", mmap_mode="r")
+    labels = np.load(folder / f"{split}_labels.npy", mmap_mode="r")
+    rows = len(features) // hvd.size() * hvd.size()
+    mine = slice(hvd.rank(), rows, hvd.size())
+    return torch.from_numpy(features[mine].copy()), torch.from_numpy(labels[mine].copy())
+
+
+def distribute(
+    frame: DataFrame, folder: Path, ranks: int, settings: tuple[int, int, float, int]
+) -> Trained:
+    """Train with `TorchDistributor`: write Parquet by Spark, and read and train in its processes.
+
+    Parameters
+    ----------
+    frame : DataFrame
+        ``features``, ``label`` and ``is_validation``.
+    folder : Path
+        Where to write.
+    ranks : int
+        Processes.
+    settings : tuple
+        Epochs, rows of a batch, learning rate, and seed.
+    """
+    features = vector_to_array("features", "float32").alias("features")
+    written = frame.select(features, "label", "is_validation").write
+    written.partitionBy("is_validation").parquet(f"file://{folder}/rows")
+    return torch_distributor(ranks).run(in_source(train_from_parquet), str(folder), *settings)
+
+
+def torch_distributor(ranks: int) -> TorchDistributor:
+    """Return one whose processes are Spark's tasks."""
+    return TorchDistributor(num_processes=ranks, local_mode=False, use_gpu=False)
+
+
+def in_source(function: Any) -> Any:
+    """Return a function that is sent as its code: its processes cannot import this package."""
+    for name in ("benchmarks.train_by_hand", "benchmarks.common", "benchmarks.launch"):
+        if name in sys.modules:
+            cloudpickle.register_pickle_by_value(sys.modules[name])
+    return function
+
+
+def train_from_parquet(
+    folder: str, epochs: int, batch_size: int, learning_rate: float, seed: int
+) -> Trained:
+    """Train `Net` with ``DistributedDataParallel``, validating after each epoch; on each rank."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(seed + rank)
+    features, labels = _read_share(f"{folder}/rows/is_validation=false", rank, ranks)
+    val_features, val_labels = _read_share(f"{folder}/rows/is_validation=true", rank, ranks)
+    model = torch.nn.parallel.DistributedDataParallel(Net())
+    optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * ranks)
+    started = time.perf_counter()
+    for _ in range(epochs):
+        model.train()
+        for rows in torch.randperm(len(features)).split(batch_size):
+            optimizer.zero_grad()
+            squared_error(model(features[rows]), labels[rows]).backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            loss = squared_error(model.module(val_features), val_labels)
+        dist.all_reduce(loss)
+    taken = time.perf_counter() - started
+    dist.destroy_process_group()
+    return Trained(model.module.state_dict(), taken)
+
+
+def _read_share(folder: str, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's share of the rows of Parquet files; all ranks have the same number."""
+    from pyarrow import dataset
+
+    table = dataset.dataset(folder, format="parquet").to_table(columns=["features", "label"])
+    rows = table.num_rows // ranks * ranks
+    features = table["features"].combine_chunks().flatten().to_numpy().reshape(-1, WIDTH)
+    labels = table["label"].to_numpy().astype(np.float32).reshape(-1, 1)
+    mine = slice(rank, rows, ranks)
+    return torch.from_numpy(features[mine].copy()), torch.from_numpy(labels[mine].copy())

@@ -1,0 +1,196 @@
+"""From records to the page, and from there to what the documentation quotes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+import pytest
+
+import benchmarks.__main__ as runner
+from benchmarks import page, quotes, results
+from benchmarks.figures import compared
+
+ROOT = Path(__file__).parents[2]
+FIGURES = ROOT / "docs" / "figures"
+RECORDS = [
+    *compared("wall", {"ours": [2.5, 2.0, 3.0], "theirs": [8.0, 9.0], "none": []}, "s", "theirs"),
+    *compared("speed", {"ours": [10.0, 1234.5], "theirs": [500.0]}, "rows/s", "theirs"),
+    *compared("middle", {"ours": [1.0, 2.0, 9.0]}, "ms", middle=True),
+    *compared("time by bytes", {"measured": [1.5], "predicted": [1.0]}, "ms", at=4),
+    *compared("time by bytes", {"measured": [2.5], "predicted": [3.0]}, "ms", at=4096),
+]
+MACHINE = {"cpu": "A processor", "cores": 2, "memory_gib": 4.0, "load_before": 0.5, "numpy": "1.26"}
+
+
+def document(part: str) -> str:
+    """Return what a benchmark prints as its last line."""
+    return json.dumps(
+        {
+            "benchmark": part,
+            "date": "2026-01-02",
+            "commit": "abc",
+            "settings": {"rows": 7},
+            "figures": {},
+            "records": [asdict(record) for record in RECORDS],
+            "machine": MACHINE,
+        }
+    )
+
+
+def test_the_best_or_the_middle_counts_and_is_compared_with_its_baseline() -> None:
+    found = {(one.table, one.name): one for one in RECORDS}
+    wall = found["wall", "ours"]
+    assert (wall.value, wall.low, wall.high, wall.ratio) == (2.0, 2.0, 3.0, 0.25)
+    assert found["speed", "ours"].value == 1234.5
+    assert found["speed", "theirs"].ratio == 1.0
+    assert found["middle", "ours"].value == 2.0
+    assert found["middle", "ours"].baseline is None
+    assert ("wall", "none") not in found
+
+
+def test_results_come_back_from_their_file_as_they_were(tmp_path: Path) -> None:
+    result = results.parse(document("fit"))
+    file = tmp_path / "new" / "results.json"
+    results.save(file, {"fit": result, "other": results.parse(document("other"))})
+    assert results.load(file)["fit"] == result
+    assert json.loads(file.read_text())["fit"]["date"] == "2026-01-02"
+    assert results.load(tmp_path / "none.json") == {}
+
+
+@pytest.mark.parametrize("line", ["", "done", "[1]", '{"benchmark": "fit"}'])
+def test_a_last_line_that_is_no_result_is_told(line: str) -> None:
+    with pytest.raises(ValueError, match="no result"):
+        results.parse(line)
+
+
+def test_the_page_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
+    results.save(tmp_path / "results.json", {"fit": results.parse(document("fit"))})
+    elsewhere = {**json.loads(document("gpu")), "machine": {**MACHINE, "gpu": "A device"}}
+    results.save(tmp_path / "device.json", {"gpu": results.parse(json.dumps(elsewhere))})
+    page.write(tmp_path)
+    text = (tmp_path / page.PAGE).read_text()
+    for said in (":Measured: 2026-01-02, commit ``abc``", "A processor, 2 cores", "rows 7"):
+        assert said in text
+    assert "``gpu`` on A device\n" in text
+    assert "image:: gpu-device.svg" in text
+    rows = re.sub(r"\n +- ?", " | ", text)
+    assert "* - ours | 2 | 2, 3 | 0.25" in rows
+    assert "* - ours | 1,230 | 10, 1,230 | 2.47" in rows
+    assert "* - 4,096 | 2.5 | 3" in rows
+
+
+def test_each_result_has_a_picture_which_is_the_same_for_the_same_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from benchmarks import plots
+
+    results.save(tmp_path / "results.json", {"fit": results.parse(document("fit"))})
+    plots.draw(tmp_path)
+    first = (tmp_path / "fit.svg").read_bytes()
+    plots.draw(tmp_path)
+    assert (tmp_path / "fit.svg").read_bytes() == first
+    # Texts are texts, so what is on the picture can be looked for.
+    for said in (b"theirs", b"1,230 rows/s", b"predicted", b"bytes"):
+        assert said in first
+
+
+def test_a_part_that_fails_is_named_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    scripts = {
+        "prepare": "import sys; print('half a line'); sys.exit(3)",
+        "fit": f"print('a table'); print(); print({document('fit')!r}); print()",
+        "loader": "print('no result')",
+        "keras": f"print({document('keras')!r})",
+    }
+    output = tmp_path / "figures"
+    results.save(output / "results.json", {"prepare": results.parse(document("prepare"))})
+
+    def command_of(part: str, given: Sequence[str]) -> list[str]:
+        assert [*given] == ["--rows", "9"]
+        return [sys.executable, "-c", scripts[part]]
+
+    monkeypatch.setattr(runner, "command_of", command_of)
+    code = runner.main(["--parts", *scripts, "--rows", "9", "--output", str(output)])
+    said = capsys.readouterr()
+    assert code == 1
+    assert said.err.strip().splitlines()[-1] == "failed: prepare, loader"
+    assert "a table" in said.out
+    # What failed keeps the result that it had.
+    assert [*results.load(output / "results.json")] == ["prepare", "fit", "keras"]
+    assert "``keras``" in (output / page.PAGE).read_text()
+
+
+def test_a_part_whose_time_is_over_ends_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "child"
+    script = f"""
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open("{child}.new", "w").write(str(child.pid))
+os.rename("{child}.new", "{child}")
+time.sleep(600)
+"""
+
+    class OverOnceTheChildIsThere(threading.Thread):
+        def __init__(self, limit: float, end: Callable[[], None]) -> None:
+            super().__init__()
+            self.end = end
+
+        def run(self) -> None:
+            while not child.exists():
+                time.sleep(0.01)
+            self.end()
+
+        def cancel(self) -> None:
+            self.join()
+
+    monkeypatch.setattr(runner.threading, "Timer", OverOnceTheChildIsThere)
+    with pytest.raises(subprocess.TimeoutExpired):
+        runner.last_line([sys.executable, "-c", script], 9.0)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        # A kill takes effect when the process is next scheduled; then init has to collect it.
+        process = psutil.Process(int(child.read_text()))
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
+
+
+def test_quoted_figures_are_divided_and_rounded_and_others_stay(tmp_path: Path) -> None:
+    result = results.parse(document("fit"))
+    assert quotes.Quote("fit", "wall", "theirs", "ours", 1).text({"fit": result}) == "4.0"
+    assert quotes.Quote("fit", "wall", "ours").text({"fit": result}) == "2.00"
+    document_file = tmp_path / "README.rst"
+    document_file.write_text("|a| and |b|\n\n.. |a| replace:: 1\n.. |b| replace:: 2\n")
+    quotes.rewrite(document_file, {"a": "7", "c": "8"})
+    assert quotes.written(document_file.read_text()) == {"a": "7", "b": "2"}
+    quotes.write(tmp_path / "quoted.txt", {"a": "7"})
+    quotes.write(tmp_path / "quoted.txt", {"c": "8"})
+    assert quotes.written((tmp_path / "quoted.txt").read_text()) == {"a": "7", "c": "8"}
+
+
+def test_the_documentation_quotes_what_was_measured() -> None:
+    measured = results.load(FIGURES / "results.json")
+    expected = {name: quote.text(measured) for name, quote in quotes.QUOTES.items()}
+    assert quotes.written((FIGURES / quotes.QUOTED).read_text(encoding="utf-8")) == expected
+    for document_file in runner.QUOTING:
+        text = document_file.read_text(encoding="utf-8")
+        found = quotes.written(text)
+        assert found == {name: expected[name] for name in found}
+        assert set(re.findall(r"\|(\w+)\|", text)) == set(found)
+
+
+def test_the_page_in_the_documentation_is_the_one_of_its_results() -> None:
+    assert (FIGURES / page.PAGE).read_text(encoding="utf-8") == page.text(FIGURES)
+    for name, _ in page.everything(FIGURES):
+        assert (FIGURES / f"{name}.svg").is_file()
