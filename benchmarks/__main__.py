@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -28,6 +29,7 @@ PARTS: Mapping[str, str] = {
     "transform": "--rows 4000 --images 64 --repeats 1",
     "stream": "--rows 800 --batches 8 --repeats 1",
     "loader": "--rows 64000 --repeats 1",
+    "loader-tensorflow": "--rows 64000 --repeats 1",
     "peers": "--rows 20000 --repeats 1",
     "shuffle": "--rows 80000 --images 512 --small",
     "memory": "--rows 65536",
@@ -39,7 +41,10 @@ PARTS: Mapping[str, str] = {
     "launch": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }
-"""The benchmarks in their order, and with which options they show in little time that they run."""
+"""The parts in their order, and with which options they show in little time that they run.
+
+What follows a dash in a part's name is an option of its benchmark.
+"""
 
 ELSEWHERE: Mapping[str, str] = {"gpu": "--cpu --rows 20000 --images 64 --repeats 1"}
 """Those that are only run where they are named."""
@@ -55,7 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = {**PARTS, **ELSEWHERE}[part].split() if options.quick else _given(options)
         try:
             if not options.page_only:
-                found[part] = results.parse(last_line(command_of(part, given), options.limit))
+                result = results.parse(last_line(command_of(part, given), options.limit))
+                found[part] = dataclasses.replace(result, part=part)
         except (ValueError, subprocess.SubprocessError) as error:
             failed.append(part)
             print(f"{part}: {error}", file=sys.stderr, flush=True)
@@ -81,7 +87,8 @@ def publish(folder: Path, quoting: Sequence[Path]) -> None:
 
 def command_of(part: str, given: Sequence[str]) -> list[str]:
     """Return the command line that runs a part."""
-    return [sys.executable, "-m", f"benchmarks.{part}", *given]
+    module, *options = part.split("-")
+    return [sys.executable, "-m", f"benchmarks.{module}", *(f"--{o}" for o in options), *given]
 
 
 def last_line(command: Sequence[str], limit: float) -> str:

@@ -186,7 +186,10 @@ def _cell(value: Any) -> str:
 
 
 def show_result(
-    name: str, settings: dict[str, Any], figures: dict[str, Any], records: Sequence[Record]
+    name: str,
+    settings: dict[str, Any],
+    figures: dict[str, Any],
+    records: Sequence[Record] = (),
 ) -> None:
     """Print, as the last line, everything that was measured as JSON.
 

@@ -166,8 +166,7 @@ def records_of(framework: str, found: dict[str, Any]) -> list[Record]:
             [[one.name, one.value, one.ratio] for one in some],
         )
         records += some
-    warm = {f"forked from, {framework}": found["warm_mib"][-1:]}
-    return [*records, *compared("memory of an idle process", warm, "MiB")]
+    return records
 
 
 def main() -> None:
@@ -181,6 +180,8 @@ def main() -> None:
         for name, train in (("torch", train_torch), ("tensorflow", train_tensorflow)):
             figures[name] = measure(spark, train, options.repeats, distributor=name == "torch")
             records += records_of(name, figures[name])
+    warm = {framework: found["warm_mib"][-1:] for framework, found in figures.items()}
+    records += compared("memory of the process that ranks are forked from", warm, "MiB")
     show_result("launch", vars(options), figures, records)
 
 

@@ -140,7 +140,7 @@ def measure(data: Data, repeats: int, tensorflow: bool) -> dict[str, list[float]
                 # Petastorm's own pool now and then ends without a row: that turn does not count.
                 if rows % data.rows:
                     raise SystemExit(f"{name}: {rows} rows were delivered of {data.rows}.")
-                if turn:
+                if turn and rows:
                     speeds[name].append(rows / seconds)
     best = {name: max(each) for name, each in speeds.items()}
     decoding = best[DECODING]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ OURS = re.compile(
 
 BLUE, GREY = "#2a6fbb", "#b4b9c0"
 LINES = ("#2a6fbb", "#d1622b", "#3b8f5a", "#8a5fb0", "#6b7280", "#c2a11c")
-WIDE_RANGE = 30
-"""From this ratio of the longest bar to the shortest the axis is logarithmic."""
+WIDE_RANGE = 100
+"""From this ratio of the largest value to the smallest the axis is logarithmic."""
 
-COLUMNS = 2
+FEW = 8
+"""Ranks up to which their axis is linear."""
+
+COLUMNS, TITLE_WIDTH = 2, 44
 
 
 def draw(folder: Path) -> None:
@@ -57,7 +61,8 @@ def picture(result: Result) -> Any:
             panel.axis("off")
             continue
         table, records = tables[index]
-        panel.set_title(table, fontsize=9, fontweight="bold", loc="left")
+        title = textwrap.fill(table, TITLE_WIDTH)
+        panel.set_title(title, fontsize=9, fontweight="bold", loc="left")
         (_lines if records[0].at is not None else _bars)(panel, table, records)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
@@ -67,7 +72,7 @@ def _height(records: Sequence[Record]) -> float:
     return 3.0 if records[0].at is not None else 0.75 + 0.26 * len(records)
 
 
-def _bars(panel: Any, _: str, records: Sequence[Record]) -> None:
+def _bars(panel: Any, table: str, records: Sequence[Record]) -> None:
     values = [record.value for record in records]
     names = [record.name for record in records]
     colours = [BLUE if OURS.search(name) else GREY for name in names]
@@ -76,6 +81,8 @@ def _bars(panel: Any, _: str, records: Sequence[Record]) -> None:
     panel.barh(names, values, color=colours, height=0.7)
     if is_wide:
         panel.set_xscale("log")
+    if "of measured" in table:
+        panel.axvline(1, color="#6b7280", linestyle=":", linewidth=1)
     panel.invert_yaxis()
     panel.margins(x=0.25)
     panel.set_xticks([])
@@ -104,13 +111,17 @@ def _lines(panel: Any, table: str, records: Sequence[Record]) -> None:
             markersize=4,
         )
     places = {record.at for record in records if record.at is not None}
-    if max(places) / max(min(places), 1e-9) > WIDE_RANGE / 2:
+    is_wide = max(places) / max(min(places), 1e-9) > WIDE_RANGE
+    if is_wide or max(places) > FEW:
         panel.set_xscale("log", base=2)
+    if not is_wide:
+        panel.set_xticks(sorted(places), [f"{place:g}" for place in sorted(places)])
     values = [record.value for record in records if record.value > 0]
-    if values and max(values) / min(values) > WIDE_RANGE / 2:
+    if values and max(values) / min(values) > WIDE_RANGE:
         panel.set_yscale("log")
     else:
         panel.set_ylim(bottom=0)
+    panel.minorticks_off()
     panel.set_xlabel(table.rpartition(" by ")[2])
     panel.set_ylabel(records[0].unit)
     panel.grid(alpha=0.3)

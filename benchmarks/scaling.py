@@ -31,7 +31,7 @@ from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.torch.tensors import tensor_batches
 
 GIVEN, HELD_OUT, STEPS_OF = (2, 4), (3,), (1, 2, 4)
-BYTES = tuple(4**power for power in range(1, 13))
+BYTES = tuple(4**power for power in range(1, 14))
 WARM_UP = 5
 BATCH = 32
 
@@ -261,7 +261,7 @@ def of_steps(
             }
             records += compared(f"step of {name} by ranks", both, "ms", at=ranks, middle=True)
             middle = statistics.median(measured.seconds)
-            ratios[f"{name}, {ranks} ranks"] = [model[name][ranks] / middle]
+            ratios[f"{name}, {ranks} rank{'s' * (ranks > 1)}"] = [model[name][ranks] / middle]
     show_table("steps, predicted of measured", ["", "ratio"], [[k, *v] for k, v in ratios.items()])
     return [*records, *compared("steps, predicted of measured", ratios, "")]
 
@@ -274,7 +274,9 @@ def of_more_hosts(link: Link) -> list[Record]:
             other = Link(link.fixed_seconds, TURN_OF_NETWORK, speed)
             for ranks in (1, 2, 4, 8, 16, 32, 64):
                 value = {f"{network}, predicted": [efficiency(work, ranks, other)]}
-                records += compared(f"rows/s of linear, {name} by ranks", value, "", at=ranks)
+                records += compared(
+                    f"share of linear scaling, {name} by ranks", value, "", at=ranks
+                )
     return records
 
 
