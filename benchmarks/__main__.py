@@ -52,16 +52,15 @@ ELSEWHERE: Mapping[str, str] = {"gpu": "--cpu --rows 20000 --images 64 --repeats
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
-    chosen = options.parts or [*PARTS]
+    chosen = [] if options.page_only else options.parts or [*PARTS]
     file = options.output / f"{options.name}.json"
     found, failed = results.load(file), []
     for part in chosen:
         print(f"== {part}", flush=True)
         given = {**PARTS, **ELSEWHERE}[part].split() if options.quick else _given(options)
         try:
-            if not options.page_only:
-                result = results.parse(last_line(command_of(part, given), options.limit))
-                found[part] = dataclasses.replace(result, part=part)
+            result = results.parse(last_line(command_of(part, given), options.limit))
+            found[part] = dataclasses.replace(result, part=part)
         except (ValueError, subprocess.SubprocessError) as error:
             failed.append(part)
             print(f"{part}: {error}", file=sys.stderr, flush=True)
@@ -76,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def publish(folder: Path, quoting: Sequence[Path]) -> None:
     """Write the page, its pictures and the figures that the documentation quotes."""
+    folder.mkdir(parents=True, exist_ok=True)
     page.write(folder)
     plots.draw(folder)
     texts = quotes.texts(results.load(folder / "results.json"))
@@ -176,4 +176,6 @@ def _given(options: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
+    # The part that runs ends with this process, and is not left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

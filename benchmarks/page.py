@@ -35,10 +35,9 @@ def write(folder: Path) -> None:
 
 def text(folder: Path) -> str:
     """Return the page of all files of results in a folder."""
-    blocks = [_HEAD]
-    for name, result in everything(folder):
-        blocks.append(_section(name, result))
-    return "\n".join(blocks)
+    found = everything(folder)
+    blocks = [_HEAD, *(_section(name, result) for name, result in found), _versions(found)]
+    return "\n".join(blocks).rstrip() + "\n"
 
 
 def everything(folder: Path) -> list[tuple[str, Result]]:
@@ -55,7 +54,7 @@ def _section(name: str, result: Result) -> str:
     title = f"``{result.part}``"
     if name != result.part:
         title += f" on {result.machine.get('gpu') or result.machine['cpu']}"
-    lines = [title, "-" * len(title), "", _purpose(result.part), "", *_circumstances(result), ""]
+    lines = [title, "-" * len(title), "", _purpose(result.part), "", _circumstances(result), ""]
     lines += [
         f".. image:: {name}.svg",
         f"   :alt: The figures of {result.part}, as in the tables.",
@@ -77,22 +76,38 @@ def _purpose(part: str) -> str:
     return doc.partition("\n\n")[0].replace("`", "``").replace("````", "``")
 
 
-def _circumstances(result: Result) -> list[str]:
-    machine = result.machine
-    where = [f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB"]
-    if machine.get("gpu"):
-        where.insert(0, machine["gpu"])
-    versions = [f"{name} {of}" for name, of in machine.items() if of and name not in _NAMED]
-    load_before = machine.get("load_before")
-    busy = "" if load_before is None else f"; load in the minute before: {load_before:g}"
+def _circumstances(result: Result) -> str:
+    load = result.machine.get("load_before")
     settings = ", ".join(f"{name} {_setting(value)}" for name, value in result.settings.items())
-    commit = f", commit ``{result.commit}``" if result.commit else ""
-    return [
-        f":Measured: {result.date}{commit}",
-        f":Machine: {', '.join(where)}{busy}",
-        f":Versions: {', '.join(versions)}",
-        f":Settings: {settings or 'none'}",
-    ]
+    return (
+        f"Measured on {result.date}"
+        + (f" at commit ``{result.commit}``" if result.commit else "")
+        + f" on {_machine(result)}"
+        + ("" if load is None else f", whose load in the minute before was {load:g}")
+        + (f". Settings: {settings}." if settings else ".")
+    )
+
+
+def _machine(result: Result) -> str:
+    machine = result.machine
+    named = [machine["gpu"]] if machine.get("gpu") else []
+    named += [machine["cpu"], f"{machine['cores']} cores", f"{machine['memory_gib']:g} GiB"]
+    return ", ".join(named)
+
+
+def _versions(found: Sequence[tuple[str, Result]]) -> str:
+    """Return what was installed, for each set of parts that it was the same for."""
+    parts: dict[str, list[str]] = {}
+    for name, result in found:
+        packages = {name: of for name, of in result.machine.items() if of and name not in _NAMED}
+        text = ", ".join(f"{package} {version}" for package, version in packages.items())
+        parts.setdefault(f"{_machine(result)}: {text}", []).append(f"``{name}``")
+    if not found:
+        return ""
+    lines = ["Versions", "--------", ""]
+    for text, names in parts.items():
+        lines += [f"{', '.join(names)}", f"    {text}", ""]
+    return "\n".join(lines)
 
 
 def _setting(value: Any) -> str:
@@ -130,7 +145,7 @@ def _lines_table(table: str, records: Sequence[Record]) -> list[str]:
 
 
 def _list_table(table: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [f".. list-table:: {table}", "   :header-rows: 1", ""]
+    lines = [f".. list-table:: {table}", "   :header-rows: 1", "   :align: left", ""]
     for row in [header, *rows]:
         for index, cell in enumerate(row):
             lines.append(f"   {'*' if index == 0 else ' '} - {cell}".rstrip())

@@ -24,7 +24,7 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.figures import compared, parser, show_result, show_table
-from benchmarks.loader import Data, petastorm_batches, write
+from benchmarks.loader import TRIES, Data, petastorm_batches, write
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 from hvd_estimators.loading.readers.planned import PlannedDataModule
@@ -151,8 +151,6 @@ def speed(batches: Batches) -> float:
             rows += len(next(iter(columns.values())))
             if time.perf_counter() - started > SECONDS:
                 break
-    if not rows:
-        raise SystemExit("A library delivered no rows.")
     return rows / (time.perf_counter() - started)
 
 
@@ -167,7 +165,11 @@ def main() -> None:
         speeds: dict[str, list[float]] = {name: [] for name in pipelines}
         for _ in range(options.repeats):
             for name, batches in pipelines.items():
-                speeds[name].append(speed_alone(batches))
+                # Petastorm's own pool now and then ends without a row.
+                found = next(filter(None, (speed_alone(batches) for _ in range(TRIES))), None)
+                if found is None:
+                    raise SystemExit(f"{name} delivered no rows.")
+                speeds[name].append(found)
     title = f"{data.name}, {data.rows} rows, batch {options.batch_size}, {PASSES} passes"
     records = compared("20 columns", speeds, "rows/s", "petastorm")
     table = [(one.name, one.value, one.ratio) for one in records]

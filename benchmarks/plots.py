@@ -27,7 +27,7 @@ WIDE_RANGE = 100
 FEW = 8
 """Ranks up to which their axis is linear."""
 
-COLUMNS, TITLE_WIDTH = 2, 44
+COLUMNS, TITLE_WIDTH = 2, 42
 
 
 def draw(folder: Path) -> None:
@@ -54,7 +54,7 @@ def picture(result: Result) -> Any:
         max((_height(of) for _, of in tables[i : i + COLUMNS]))
         for i in range(0, len(tables), COLUMNS)
     ]
-    figure = Figure(figsize=(4.6 * columns, sum(bars)), layout="constrained")
+    figure = Figure(figsize=(4.1 * columns, sum(bars)), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, height_ratios=bars)
     for index, panel in enumerate(panels.flat):
         if index >= len(tables):
@@ -76,8 +76,7 @@ def _bars(panel: Any, table: str, records: Sequence[Record]) -> None:
     values = [record.value for record in records]
     names = [record.name for record in records]
     colours = [BLUE if OURS.search(name) else GREY for name in names]
-    positive = [value for value in values if value > 0]
-    is_wide = bool(positive) and max(positive) / min(positive) > WIDE_RANGE
+    is_wide = min(values) > 0 and max(values) / min(values) > WIDE_RANGE
     panel.barh(names, values, color=colours, height=0.7)
     if is_wide:
         panel.set_xscale("log")

@@ -176,8 +176,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--rows", type=int, default=2_000_000, help="a thousandth is of images")
-    parser.add_argument("--repeats", type=int, default=5, help="times; the median counts")
-    parser.add_argument("--steps", type=int, default=40, help="of each time")
+    parser.add_argument("--repeats", type=int, default=3, help="times; the median counts")
+    parser.add_argument("--steps", type=int, default=25, help="of each time")
     parser.add_argument("--quick", action="store_true", help="few of each")
     options = parser.parse_args()
     if options.quick:

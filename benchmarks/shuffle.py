@@ -23,12 +23,12 @@ from benchmarks.common import spark_session
 from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
+from hvd_estimators.loading.order import order_warning
 from hvd_estimators.loading.readers.arrow import ArrowDataModule
 from hvd_estimators.loading.readers.petastorm import PetastormDataModule
 from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.layout import order_warning
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.prepare.dataframe import load_manifest
 

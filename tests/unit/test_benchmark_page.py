@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import re
@@ -79,7 +80,7 @@ def test_the_page_says_what_was_measured_where_and_when(tmp_path: Path) -> None:
     results.save(tmp_path / "device.json", {"gpu": results.parse(json.dumps(elsewhere))})
     page.write(tmp_path)
     text = (tmp_path / page.PAGE).read_text()
-    for said in (":Measured: 2026-01-02, commit ``abc``", "A processor, 2 cores", "rows 7"):
+    for said in ("2026-01-02 at commit ``abc`` on A processor, 2 cores", "rows 7", "numpy 1.26"):
         assert said in text
     assert "``gpu`` on A device\n" in text
     assert "image:: gpu-device.svg" in text
@@ -177,6 +178,41 @@ def test_quoted_figures_are_divided_and_rounded_and_others_stay(tmp_path: Path) 
     quotes.write(tmp_path / "quoted.txt", {"a": "7"})
     quotes.write(tmp_path / "quoted.txt", {"c": "8"})
     assert quotes.written((tmp_path / "quoted.txt").read_text()) == {"a": "7", "c": "8"}
+
+
+def names_of(module: str) -> set[str]:
+    """Return the names that a module of this repository has, without importing it."""
+    path = ROOT / Path(*module.split("."))
+    source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    found = {each.stem for each in path.iterdir()} if path.is_dir() else set()
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.alias):
+            found.add((node.asname or node.name).split(".")[0])
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # Of those that are imported once they are asked for.
+    return found
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "benchmarks").glob("*.py")), ids=lambda f: f.stem)
+def test_what_a_benchmark_takes_from_other_modules_is_there(file: Path) -> None:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module.partition(".")[0] in ("benchmarks", "hvd_estimators"):
+                there = names_of(node.module)
+                assert {alias.name for alias in node.names} <= there, node.module
+            if node.module == "benchmarks":
+                modules |= {
+                    alias.name: names_of(f"benchmarks.{alias.name}") for alias in node.names
+                }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            assert node.attr in modules.get(node.value.id, {node.attr}), node.value.id
 
 
 def test_the_documentation_quotes_what_was_measured() -> None:
