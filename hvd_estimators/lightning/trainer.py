@@ -16,6 +16,7 @@ import torch
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.arguments import trainer_arguments
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
+from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
 from hvd_estimators.lightning.exact import ExactStrategy
 from hvd_estimators.lightning.flavor import Flavor, of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
@@ -151,6 +152,9 @@ class _Trainer:
             shards=self.shards,
         )
         callbacks = [*self.objects.callbacks]
+        if has_epoch_ends(self.module):
+            # First, so that the others see what the hooks log.
+            callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
             not_finite = functools.partial(sum_over_ranks, name="not_finite")
             check = FiniteCheck(self.rank, self.size, not_finite, exchange)
@@ -197,7 +201,7 @@ class _Trainer:
         # Before all others, and after all others.
         connected: Any = trainer
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
-        with run_checkpoint.within_epochs(trainer):
+        with run_checkpoint.within_epochs(trainer), without_epoch_ends(self.module):
             trainer.fit(self.module, ckpt_path=self.restored_path, weights_only=False, **data)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop

@@ -59,6 +59,32 @@ def test_each_rank_draws_numbers_of_its_own_and_the_live_module_comes_back(
     np.testing.assert_array_equal(np.array(run("parts", 2).all_draws), draws[:, 2:])
 
 
+class EndsOfEpochs(Regression):
+    """Has what Lightning 2 refuses to train with."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx)}
+
+    def training_epoch_end(self, outputs: Any) -> None:
+        self.log("mean_loss", torch.stack([output["loss"] for output in outputs]).mean())
+
+    def validation_epoch_end(self, outputs: Any) -> None:
+        self.log("val_steps", float(len(outputs)), reduce_fx="sum")
+
+
+def test_hooks_of_lightning_1_are_called_and_come_back(backend: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), 64)
+    write_rows(Path(store.get_val_data_path()), 10, seed=1)
+    settings = {"model": EndsOfEpochs(), "batch_size": 16, "epochs": 2, "validation": True}
+    model = fit(backend, store, **settings)
+    for entry in model.getHistory():
+        # Batches of one size: the mean over the ranks' rows is that of their steps.
+        assert entry["train"]["mean_loss"] == pytest.approx(entry["train"]["loss"], rel=1e-6)
+        # validation_step returns nothing, and Lightning 1 gave nothing of it.
+        assert entry["validation"]["val_steps"] == 0
+    assert callable(model.getModel().validation_epoch_end)
+
+
 class Configured(Regression):
     """Brings its own callback, and something that cannot be pickled."""
 

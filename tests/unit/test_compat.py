@@ -274,6 +274,17 @@ def test_keras_callbacks_are_those_that_keras_3_takes(compat: None) -> None:
     assert isinstance(callbacks.MetricAverageCallback(""), keras.MetricAverageCallback)
 
 
+def test_libraries_find_the_names_of_lightning_1_that_they_import(
+    compat: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    utilities = importlib.import_module("pytorch_lightning.utilities")
+    monkeypatch.delattr(utilities, "_module_available", raising=False)
+    sys.modules.pop("hvd_estimators.compat.spark.lightning", None)
+    importlib.import_module("horovod.spark.lightning")
+    assert utilities._module_available("horovod")
+    assert not utilities._module_available("no_such_module_at_all")
+
+
 def test_installing_it_twice_changes_nothing(compat: None) -> None:
     install()
     before: list[Any] = list(sys.meta_path)

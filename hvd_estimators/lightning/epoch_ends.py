@@ -1,0 +1,110 @@
+"""``training_epoch_end`` and ``validation_epoch_end``, which Lightning 2 refuses to train with.
+
+Modules of libraries that were written for ``horovod.spark`` have them, and cannot be changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+
+from hvd_estimators.lightning.bases import Callback
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+__all__ = ["EpochEnds", "has_epoch_ends", "without_epoch_ends"]
+
+_HOOKS = ("training_epoch_end", "validation_epoch_end")
+
+
+def has_epoch_ends(module: LightningModule) -> bool:
+    """Return whether a module has one of the hooks."""
+    return any(callable(getattr(module, name, None)) for name in _HOOKS)
+
+
+@contextlib.contextmanager
+def without_epoch_ends(module: LightningModule) -> Iterator[None]:
+    """Hide the hooks from the Trainer, which raises where it finds them, until the block ends."""
+    attributes = vars(module)
+    own = {name: attributes[name] for name in _HOOKS if name in attributes}
+    attributes.update(dict.fromkeys(_HOOKS))
+    try:
+        yield
+    finally:
+        for name in _HOOKS:
+            del attributes[name]
+        attributes.update(own)
+
+
+class EpochEnds(Callback):
+    """Calls a module's hooks as Lightning 1 did: with what the epoch's steps have returned.
+
+    ``training_epoch_end`` gets a dict per batch, with the key ``loss``; ``validation_epoch_end``
+    what ``validation_step`` has returned where that was not None, in a list per loader where there
+    are several. They are of the rank's own batches, and of those only that a resumed run has taken
+    since it was resumed.
+
+    Parameters
+    ----------
+    module : LightningModule
+        The module.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._hooks = {name: getattr(module, name, None) for name in _HOOKS}
+        self._trained: list[Any] = []
+        self._validated: dict[int, list[Any]] = {}
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin an epoch."""
+        self._trained = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep what a training step has returned."""
+        if outputs is not None and self._hooks["training_epoch_end"] is not None:
+            self._trained.append(_detached(outputs))
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it has it."""
+        hook = self._hooks["training_epoch_end"]
+        if hook is not None:
+            hook(self._trained)
+        self._trained = []
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin a validation."""
+        self._validated = {}
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Keep what a validation step has returned."""
+        if self._hooks["validation_epoch_end"] is not None:
+            of_loader = self._validated.setdefault(dataloader_idx, [])
+            if outputs is not None:
+                of_loader.append(_detached(outputs))
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Call the module's hook, if it has it."""
+        hook = self._hooks["validation_epoch_end"]
+        if hook is not None:
+            outputs = [self._validated[index] for index in sorted(self._validated)]
+            hook(outputs[0] if len(outputs) == 1 else outputs)
+        self._validated = {}
+
+
+def _detached(outputs: Any) -> Any:
+    return apply_to_collection(outputs, torch.Tensor, torch.Tensor.detach)
