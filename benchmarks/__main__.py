@@ -37,7 +37,7 @@ PARTS: Mapping[str, str] = {
     "keras": "--rows 4096 --epochs 2 --repeats 1",
     "lightning": "--rows 4096 --epochs 2 --repeats 1",
     "scaling": "--quick",
-    "stores": "--rows 20000 --repeats 1",
+    "stores": "--rows 200000 --repeats 1",
     "launch": "--repeats 1",
     "checkpoint": "--rows 200000 --repeats 1 --large-repeats 0 --frameworks torch",
 }

@@ -114,6 +114,13 @@ def mosaic(data: Data, batch_size: int, folder: Path) -> Batches:
     return batches
 
 
+OTHERS: dict[str, tuple[str, Callable[[Data, int, Path], Batches]]] = {
+    "datasets": ("datasets", hugging_face),
+    "mosaicml-streaming": ("streaming", mosaic),
+}
+"""Libraries that `make setup` does not install: their modules, and what opens them."""
+
+
 def contenders(data: Data, batch_size: int, folder: Path) -> dict[str, Batches]:
     found = {
         "hvd_estimators, Arrow": ours(ArrowDataModule, data, batch_size),
@@ -121,10 +128,9 @@ def contenders(data: Data, batch_size: int, folder: Path) -> dict[str, Batches]:
         "petastorm": lambda: petastorm_batches(data, batch_size, PASSES),
         "torch over pyarrow.dataset": torch_loader(ScannedParquet(data.file, batch_size), None),
     }
-    if importlib.util.find_spec("datasets"):
-        found["datasets"] = hugging_face(data, batch_size, folder)
-    if importlib.util.find_spec("streaming"):
-        found["mosaicml-streaming"] = mosaic(data, batch_size, folder)
+    for name, (module, make) in OTHERS.items():
+        if importlib.util.find_spec(module):
+            found[name] = make(data, batch_size, folder)
     return found
 
 
@@ -175,6 +181,9 @@ def main() -> None:
     table = [(one.name, one.value, one.ratio) for one in records]
     show_table(title, ("library", "rows/s", "times petastorm"), table)
     settings = {**vars(options), "passes": PASSES}
+    left_out = [name for name in OTHERS if name not in pipelines]
+    if left_out:
+        settings["not_installed"] = left_out
     show_result("peers", settings, {"rows_per_second": speeds}, records)
 
 
