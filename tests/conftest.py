@@ -76,7 +76,8 @@ def compat() -> Iterator[None]:
 
     def forget() -> None:
         for name in list(sys.modules):
-            if any(f"{name}.".startswith(f"{alias}.") for alias in finder.ALIASES):
+            is_alias = any(f"{name}.".startswith(f"{alias}.") for alias in finder.ALIASES)
+            if is_alias or name in finder.COMPLETED:
                 del sys.modules[name]
 
     def uninstall() -> None:

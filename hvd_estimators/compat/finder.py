@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 from hvd_estimators.compat.left_out import check_module
@@ -23,6 +23,12 @@ ALIASES = {
     "horovod.tensorflow.keras.callbacks": "hvd_estimators.compat.callbacks",
 }
 """Names to what stands behind them, submodules included."""
+
+COMPLETED = {
+    "horovod.keras": "hvd_estimators.compat.horovod_keras",
+    "horovod.tensorflow.keras": "hvd_estimators.compat.horovod_keras",
+}
+"""Modules of Horovod's to what has some of their functions instead, see its ``complete``."""
 
 MARKER = "HVD_ESTIMATORS_COMPAT"
 """Attribute of a ``horovod.spark`` that ``build-horovod --with-compat`` has put into the wheel."""
@@ -44,6 +50,18 @@ class _AliasLoader(Loader):
         module.__spec__ = self._spec
 
 
+class _CompletingLoader(SourceFileLoader):
+    """Loads a module of Horovod's, and puts functions of ours into it."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _complete(module)
+
+
+def _complete(module: ModuleType) -> None:
+    importlib.import_module(COMPLETED[module.__name__]).complete(module)
+
+
 class _AliasFinder(MetaPathFinder):
     def find_spec(
         self,
@@ -51,6 +69,11 @@ class _AliasFinder(MetaPathFinder):
         path: Sequence[str] | None = None,
         target: ModuleType | None = None,
     ) -> ModuleSpec | None:
+        if fullname in COMPLETED:
+            own = PathFinder.find_spec(fullname, path, target)
+            if own is not None and own.origin is not None:
+                own.loader = _CompletingLoader(fullname, own.origin)
+            return own
         real = _real_name(fullname)
         if real is None:
             return None
@@ -94,4 +117,7 @@ def install() -> None:
             "environment."
         )
     sys.meta_path.insert(0, _AliasFinder())
+    for name in COMPLETED:
+        if name in sys.modules:
+            _complete(sys.modules[name])
     import_first("hvd_estimators.compat")

@@ -25,6 +25,7 @@ LEFT_OUT = {
     "get_localized_path": _PATHS,
     "get_parquet_dataset": _DATASETS,
     "is_parquet_dataset": _DATASETS,
+    "matches": "Store.create(prefix) picks the class; isinstance tells which one it was.",
     "normalize_path": _PATHS,
     "parse_url": _PATHS,
     "read_serialized_keras_model": (

@@ -42,6 +42,10 @@ NAMES = [
     (".common.util", "clear_training_cache", "hvd_estimators.prepare.reuse"),
     (".common.util", "get_dataset_properties", "hvd_estimators.prepare.properties"),
     (".common.util", "prepare_data", "hvd_estimators.prepare.dataframe"),
+    (".common.estimator", "EstimatorParams", "hvd_estimators.fitting.hooks"),
+    (".keras.estimator", "EstimatorParams", "hvd_estimators.fitting.hooks"),
+    (".lightning.estimator", "HorovodEstimator", "hvd_estimators.estimator"),
+    (".torch.estimator", "HorovodModel", "hvd_estimators.model"),
     (".keras", "KerasEstimator", "hvd_estimators.keras.estimator"),
     (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
     (".lightning", "TorchEstimator", "hvd_estimators.lightning.estimator"),
@@ -272,6 +276,43 @@ def test_keras_callbacks_are_those_that_keras_3_takes(compat: None) -> None:
     assert isinstance(best, keras.BestModelCheckpoint)
     assert isinstance(callbacks.BroadcastGlobalVariablesCallback(0, ""), keras.BroadcastCallback)
     assert isinstance(callbacks.MetricAverageCallback(""), keras.MetricAverageCallback)
+
+
+def test_keras_optimizers_average_over_ranks_or_are_refused(compat: None, tmp_path: Path) -> None:
+    """Horovod's own would train each rank by itself, without a word."""
+    import horovod.keras
+    import horovod.tensorflow.keras as hvd
+    import keras
+
+    from hvd_estimators.compat import horovod_keras
+    from hvd_estimators.keras.optimizer import is_distributed
+
+    assert horovod.keras.DistributedOptimizer is hvd.DistributedOptimizer
+    assert hvd.DistributedOptimizer is horovod_keras.DistributedOptimizer
+    adam = hvd.DistributedOptimizer(
+        keras.optimizers.Adam(), name="adam", compression=hvd.Compression.fp16, op=hvd.Average
+    )
+    assert is_distributed(adam)
+    refused = [
+        ({"op": hvd.Sum}, "op: expected Average"),
+        ({"backward_passes_per_step": 2}, "average_aggregated_gradients: expected True"),
+        ({"process_set": hvd.ProcessSet([0])}, "process_set: expected that of all ranks"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(ValueError, match=message):
+            hvd.DistributedOptimizer(keras.optimizers.Adam(), **arguments)
+    with pytest.raises(LeftOutError, match="Use DistributedOptimizer"):
+        horovod.keras.PartialDistributedOptimizer(adam)
+
+    class Own(keras.optimizers.SGD):
+        pass
+
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    model.compile(Own(0.25), "mse")
+    model.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(str(tmp_path / "model.keras"), custom_optimizers=[Own])
+    assert is_distributed(loaded.optimizer)
+    assert float(loaded.optimizer.learning_rate) == 0.25
 
 
 def test_libraries_find_the_names_of_lightning_1_that_they_import(

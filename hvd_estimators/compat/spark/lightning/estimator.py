@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from hvd_estimators.compat.left_out import left_out_names
+from hvd_estimators.compat.spark.common.estimator import HorovodEstimator, HorovodModel
+from hvd_estimators.compat.spark.common.params import EstimatorParams
 from hvd_estimators.lightning.estimator import TorchEstimator
 from hvd_estimators.lightning.model import TorchModel
 
-__all__ = ["MIN_PL_VERSION", "TorchEstimator", "TorchModel"]
+__all__ = [
+    "MIN_PL_VERSION",
+    "EstimatorParams",
+    "HorovodEstimator",
+    "HorovodModel",
+    "TorchEstimator",
+    "TorchModel",
+]
 
 MIN_PL_VERSION = "2.0.0"
 

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from hvd_estimators.compat.left_out import left_out_names
+from hvd_estimators.compat.spark.common.estimator import HorovodEstimator, HorovodModel
+from hvd_estimators.compat.spark.common.params import EstimatorParams
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.model import TorchModel
 
-__all__ = ["TorchEstimator", "TorchModel"]
+__all__ = [
+    "EstimatorParams",
+    "HorovodEstimator",
+    "HorovodModel",
+    "TorchEstimator",
+    "TorchModel",
+]
 
 __getattr__, __dir__ = left_out_names(__name__)

@@ -1,0 +1,114 @@
+"""Functions of ``horovod.tensorflow.keras`` and ``horovod.keras`` for Keras 3.
+
+Horovod's ``DistributedOptimizer`` averages nothing under Keras 3, and says nothing: each rank would
+train by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import keras
+
+from hvd_estimators.exceptions import LeftOutError, ParamError
+from hvd_estimators.keras import DistributedOptimizer as _DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "complete", "load_model"]
+
+
+def complete(module: ModuleType) -> None:
+    """Put the functions below in the place of a module's own."""
+    for name in ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"):
+        if hasattr(module, name):
+            setattr(module, name, globals()[name])
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = None,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = None,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = None,
+    scale_local_gradients: bool = True,
+) -> keras.optimizers.Optimizer:
+    """Make an optimizer average over the ranks, see `hvd_estimators.keras.DistributedOptimizer`.
+
+    Parameters
+    ----------
+    optimizer : keras.optimizers.Optimizer
+        Any optimizer.
+    compression : horovod compressor, optional
+        For example ``hvd.Compression.fp16``.
+    backward_passes_per_step : int
+        Calls whose gradients make one step.
+    op, average_aggregated_gradients, process_set
+        Averages alone are taken, over all ranks and over the calls of a step.
+    name, device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, \
+groups, scale_local_gradients
+        Accepted for Horovod's sake: they change no result.
+
+    Raises
+    ------
+    ParamError
+        If something else than averages is asked for.
+    """
+    import horovod.tensorflow as hvd
+
+    if op not in (None, hvd.Average):
+        raise ParamError(f"op: expected Average, which is all that Keras 3 gets here, found {op}.")
+    if process_set not in (None, hvd.global_process_set):
+        raise ParamError(f"process_set: expected that of all ranks, found {process_set}.")
+    if backward_passes_per_step > 1 and not average_aggregated_gradients:
+        raise ParamError(
+            "average_aggregated_gradients: expected True with backward_passes_per_step above 1. "
+            "The gradients of a step's calls are averaged here, not added up: set it, and multiply "
+            "the learning rate by backward_passes_per_step to take as large steps as before."
+        )
+    return _DistributedOptimizer(optimizer, compression, backward_passes_per_step)
+
+
+def PartialDistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
+    """Raise `LeftOutError`."""
+    raise LeftOutError(
+        "hvd_estimators has no PartialDistributedOptimizer, and Horovod's averages nothing under "
+        "Keras 3. Use DistributedOptimizer, or a training loop of your own with hvd.allreduce."
+    )
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: Mapping[str, Any] | None = None,
+    compression: Any = None,
+    legacy_opts: bool = False,
+) -> keras.Model:
+    """Load a model that goes on to train with its optimizer, averaging over the ranks.
+
+    Parameters
+    ----------
+    filepath : str
+        What `keras.saving.load_model` takes.
+    custom_optimizers : sequence of class, optional
+        Optimizers that Keras does not know.
+    custom_objects : mapping of str to object, optional
+        Other things that Keras does not know.
+    compression : horovod compressor, optional
+        See `DistributedOptimizer`.
+    legacy_opts
+        Accepted for Horovod's sake, and ignored.
+    """
+    optimizers = {kind.__name__: kind for kind in custom_optimizers or ()}
+    model = keras.saving.load_model(filepath, {**optimizers, **(custom_objects or {})})
+    if getattr(model, "optimizer", None) is not None:
+        _DistributedOptimizer(model.optimizer, compression)
+    return model
