@@ -1,7 +1,7 @@
 """Rows per second of several libraries' input pipelines, as shuffled batches of torch tensors.
 
 In turns, each in a process of its own. Beside what `make setup` installs it needs
-``pip install 'datasets<3' mosaicml-streaming`` (later versions of datasets do not run beside the
+``pip install 'datasets<2.20' mosaicml-streaming`` (later versions of datasets do not run beside the
 PyArrow that Petastorm needs); a library that is not installed is left out.
 """
 
