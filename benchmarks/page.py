@@ -18,9 +18,9 @@ _HEAD = """\
 Measured figures
 ================
 
-What ``make bench`` measured, part by part: the best of each contender (of launches, checkpoints,
-micro-batches and steps the median), from where to where it went, and its ratio to what it is
-compared with. Of seconds and MiB less is better, of rates more. How each is measured is told in
+What ``make bench`` measured, part by part: the best of each contender (of launches, checkpoints and
+micro-batches the median), from where to where it went, and its ratio to what it is compared with.
+Of seconds and MiB less is better, of rates more. How each is measured is told in
 :doc:`../benchmarks`. Seconds differ from machine to machine and from hour to hour, ratios less. One
 part again: ``python -m benchmarks --parts fit``.
 
