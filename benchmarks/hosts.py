@@ -61,19 +61,22 @@ class Work:
 
     Attributes
     ----------
+    device_seconds : float
+        Of the forward and backward pass and the optimizer, what keeps no core busy: a GPU computes.
     compute_seconds : float
-        Forward and backward pass and the optimizer, alone.
+        Of the same, what keeps a core busy.
     decode_seconds : float
         Reading and decoding a batch, alone, in threads beside it.
-    processor_seconds : float
-        Of both, on all cores together; less than their sum if a device computes.
+    decode_processor_seconds : float
+        Of decoding, on all cores together.
     gradient_bytes : float
         That are reduced.
     """
 
+    device_seconds: float
     compute_seconds: float
     decode_seconds: float
-    processor_seconds: float
+    decode_processor_seconds: float
     gradient_bytes: float
 
 
@@ -83,7 +86,8 @@ def step_seconds(
     """Return the seconds of a step.
 
     The slower of computing and decoding, or the time in which the host's cores do what all of its
-    ranks ask of them, if that is longer; and the allreduce.
+    ranks ask of them, if that is longer; and the allreduce. Ranks compute at the same time, since
+    each step's allreduce makes them wait for each other: where they share cores they take turns.
 
     Parameters
     ----------
@@ -98,11 +102,13 @@ def step_seconds(
     cores : int, optional
         The host's; enough for all, if left out.
     """
-    alone = max(work.compute_seconds, work.decode_seconds)
-    stretch = 1.0
-    if cores is not None:
-        alone = max(alone, work.processor_seconds * ranks_of_host / cores)
-        stretch = max(1.0, ranks_of_host / cores)
+    of_core = ranks_of_host / cores if cores is not None else 0.0
+    stretch = max(1.0, of_core)
+    alone = max(
+        work.device_seconds + work.compute_seconds * stretch,
+        work.decode_seconds,
+        (work.compute_seconds + work.decode_processor_seconds) * of_core,
+    )
     return alone + link.allreduce_seconds(ranks, work.gradient_bytes, stretch)
 
 

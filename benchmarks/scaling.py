@@ -71,8 +71,8 @@ TURN_OF_NETWORK = 50e-6
 """Seconds of a message between hosts of one data centre, over TCP."""
 
 ELSEWHERE = {
-    "25.6 million parameters, 300 ms": Work(0.3, 0.0, 0.0, 4 * 25.6e6),
-    "1 million parameters, 10 ms": Work(0.01, 0.0, 0.0, 4e6),
+    "25.6 million parameters, 300 ms": Work(0.3, 0.0, 0.0, 0.0, 4 * 25.6e6),
+    "1 million parameters, 10 ms": Work(0.01, 0.0, 0.0, 0.0, 4e6),
 }
 
 
@@ -165,9 +165,9 @@ def images(manifest: DatasetManifest, rank: int, ranks: int) -> Iterator[Mapping
 
 def predicted(case: Case, ranks: int, link: Link, alone: Steps, read: Steps, cores: int) -> float:
     """Return what the model says of a step, of what one rank does alone."""
-    compute = min(alone.seconds)
-    decode, processor = (min(read.seconds), min(read.processor)) if case.reads else (0.0, 0.0)
-    work = Work(compute, decode, processor + min(alone.processor), 4 * case.parameters)
+    compute = max(min(alone.seconds) - case.sleep, 0.0)
+    decode = (min(read.seconds), min(read.processor)) if case.reads else (0.0, 0.0)
+    work = Work(case.sleep, compute, *decode, 4 * case.parameters)
     return step_seconds(work, ranks, link, ranks, cores)
 
 
@@ -221,7 +221,13 @@ def main() -> None:
         "loopback_MB_per_s": round(link.bytes_per_second / 1e6),
         "images_per_s": round(BATCH / min(read.seconds)),
     }
-    figures = {"allreduces": reduced, "link": asdict(link), "reading": asdict(read)}
+    figures = {
+        "allreduces": reduced,
+        "link": asdict(link),
+        "reading": asdict(read),
+        "alone": {name: asdict(of) for name, of in alone.items()},
+        "steps": {name: {n: asdict(s) for n, s in of.items()} for name, of in taken.items()},
+    }
     show_result("scaling", settings, figures, records)
 
 

@@ -13,7 +13,7 @@ from benchmarks.hosts import Link, Work, efficiency, fit_seconds, fitted_link, s
 
 seconds = st.floats(0, 10)
 links = st.builds(Link, st.floats(0, 0.1), st.floats(0, 0.01), st.floats(1e6, 1e11))
-works = st.builds(Work, st.floats(1e-4, 10), seconds, seconds, st.floats(4, 1e9))
+works = st.builds(Work, st.floats(1e-4, 10), seconds, seconds, seconds, st.floats(4, 1e9))
 
 
 def ring(ranks: int, width: int) -> tuple[np.ndarray, int, list[int]]:
@@ -64,17 +64,20 @@ def test_a_host_with_a_core_for_each_thread_is_as_fast_as_ranks_apart(
     apart = step_seconds(work, ranks, link)
     together = step_seconds(work, ranks, link, ranks, cores)
     assert together >= apart
-    busy = max(work.compute_seconds, work.decode_seconds)
-    if ranks <= cores and work.processor_seconds * ranks <= busy * cores:
+    busy = max(work.device_seconds + work.compute_seconds, work.decode_seconds)
+    asked = (work.compute_seconds + work.decode_processor_seconds) * ranks
+    if ranks <= cores and asked <= busy * cores:
         assert together == pytest.approx(apart)
 
 
 def test_the_slower_of_computing_and_decoding_counts_and_cores_that_are_shared() -> None:
     link = Link(0.001, 0.0, math.inf)
-    assert step_seconds(Work(0.02, 0.05, 0.04, 8), 1, link) == 0.05
-    assert step_seconds(Work(0.05, 0.02, 0.04, 8), 2, link) == pytest.approx(0.051)
-    # Four ranks ask two cores for 0.04 seconds each.
-    assert step_seconds(Work(0.05, 0.02, 0.04, 8), 4, link, 4, 2) == pytest.approx(0.081)
+    assert step_seconds(Work(0.01, 0.01, 0.05, 0.02, 8), 1, link) == 0.05
+    assert step_seconds(Work(0.03, 0.02, 0.02, 0.02, 8), 2, link) == pytest.approx(0.051)
+    # Four ranks compute for 0.02 seconds each on two cores, after 0.03 on their devices.
+    assert step_seconds(Work(0.03, 0.02, 0.02, 0.01, 8), 4, link, 4, 2) == pytest.approx(0.071)
+    # Eight ask them for 0.03 + 0.02 seconds each.
+    assert step_seconds(Work(0.0, 0.03, 0.02, 0.02, 8), 8, link, 8, 2) == pytest.approx(0.201)
 
 
 @given(
