@@ -57,6 +57,8 @@ def test_text_trains_with_the_librarys_backend_and_predicts(
     assert type(model) is library.TextModel
     losses = [entry["train"]["train_loss"] for entry in model.getHistory()]
     assert losses[-1] < losses[0] / 2
+    # The steps returned nothing.
+    assert model.getHistory()[-1]["validation"]["avg_val_loss"] == float("inf")
 
     predicted = model.setOutputCols(["probability"]).transform(frame)
     evaluator = MulticlassClassificationEvaluator(

@@ -22,8 +22,12 @@ from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.sql.functions import col, udf
 from pyspark.sql.types import DoubleType
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities import _module_available  # type: ignore[attr-defined]
 
 LENGTH, WORDS = 6, 50
+
+if not _module_available("torch"):
+    raise ModuleNotFoundError("torch")
 
 
 def by_keyword(init: Any) -> Any:
@@ -75,6 +79,10 @@ class TextModule(LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", self._step(batch))
+
+    def validation_epoch_end(self, outputs: Any) -> None:
+        losses = [output["val_loss"] for output in outputs]
+        self.log("avg_val_loss", torch.stack(losses).mean() if losses else float("inf"))
 
 
 class OwnBackend(SparkBackend):

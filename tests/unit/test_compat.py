@@ -137,18 +137,23 @@ def test_what_never_was_is_the_usual_error(compat: None) -> None:
         _ = importlib.import_module("horovod.spark.torch").TorchModels
 
 
-def test_every_public_name_of_the_frozen_package_is_there_or_explained(compat: None) -> None:
-    """What a module defines or imports of its own package, as its source says."""
+def frozen_modules() -> Iterator[tuple[str, ast.Module]]:
+    """Names and sources of those that are not left out as a whole."""
     frozen = Path(importlib.import_module("horovod").__path__[0], "spark")
     if not (frozen / "runner.py").exists():
         pytest.skip("Horovod was installed with compat: the frozen package is gone")
-    unexplained = []
     for path in frozen.rglob("*.py"):
         parts = path.relative_to(frozen).with_suffix("").parts
         module = "horovod.spark" + "".join(f".{part}" for part in parts if part != "__init__")
-        if any(f"{module}.".startswith(f"{left_out}.") for left_out in LEFT_OUT_MODULES):
-            continue
-        for name in public_names(ast.parse(path.read_text())):
+        if not any(f"{module}.".startswith(f"{left_out}.") for left_out in LEFT_OUT_MODULES):
+            yield module, ast.parse(path.read_text())
+
+
+def test_every_public_name_of_the_frozen_package_is_there_or_explained(compat: None) -> None:
+    """What a module defines, as its source says."""
+    unexplained = []
+    for module, tree in frozen_modules():
+        for name in public_names(tree):
             if name in LEFT_OUT_NAMES.get(module, {}):
                 continue
             try:
@@ -171,7 +176,40 @@ INTERNAL = [
 ]
 
 
-def public_names(tree: ast.Module) -> Iterator[str]:
+def test_every_public_method_and_param_is_there_or_explained(compat: None) -> None:
+    """Accessors among them, and what estimators and models are constructed with."""
+    missing, params = set(), 0
+    for module, tree in frozen_modules():
+        for node in tree.body:
+            if not isinstance(node, ast.ClassDef) or "datamodule" in module:
+                continue
+            if node.name in LEFT_OUT_NAMES.get(module, {}):
+                continue
+            ours = getattr(importlib.import_module(module), node.name, None)
+            if ours is None:
+                assert f"{module}.{node.name}" in INTERNAL
+                continue
+            missing |= {
+                f"{node.name}.{name}"
+                for name in public_names(node)
+                if not hasattr(ours, name) and name not in LEFT_OUT
+            }
+            if module.endswith(".estimator") and "common" not in module:
+                init = next(f for f in node.body if getattr(f, "name", "") == "__init__")
+                assert isinstance(init, ast.FunctionDef)
+                given = {argument.arg for argument in init.args.args[1:]}
+                missing |= given - {param.name for param in ours().params}
+                params += len(given)
+    # Constants of the stores' own.
+    assert missing == {
+        "DBFSLocalStore.DBFS_PATH_FORMAT_ERROR",
+        "HDFSStore.FS_PREFIX",
+        "HDFSStore.URL_PATTERN",
+    }
+    assert params > 100
+
+
+def public_names(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
     for node in tree.body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             names = [node.name]
