@@ -1,7 +1,7 @@
 """Forward passes for predictions: on the task's GPU or cores, and in which precision.
 
-Runs where predictions are made. On a GPU a batch's inputs are fetched from page-locked memory while
-it computes with the batch before, and outputs go back the same way.
+Runs where predictions are made. On a GPU a batch's inputs are fetched while it computes with the
+batch before, and outputs go back the same way.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Forward:
             if self.overlaps:
                 # What a module makes on "cuda", too.
                 stack.enter_context(torch.cuda.device(self.device))
-                inputs = [tensor.pin_memory() for tensor in inputs]
             copied = self._fetch(inputs)
             stack.enter_context(torch.inference_mode())
             stack.enter_context(autocast(self.device.type, self._precision))
