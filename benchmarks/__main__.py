@@ -46,7 +46,10 @@ PARTS: Mapping[str, str] = {
 What follows a dash in a part's name is an option of its benchmark.
 """
 
-ELSEWHERE: Mapping[str, str] = {"gpu": "--cpu --rows 20000 --images 64 --repeats 1"}
+ELSEWHERE: Mapping[str, str] = {
+    "gpu": "--cpu --rows 20000 --images 64 --repeats 1",
+    "gpu_spark": "--cpu --rows 2000 --images 8 --slots 2 --repeats 1",
+}
 """Those that are only run where they are named."""
 
 

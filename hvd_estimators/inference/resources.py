@@ -25,10 +25,13 @@ class Resources:
         Threads to compute with; None for as many as the framework takes by itself.
     gpu : int or None
         The GPU, as its number among those that the process sees; None for the CPU.
+    named : str or None
+        What a user called it; None where Spark assigned it.
     """
 
     num_threads: int | None = None
     gpu: int | None = None
+    named: str | None = None
 
     def among(self, visible: int) -> int | None:
         """Return the GPU, of so many that a framework sees; None for the CPU.
@@ -42,6 +45,11 @@ class Resources:
         """
         if self.gpu is None or not visible:
             return None
+        if self.gpu >= visible and self.named is not None:
+            raise GpuError(
+                f"device: found {self.named!r}, and the framework sees {visible}. Set a number "
+                f"below {visible}."
+            )
         if self.gpu >= visible:
             raise GpuError(
                 f"Spark assigned the GPU {self.gpu} to this task, and its Python worker sees "

@@ -209,7 +209,7 @@ def resources_of(device: Any, num_threads: Any, batch_size: Any) -> Resources:
     if found is None:
         raise ParamError(f"device: expected 'cpu', 'cuda' or 'cuda:<number>', found {device!r}.")
     gpu = None if found[0].lower() == "cpu" else int(found[1] or 0)
-    return Resources(num_threads, gpu)
+    return Resources(num_threads, gpu, device)
 
 
 def on_device(

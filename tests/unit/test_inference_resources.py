@@ -61,6 +61,8 @@ def test_a_gpu_that_is_not_seen_is_an_error_unless_none_is() -> None:
         task_resources(task(1, "2"), {"CUDA_VISIBLE_DEVICES": "3,5"})
     with pytest.raises(GpuError, match=r"GPU 2 to this task.* sees 2"):
         Resources(gpu=2).among(2)
+    with pytest.raises(GpuError, match=r"device: found 'cuda:2', .* sees 2\. .* below 2"):
+        Resources(gpu=2, named="cuda:2").among(2)
     assert Resources(gpu=1).among(2) == 1
     assert Resources(gpu=1).among(0) is None
     assert Resources().among(2) is None
