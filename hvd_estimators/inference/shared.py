@@ -22,6 +22,7 @@ from pyspark import Broadcast
 from pyspark.sql import DataFrame
 
 from hvd_estimators.inference.documents import as_bytes, chunks, size_of
+from hvd_estimators.sessions import is_connect
 from hvd_estimators.temporary import LocalFile
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class SharedBytes:
         document = hashed.document
         size = size_of(document)
         # Spark Connect has no broadcast variables.
-        if size <= _INLINE_BYTES or not hasattr(dataset, "_jdf"):
+        if size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
             return as_bytes(document)
         context = dataset.sparkSession.sparkContext
         if size <= PART_BYTES:

@@ -11,6 +11,7 @@ from typing import Any
 from pyspark.sql import DataFrame
 
 from hvd_estimators.exceptions import ColumnError, ParamError
+from hvd_estimators.sessions import is_connect
 
 __all__ = ["clashing", "quoted", "require_columns", "require_frame", "unused_name"]
 
@@ -63,8 +64,11 @@ def require_frame(param: str, given: Any) -> None:
     ------
     ParamError
         If it is something else.
+    DependencyError
+        If its session is one of Spark Connect, and this PySpark is too old for that.
     """
     if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
+        is_connect(given.sparkSession)
         return
     found = f"{type(given).__module__}.{type(given).__name__}"
     raise ParamError(

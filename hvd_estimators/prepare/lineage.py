@@ -23,6 +23,7 @@ from hvd_estimators.prepare.sources import (
     items,
     same_objects,
 )
+from hvd_estimators.sessions import is_connect
 
 __all__ = ["SourcePlan", "estimated_rows", "keeps_order", "source_plan"]
 
@@ -196,8 +197,10 @@ def estimated_rows(df: DataFrame) -> float | None:
 
 
 def _analyzed(df: DataFrame) -> Any:
-    frame: Any = getattr(df, "_jdf", None)
-    return None if frame is None else frame.queryExecution().analyzed()
+    if is_connect(df.sparkSession):
+        return None
+    frame: Any = df
+    return frame._jdf.queryExecution().analyzed()
 
 
 def _classes(plan: Any) -> _Classes:

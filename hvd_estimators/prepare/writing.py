@@ -13,7 +13,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import Column, DataFrame, Observation
 from pyspark.sql import functions as F
 
-from hvd_estimators.exceptions import DataError
+from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.parquet.discovery import complete_shapes, read_split
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest
 from hvd_estimators.prepare.catalog import manifest_path, split_path
@@ -123,6 +123,8 @@ def write_dataset(
     DataError
         If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
         that are not finite and not wanted.
+    StoreError
+        If this process does not see what Spark has written.
     """
     frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
     writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
@@ -146,6 +148,8 @@ def write_dataset(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
                 "true or false, or a number, in every row."
             )
+        if _has_rows(observed) and not (store.exists(train_path) or store.exists(val_path)):
+            raise _not_found(path)
         for side, purpose in ((train_path, "to train on"), (val_path, "to validate on")):
             if not store.exists(side):
                 raise DataError(
@@ -153,6 +157,8 @@ def write_dataset(
                     "leaves rows on both sides."
                 )
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    if validation is None and _has_rows(observed) and not store.exists(train_path):
+        raise _not_found(train_path)
     train = read_split(store, train_path, specs)
     if not train.rows:
         raise DataError(_EMPTY)
@@ -247,13 +253,31 @@ def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
 def _told(observation: Observation) -> dict[str, Any]:
     """Return what was measured on the way."""
     try:
-        return observation.get
+        observed = observation.get
     except Py4JJavaError as error:
         # Spark 4 asserts that something was measured. Nothing was if its optimizer saw that there
         # can be no rows, and planned an empty frame instead.
         if error.java_exception.getClass().getName() != "java.lang.AssertionError":
             raise
         raise DataError(_EMPTY) from error
+    if not observed:
+        # So says Spark Connect of the same.
+        raise DataError(_EMPTY)
+    return observed
+
+
+def _has_rows(observed: dict[str, Any]) -> bool:
+    # The sum over no rows is null.
+    return observed["content"] is not None
+
+
+def _not_found(path: str) -> StoreError:
+    return StoreError(
+        f"Spark has written rows to {path!r}, and this process does not find them: they are on a "
+        "disk of another machine, with Spark Connect that of the server. Set the store's "
+        "prefix_path to a folder that this process, the server and all executors share, or to a "
+        "URL such as s3://bucket/experiments."
+    )
 
 
 def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:

@@ -20,7 +20,7 @@ from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.launch.cluster.sessions import is_connect
+from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import LocalStore, Store
 
 __all__ = ["Folder", "open_folder"]

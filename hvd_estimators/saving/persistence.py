@@ -30,10 +30,10 @@ from pyspark.ml.util import (
 )
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
-from hvd_estimators.launch.cluster.sessions import is_connect
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format
+from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 

@@ -17,6 +17,7 @@ from servers.connect import SLOTS
 from servers.driver import Application
 
 from hvd_estimators.exceptions import (
+    DataError,
     DependencyError,
     JobCancelledError,
     SlotsError,
@@ -91,6 +92,34 @@ def linear_estimator(folder: str, **params: Any) -> Any:
 def predictions(model: Any, column: str) -> np.ndarray:
     rows = model.transform(linear_frame()).select("id", column).collect()
     return np.array([row[1] for row in sorted(rows)])
+
+
+def further_ways(model: Any, folder: str) -> dict[str, Any]:
+    """Return what a model predicts by other ways than a plain DataFrame."""
+    from pyspark.sql import functions as F
+
+    frame = linear_frame()
+    # Lazy: this is not computed before it is asked for.
+    failing = F.when(F.raise_error(F.lit("it is computed")).isNull(), F.col("the x"))
+    predicted = model.transform(frame.withColumn("the x", failing))
+    with pytest.raises(Exception, match="it is computed"):
+        predicted.collect()
+    of_null = model.transform(
+        frame.where("id = 0").withColumn("the x", F.when(F.lit(False), F.col("the x")))
+    )
+    model.as_udf("linear")
+    frame.createOrReplaceTempView("rows")
+    in_sql = session().sql("select id, linear(`the x`) from rows").collect()
+    frame.coalesce(1).write.parquet(f"{folder}/rows")
+    stream = session().readStream.schema(frame.schema).parquet(f"{folder}/rows")
+    query = model.transform(stream).writeStream.format("memory").queryName("predicted")
+    assert query.trigger(availableNow=True).start().awaitTermination(60)
+    streamed = session().table("predicted").select("id", "y__output").collect()
+    return {
+        "of null": of_null.head()["y__output"],
+        "in sql": np.array([row[1] for row in sorted(in_sql)]),
+        "of a stream": np.array([row[1] for row in sorted(streamed)]),
+    }
 
 
 def test_run_gives_every_rank_a_task_however_large_the_call(connect: Application) -> None:
@@ -209,6 +238,28 @@ def test_a_tag_of_the_users_cancels_the_ranks(connect: Application) -> None:
         connect.run(job, str(connect.folder / "begun"))
 
 
+def test_a_fit_that_waits_ends_with_the_others_of_the_session(connect: Application) -> None:
+    def job() -> None:
+        import threading
+
+        from hvd_estimators.launch.cluster.current import current_cluster
+        from hvd_estimators.launch.cluster.jobs import cancellable_wait
+
+        spark = session()
+
+        def interrupt() -> None:
+            # There is nothing to interrupt before the job that waits has begun.
+            while not spark.interruptAll():
+                time.sleep(0.1)
+
+        with cancellable_wait(current_cluster()) as wait:
+            threading.Thread(target=interrupt).start()
+            wait(100)
+
+    with pytest.raises(JobCancelledError):
+        connect.run(job)
+
+
 def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
     def job(folder: str) -> Any:
         from pyspark.ml import Pipeline, PipelineModel
@@ -221,7 +272,10 @@ def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
             "weights": model.getModel()[0].weight.detach().numpy()[0],
             "history": model.getHistory(),
             "predicted": predictions(model, "y__output"),
+            **further_ways(model, folder),
         }
+        with pytest.raises(DataError, match="DataFrame is empty"):
+            estimator.fit(linear_frame().where("id < 0"))
         for _ in range(2):
             model.write().overwrite().save(f"{folder}/model")
         found["loaded"] = predictions(TorchModel.load(f"{folder}/model"), "y__output")
@@ -245,7 +299,8 @@ def test_a_fit_and_its_model_saved_and_loaded(connect: Application) -> None:
     assert losses[0] > losses[1] > losses[-1]
     assert losses[-1] < 1e-6
     np.testing.assert_allclose(found["predicted"], y, atol=1e-2)
-    for other in ("loaded", "pipeline"):
+    assert found["of null"] is None
+    for other in ("loaded", "pipeline", "in sql", "of a stream"):
         np.testing.assert_array_equal(found[other], found["predicted"])
     assert "exists" in found["exists"]
     assert found["params"] == 15

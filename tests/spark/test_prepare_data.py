@@ -21,8 +21,9 @@ from hvd_estimators import (
     list_prepared_data,
     prepare_data,
 )
-from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.prepare import dataframe as prepare
+from hvd_estimators.prepare import writing
 
 pytestmark = pytest.mark.spark
 
@@ -136,29 +137,24 @@ def test_nulls_in_nested_arrays_are_refused(spark: Any, store: Any, bad: Any) ->
         index_of(store, frame)
 
 
-@pytest.mark.parametrize(
-    ("sql", "remedy"),
-    [
-        ("'text'", "StringIndexer"),
-        ("current_date()", "datediff"),
-        ("current_timestamp()", "unix_timestamp"),
-        ("to_timestamp_ntz('2026-01-01 00:00:00')", "unix_timestamp"),
-        ("map('a', 1)", "select the keys"),
-        ("struct(1, 2)", "select its fields"),
-        ("array(struct(1))", "select its fields"),
-        ("interval '1' day", "seconds"),
-    ],
-)
-def test_other_types_are_refused_with_a_remedy(
-    spark: Any, store: Any, sql: str, remedy: str
-) -> None:
-    frame = spark.range(3).select("id", F.expr(sql).alias("odd"))
-    with pytest.raises(ColumnError, match=f"'odd' has type .*{remedy}"):
-        index_of(store, frame)
-    assert not store.exists(store.prefix_path)
-
-
 NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize("validation", [None, 0.5])
+def test_rows_that_went_to_another_machines_disk_are_no_empty_data(
+    spark: Any, store: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, validation: Any
+) -> None:
+    # As a server of Spark Connect, or the driver of a cluster, that has a disk of its own.
+    def there(session: Any, store: Any, path: str) -> str:
+        return f"file://{tmp_path}/elsewhere{path}"
+
+    monkeypatch.setattr(writing, "spark_url", there)
+    frame = spark.range(20).selectExpr("double(id) x", "double(id) y")
+    with (
+        pytest.raises(StoreError, match=r"does not find them.*prefix_path to a folder that"),
+        prepare_data(1, store, frame, ["y"], ["x"], validation=validation),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

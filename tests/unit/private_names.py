@@ -36,7 +36,7 @@ TABLE = (
     Private(
         "pyspark.sql.classic.dataframe.DataFrame pyspark.sql.DataFrame",
         "_jdf",
-        "whether a plan gives the same rows twice; whether the session is Spark Connect's",
+        "whether a plan gives the same rows twice",
     ),
     Private(
         "pyspark.sql.SparkSession",

@@ -51,6 +51,7 @@ ROOMS = {
     "temporary": "base",
     "remedies": "base",
     "saving": "estimator",
+    "sessions": "base",
 }
 """What is not a room of its own: files of the package's root, and the rooms around the recipe."""
 

@@ -20,9 +20,9 @@ from pyspark import InheritableThread
 
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch.cluster.profiles import collect_from_tasks
-from hvd_estimators.launch.cluster.sessions import current_session
 from hvd_estimators.launch.task.sharing import broadcast
 from hvd_estimators.launch.versions import installed_versions
+from hvd_estimators.sessions import current_session
 
 if TYPE_CHECKING:
     from pyspark import Broadcast, SparkContext

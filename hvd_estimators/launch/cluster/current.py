@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.connect import ConnectCluster
-from hvd_estimators.launch.cluster.sessions import current_session, is_connect
+from hvd_estimators.sessions import current_session, is_connect
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.cluster.profiles import TaskResources

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.exceptions import JobCancelledError, SlotsError
 from hvd_estimators.launch.cluster.current import current_cluster
 from hvd_estimators.launch.cluster.failures import typed_failure
-from hvd_estimators.launch.cluster.sessions import current_session, is_connect, using_session
+from hvd_estimators.sessions import current_session, using_session
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -142,9 +142,9 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
 
 @contextlib.contextmanager
 def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
-    """Have a job in the thread's job group while the driver waits between launches.
+    """Have a job in the thread's job group, or with its tags, while nothing else of it runs.
 
-    Cancelling a group ends the jobs that run then, and Spark tells nobody else of it. This job has
+    Cancelling these ends the jobs that run then, and Spark tells nobody else of it. This job has
     one task that sleeps in the JVM. It may take the task slot of a rank, and gives it back at once.
 
     Yields
@@ -158,10 +158,6 @@ def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
         By what is yielded, if the job is cancelled.
     """
     session = current_session()
-    if is_connect(session):
-        # It has no job groups.
-        yield time.sleep
-        return
     ending, ended = threading.Event(), threading.Event()
     cancelled: list[JobCancelledError] = []
     tags: list[str] = []

@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 from collections.abc import Iterator
 
+import pyspark
 from pyspark.errors import PySparkRuntimeError
 from pyspark.sql import SparkSession
 
@@ -49,5 +50,22 @@ def current_session() -> SparkSession:
 
 
 def is_connect(session: SparkSession) -> bool:
-    """Return whether a session is one of Spark Connect, with the application elsewhere."""
-    return getattr(session, "sparkContext", None) is None
+    """Return whether a session is one of Spark Connect, with the application elsewhere.
+
+    Raises
+    ------
+    DependencyError
+        If it is one of PySpark 3.5, whose clients are not told how far an operation has come.
+    """
+    try:
+        if session.sparkContext is not None:
+            return False
+    except (AttributeError, NotImplementedError):
+        pass
+    if not hasattr(session, "registerProgressHandler"):
+        raise DependencyError(
+            f"Spark Connect needs PySpark 4 or newer, found {pyspark.__version__}. Install "
+            "'pyspark[connect]>=4' here and where the server runs, or use a session that is not "
+            "one of Spark Connect (SparkSession.builder.master(...))."
+        )
+    return True

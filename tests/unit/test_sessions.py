@@ -1,0 +1,50 @@
+"""Of what kind a session is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from hvd_estimators.exceptions import DependencyError
+from hvd_estimators.prepare.column_names import require_frame
+from hvd_estimators.sessions import is_connect
+
+
+class Classic:
+    sparkContext = object()
+
+
+class Connect:
+    """As in PySpark 4."""
+
+    @property
+    def sparkContext(self) -> Any:
+        raise AttributeError("JVM_ATTRIBUTE_NOT_SUPPORTED")
+
+    def registerProgressHandler(self, handler: Any) -> None: ...
+
+
+class OldConnect:
+    """As in PySpark 3.5."""
+
+    @property
+    def sparkContext(self) -> Any:
+        raise NotImplementedError("sparkContext() is not implemented.")
+
+
+class Frame:
+    sparkSession = OldConnect()
+
+
+def test_the_kind_of_a_session_is_told_by_what_it_has() -> None:
+    sessions: list[Any] = [Classic(), Connect()]
+    assert [is_connect(session) for session in sessions] == [False, True]
+
+
+def test_clients_of_an_older_pyspark_are_refused_with_the_remedy() -> None:
+    old: Any = OldConnect()
+    with pytest.raises(DependencyError, match=r"needs PySpark 4 or newer.*pyspark\[connect\]>=4"):
+        is_connect(old)
+    with pytest.raises(DependencyError, match="Spark Connect needs PySpark 4"):
+        require_frame("df", Frame())
