@@ -19,12 +19,13 @@ from pyspark.sql import functions as F
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow
 from hvd_estimators.inference.batch_bytes import spread
+from hvd_estimators.inference.casts import bounds_of, cast_output
 from hvd_estimators.inference.documents import Document
 from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
-from hvd_estimators.inference.opaque import with_opaque
+from hvd_estimators.inference.opaque import as_rows, with_opaque
 from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
-from hvd_estimators.inference.sql import active_session, checked_name, sql_form
+from hvd_estimators.inference.sql import active_session, checked_name, parsed_type, sql_form
 from hvd_estimators.inference.steps import Inference, is_scalar
 from hvd_estimators.inference.udf import make_udf
 from hvd_estimators.params import declare, names
@@ -158,11 +159,13 @@ class HorovodModel(
         shapes = [*inference.fields.values()]
         is_text = self._takes_text()
         text = [n for n in inference.columns if is_text or n in self._text_features()]
+        form = sql_form(session, shapes, [*added], [*added.values()], text)
         udf = make_udf(
             *self._make_predictor(),
             inference,
             functools.partial(self._shared.send, session.range(0)),
-            form=sql_form(session, shapes, [*added], [*added.values()], text),
+            form=form,
+            bounds=[bounds_of(*named) for named in form.types.items()],
         )
         return udf if name is None else session.udf.register(name, udf)
 
@@ -189,10 +192,16 @@ class HorovodModel(
         spread_out = spread(dataset, inference.columns, self._known_sizes(), items)
         if spread_out is not None:
             dataset = spread_out.frame
+        elif takes_arrow():
+            dataset = as_rows(dataset)
         given = self._given_columns(dataset, inference)
         if spread_out is not None:
             given.append(spread_out.is_row)
-        wanted = self._types_of_added()
+        session = dataset.sparkSession
+        wanted = {
+            name: None if ddl is None else parsed_type(session, ddl)
+            for name, ddl in self._types_of_added().items()
+        }
         fields = inference.fields
         by_field = zip(fields.items(), wanted.values(), strict=True)
         vectors = {
@@ -207,6 +216,7 @@ class HorovodModel(
             functools.partial(self._shared.send, dataset),
             has_empty_rows=spread_out is not None,
             vectors=vectors,
+            bounds=[bounds_of(*named) for named in wanted.items()],
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run in a filter on a prediction, and once more.
@@ -218,7 +228,10 @@ class HorovodModel(
         columns = {}
         for (field, shape), (name, data_type) in zip(fields.items(), wanted.items(), strict=True):
             column = F.col(made)[field] if len(fields) > 1 else F.col(made)
-            columns[name] = column if field in vectors else _as_type(column, shape, data_type)
+            if data_type is not None:
+                columns[name] = cast_output(column, data_type)
+            else:
+                columns[name] = column if field in vectors else _as_default(column, shape)
         return with_made.withColumns(columns).drop(made)
 
     def _types_of_added(self) -> dict[str, str | None]:
@@ -304,9 +317,7 @@ def _is_vector(shape: tuple[int, ...]) -> bool:
     return len(shape) == 1 and not is_scalar(shape)
 
 
-def _as_type(column: Column, shape: tuple[int, ...], data_type: str | None) -> Column:
-    if data_type is not None:
-        return column.cast(data_type)
+def _as_default(column: Column, shape: tuple[int, ...]) -> Column:
     if not _is_vector(shape):
         return column
     # It takes no nulls.

@@ -250,10 +250,11 @@ def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
     while _is_list(numbers):
         numbers, depth = numbers.value_type, depth + 1
     if kinds.is_decimal(numbers):
-        floats = pa.float64()
+        text, floats = pa.string(), pa.float64()
         for _ in range(depth):
-            floats = pa.list_(floats)
-        return column.cast(floats)
+            text, floats = pa.list_(text), pa.list_(floats)
+        # By way of text it is the nearest float; Arrow's own cast is often off in the last bit.
+        return column.cast(text).cast(floats)
     if kinds.is_integer(numbers) or kinds.is_floating(numbers) or kinds.is_boolean(numbers):
         return column
     is_any_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)

@@ -1,4 +1,4 @@
-"""Columns past which Spark's optimizer takes no filter. Runs on the driver."""
+"""Columns past which Spark's optimizer takes nothing. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -6,8 +6,16 @@ import uuid
 
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
-__all__ = ["computed_here", "with_opaque"]
+__all__ = ["as_rows", "computed_here", "with_opaque"]
+
+# By name, since not every PySpark has all of these.
+_COLUMNAR = {
+    *("BooleanType", "ByteType", "ShortType", "IntegerType", "LongType", "FloatType", "DoubleType"),
+    *("DecimalType", "BinaryType", "DateType", "TimestampType", "TimestampNTZType", "VariantType"),
+    *("DayTimeIntervalType", "YearMonthIntervalType"),
+}
 
 
 def with_opaque(frame: DataFrame, column: Column, name: str) -> DataFrame:
@@ -41,3 +49,27 @@ def computed_here(frame: DataFrame) -> DataFrame:
     """
     name = f"__{uuid.uuid4().hex}"
     return with_opaque(frame, F.lit(0), name).drop(name)
+
+
+def as_rows(frame: DataFrame) -> DataFrame:
+    """Return the same DataFrame; an Arrow UDF is given its rows and not the columns of its files.
+
+    Spark 4.3 hands columns of Parquet on as they are, and fails where one beside the UDF's has a
+    type that it has forgotten there, such as an ML vector.
+    """
+    if all(_is_columnar(field.dataType) for field in frame.schema):
+        return frame
+    return computed_here(frame)
+
+
+def _is_columnar(data_type: T.DataType) -> bool:
+    if isinstance(data_type, T.StructType):
+        return all(_is_columnar(field.dataType) for field in data_type)
+    if isinstance(data_type, T.ArrayType):
+        return _is_columnar(data_type.elementType)
+    if isinstance(data_type, T.MapType):
+        return _is_columnar(data_type.keyType) and _is_columnar(data_type.valueType)
+    if isinstance(data_type, T.StringType):
+        # Others have a collation.
+        return data_type.simpleString() == "string"
+    return type(data_type).__name__ in _COLUMNAR

@@ -6,13 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 from pyspark.sql import types as T
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.steps import is_scalar
+from hvd_estimators.sessions import is_connect
 
-__all__ = ["SqlForm", "active_session", "checked_name", "sql_form"]
+__all__ = ["SqlForm", "active_session", "checked_name", "parsed_type", "sql_form"]
 
 _DTYPES: dict[type[T.DataType], str] = {
     T.ByteType: "int8",
@@ -59,6 +61,8 @@ def active_session() -> SparkSession:
     ------
     ParamError
         If there is none.
+    DependencyError
+        If it is one of Spark Connect, and this PySpark is too old for that.
     """
     session = SparkSession.getActiveSession()
     if session is None:
@@ -66,6 +70,7 @@ def active_session() -> SparkSession:
             "as_udf: there is no active Spark session. Start one with "
             "SparkSession.builder.getOrCreate()."
         )
+    is_connect(session)
     return session
 
 
@@ -118,7 +123,7 @@ def sql_form(
     found, dtypes = {}, []
     for name, shape, ddl in zip(names, shapes, types, strict=True):
         depth = 0 if is_scalar(shape) else len(shape)
-        parsed = _default_type(depth) if ddl is None else _parsed(session, ddl)
+        parsed = _default_type(depth) if ddl is None else parsed_type(session, ddl)
         dtype = _dtype(parsed, depth)
         if dtype is None:
             raise ParamError(
@@ -134,8 +139,20 @@ def _default_type(depth: int) -> T.DataType:
     return T.DoubleType() if depth == 0 else T.ArrayType(_default_type(depth - 1))
 
 
-def _parsed(session: SparkSession, ddl: str) -> T.DataType:
-    return session.createDataFrame([], f"value {ddl}").schema["value"].dataType
+def parsed_type(session: SparkSession, ddl: str) -> T.DataType:
+    """Return the type that Spark knows by a name.
+
+    Raises
+    ------
+    ParamError
+        If it knows none.
+    """
+    try:
+        return session.createDataFrame([], f"value {ddl}").schema["value"].dataType
+    except PySparkException as error:
+        raise ParamError(
+            f"output_types: {ddl!r} is no type of Spark's. Set one as 'double' or 'array<float>'."
+        ) from error
 
 
 def _dtype(data_type: T.DataType, depth: int) -> str | None:

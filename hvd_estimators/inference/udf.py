@@ -28,6 +28,7 @@ from hvd_estimators.inference.arrow_columns import (
     takes_arrow,
     unconverted,
 )
+from hvd_estimators.inference.bounds import Bounds
 from hvd_estimators.inference.documents import Document, as_bytes
 from hvd_estimators.inference.predictors import cached_predictor, predictor_key
 from hvd_estimators.inference.received import received
@@ -52,6 +53,7 @@ def make_udf(
     has_empty_rows: bool = False,
     form: SqlForm | None = None,
     vectors: Mapping[str, T.DataType] | None = None,
+    bounds: Sequence[Bounds | None] = (),
 ) -> Callable[..., Column]:
     """Return a UDF from columns to the output, or to a struct where there are several fields.
 
@@ -72,6 +74,8 @@ def make_udf(
         How it is called from SQL. Default: as `transform` calls it, which knows types of columns.
     vectors : mapping, optional
         Fields that are ML vectors, and no arrays, to that type. Arrow UDFs alone can give these.
+    bounds : sequence of Bounds or None
+        What each field has to be within.
     """
     vectors = vectors or {}
     as_vectors = frozenset(vectors)
@@ -122,7 +126,11 @@ def make_udf(
             begun = _begin(inference, predictor, arrays)
 
             def finish() -> Any:
-                outputs = zip(names, begun(), fields.values(), dtypes, strict=True)
+                made = begun()
+                for output, limits in zip(made, bounds, strict=False):
+                    if limits is not None:
+                        limits.check(output)
+                outputs = zip(names, made, fields.values(), dtypes, strict=True)
                 return results.to_result(
                     {
                         name: arrow_batches.to_vectors(output, valid)

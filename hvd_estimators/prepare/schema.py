@@ -32,15 +32,42 @@ _SCALARS: dict[type[T.DataType], str] = {
     T.BooleanType: "bool",
     T.DecimalType: "float64",
 }
-_REMEDIES: dict[type[T.DataType], str] = {
-    T.StringType: "index it with pyspark.ml.feature.StringIndexer, or leave it out",
-    T.DateType: "turn it into a number, for example with datediff or dayofyear",
-    T.TimestampType: "turn it into a number, for example with unix_timestamp",
-    T.TimestampNTZType: "turn it into a number, for example with unix_timestamp",
-    T.DayTimeIntervalType: "turn it into a number, for example of seconds, with extract",
-    T.StructType: "select its fields as columns of their own, or convert it to an array",
-    T.MapType: "select the keys that you need as columns, or convert it to an array",
+_TEXT = (T.StringType, T.CharType, T.VarcharType)
+_INDEX = "index it with pyspark.ml.feature.StringIndexer, or leave it out"
+_OF_TIMESTAMPS = "turn it into a number, for example with unix_timestamp"
+# By name, since not every PySpark has all of these.
+_REMEDIES = {
+    "StringType": _INDEX,
+    "CharType": _INDEX,
+    "VarcharType": _INDEX,
+    "BinaryType": "decode it to an array of numbers, before or in a transformation_fn",
+    "DateType": "turn it into a number, for example with datediff or dayofyear",
+    "TimestampType": _OF_TIMESTAMPS,
+    "TimestampNTZType": _OF_TIMESTAMPS,
+    "TimeType": "turn it into a number, for example with hour and minute",
+    "DayTimeIntervalType": (
+        "turn it into a number of its smallest unit, for example of seconds with "
+        "cast('decimal(20,6)')"
+    ),
+    "YearMonthIntervalType": "turn it into a number of months, with cast('int')",
+    "CalendarIntervalType": (
+        "its months have no length in days: take its parts apart with extract, or the difference "
+        "of two timestamps instead of it"
+    ),
+    "VariantType": (
+        "take the numbers out that you need, with variant_get(column, '$.name', 'double')"
+    ),
+    "NullType": "it has no values, cast it to the type that these are to have, or leave it out",
+    "StructType": "select its fields as columns of their own, or convert it to an array",
+    "MapType": "select the keys that you need as columns, or convert it to an array",
+    "GeometryType": "take its coordinates apart to columns of numbers",
+    "GeographyType": "take its coordinates apart to columns of numbers",
+    "MatrixUDT": "convert it to an array, with a UDF that returns its toArray().tolist()",
+    "UserDefinedType": "convert it to numbers or an array of them, unwrap_udt shows what it holds",
 }
+_OLD_VECTORS = (
+    "it is one of pyspark.mllib, convert it with MLUtils.convertVectorColumnsToML(df, {name!r})"
+)
 
 
 _DENSE = 1
@@ -114,8 +141,7 @@ def stored_column(
     column = df[quoted(name)]
     if isinstance(data_type, VectorUDT):
         return _sparse(name, column, taken) if compress_sparse else _dense(name, column)
-    text_types = (T.StringType, T.BinaryType) if bytes_as_text else T.StringType
-    if allow_text and isinstance(data_type, text_types):
+    if allow_text and isinstance(data_type, (*_TEXT, T.BinaryType) if bytes_as_text else _TEXT):
         return StoredColumn(ColumnSpec(name, "text", "object"), (column.alias(name),))
     if isinstance(data_type, T.ArrayType):
         element, depth = _leaf(data_type)
@@ -230,8 +256,15 @@ def _leaf(data_type: T.ArrayType) -> tuple[T.DataType, int]:
 def _dtype(name: str, leaf: T.DataType, data_type: T.DataType) -> str:
     if type(leaf) in _SCALARS:
         return _SCALARS[type(leaf)]
-    remedy = _REMEDIES.get(type(leaf), "convert it to one of these, or leave it out")
     raise ColumnError(
         f"Column {name!r} has type {data_type.simpleString()}; expected a number, a boolean, a "
-        f"vector or an array of numbers: {remedy}."
+        f"vector or an array of numbers: {_remedy(name, leaf)}."
     )
+
+
+def _remedy(name: str, leaf: T.DataType) -> str:
+    # Named as those of pyspark.ml; a thin client has no such package.
+    if type(leaf).__module__.startswith("pyspark.mllib"):
+        return _OLD_VECTORS.format(name=name)
+    named = (_REMEDIES[kind.__name__] for kind in type(leaf).__mro__ if kind.__name__ in _REMEDIES)
+    return next(named, "convert it to one of these, or leave it out")
