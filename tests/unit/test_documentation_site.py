@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,21 @@ def test_the_readme_renders_where_packages_are_shown_and_its_files_are_there() -
     files = re.findall(r"`[^`]*<([\w./]+)>`_|^\.\. image:: (\S+)", text, re.MULTILINE)
     assert len(files) > 20
     assert [name for name in map("".join, files) if not (ROOT / name).is_file()] == []
+
+
+def test_package_indexes_show_the_readme_without_what_only_a_clone_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: dict[str, str] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **options: given.update(options))
+    runpy.run_path(str(ROOT / "setup.py"))
+    text = given["long_description"]
+    core = pytest.importorskip("docutils.core")
+    settings = {"halt_level": 2, "report_level": 5, "file_insertion_enabled": False}
+    html = core.publish_string(text, writer="html5", settings_overrides=settings).decode()
+    body = html.partition("<body")[2]
+    assert "<img" not in body
+    assert "and draws" not in body
+    links = re.findall(r'href="([^"]+)"', body)
+    assert len(links) > 5
+    assert [link for link in links if not re.match("https://|#", link)] == []
