@@ -186,10 +186,21 @@ def _check_loss(
     except Exception as error:
         if leave_to_ranks(error):
             return
+        reshaped = [
+            f"{name} from {tuple(label.shape)}"
+            for name, label, target in zip(tensors.label_cols, batch.labels, targets, strict=True)
+            if label.shape != target.shape
+        ]
+        hint = ""
+        if reshaped:
+            hint = (
+                f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
+                "loss can rely on that, and need not index the output (output[:, 0])."
+            )
         raise ShapeError(
             f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
             "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
-            "column_dtypes (such as {'label': 'int64'} for class numbers)."
+            f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
         ) from error
     if value.dim() != 0:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")

@@ -94,7 +94,13 @@ def test_sample_weights_go_through_the_loss():
             torch.nn.Linear(4, 2),
             F.mse_loss,
             SPEC,
-            r"loss cannot take outputs and labels \(y: output \(3, 2\), label \(3,\)\)",
+            r"loss cannot take outputs and labels \(y: output \(3, 2\), label \(3,\)\)(?!.*Labels)",
+        ),
+        (
+            torch.nn.Linear(4, 1),
+            lambda output, label: F.mse_loss(output[:, 0], label),
+            SPEC,
+            r"brought into the shape of their outputs: y from \(3,\)\..*need not index the output",
         ),
         (
             torch.nn.Linear(4, 3),
