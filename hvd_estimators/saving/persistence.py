@@ -32,7 +32,7 @@ from pyspark.ml.util import (
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
-from hvd_estimators.saving.saved import FORMAT_VERSION, check_format
+from hvd_estimators.saving.saved import FORMAT_VERSION, check_class, check_format
 from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
@@ -251,7 +251,7 @@ class _Reader(MLReader[Any]):
         Raises
         ------
         ParamError
-            If the path is none.
+            If the path is none, or something of another class was saved there.
         StoreError
             If nothing was saved there, or a file of it is missing.
         """
@@ -263,6 +263,7 @@ class _Reader(MLReader[Any]):
                 "save() was given."
             )
         metadata = self._metadata(folder)
+        check_class(self._cls, metadata["class"], path)
         check_format(metadata, path)
         instance = self._cls()
         instance._resetUid(metadata["uid"])

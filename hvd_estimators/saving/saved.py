@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import io
 import json
 import pickle
@@ -16,7 +17,7 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 from hvd_estimators.temporary import LocalFile
 
-__all__ = ["FORMAT_VERSION", "Saved", "check_format", "read_saved"]
+__all__ = ["FORMAT_VERSION", "Saved", "check_class", "check_format", "read_saved"]
 
 _HOMES = {
     "KerasModel": "hvd_estimators.keras",
@@ -26,6 +27,7 @@ _HOMES = {
 FORMAT_VERSION = 1
 """Of what ``save`` writes; one more where this version could not read it."""
 
+_JVM = "org.apache.spark."
 _PIPELINE = "pyspark.ml.pipeline.PipelineModel"
 
 
@@ -104,6 +106,39 @@ class _Unpickler(pickle.Unpickler):
             if module.partition(".")[0] != "pyspark":
                 raise
             return type(name, (), {"__module__": module})
+
+
+def check_class(wanted: type, found: str, path: str) -> None:
+    """Make sure that what was saved is of a class, or of one above or below it.
+
+    Parameters
+    ----------
+    wanted : type
+        The class that is to be loaded.
+    found : str
+        The class that was saved, with its module. One that cannot be imported here is let through:
+        programs save classes of their own.
+    path : str
+        The folder, for the message.
+
+    Raises
+    ------
+    ParamError
+        If it is of another class.
+    """
+    module, _, name = found.rpartition(".")
+    if (module, name) == (wanted.__module__, wanted.__name__):
+        return
+    if not found.startswith(_JVM):
+        try:
+            saved = getattr(importlib.import_module(module), name)
+            if issubclass(saved, wanted) or issubclass(wanted, saved):
+                return
+        except (ImportError, AttributeError, TypeError, ValueError):
+            return
+    raise ParamError(
+        f"path: {path!r} holds a {found}, which is no {wanted.__name__}. Load it with {name}.load."
+    )
 
 
 def check_format(metadata: Mapping[str, Any], path: str) -> None:
