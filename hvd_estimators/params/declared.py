@@ -162,13 +162,20 @@ class DeclaredParams(Params):
         extra : dict, optional
             Param (or its name) to value. Params of other objects are left out, as Spark does: a
             pipeline hands one dict to all its stages, and a fitted model gets its estimator's.
+            Where a param has two names, the one in ``extra`` replaces what is set by the other.
         """
         values = {
             key if isinstance(key, str) else key.name: value
             for key, value in (extra or {}).items()
             if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL)
         }
-        return super().copy()._set(**values)
+        copied = super().copy()
+        for pair in self._other_names():
+            # Code that knows Spark's names, such as OneVsRest, overrides what is set by ours.
+            for name, other in (pair, pair[::-1]):
+                if values.get(name) is not None and other not in values:
+                    copied.clear(copied.getParam(other))
+        return copied._set(**values)
 
 
 def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None:

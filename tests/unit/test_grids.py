@@ -136,6 +136,22 @@ def test_sparks_names_stand_for_ours(cls: Any) -> None:
     assert (ours.getFeaturesCol(), ours.getLabelCol(), ours.getWeightCol()) == ("f", None, "w")
     assert ours.copy({ours.featuresCol: "g"}).getFeaturesCol() == "g"
     assert (cls().getFeaturesCol(), cls().getFeatureCols()) == (None, None)
+    # What a fit is given is the last word, by whichever name.
+    for extra, labels in (
+        ({ours.labelCol: "z"}, ["z"]),
+        ({ours.labelCol: "z", ours.epochs: 2}, ["z"]),
+        ({ours.labelCol: None}, ["l", "m"]),
+        ({}, ["l", "m"]),
+    ):
+        copied = ours.copy(extra)
+        copied._check_other_names()
+        assert copied.getLabelCols() == labels
+    again = named.copy({named.label_cols: ["p", "q"]})
+    again._check_other_names()
+    assert (again.getLabelCols(), again.getFeatureCols()) == (["p", "q"], ["f"])
+    assert (ours.getLabelCols(), named.getLabelCols()) == (["l", "m"], ["l"])
+    with pytest.raises(ParamError, match="are two names of one parameter"):
+        ours.copy({ours.labelCol: "z", ours.label_cols: ["l"]})._check_other_names()
 
 
 def test_two_names_that_say_different_things_are_refused() -> None:
