@@ -44,6 +44,41 @@ def test_a_variable_lets_the_local_rank_choose_the_gpu(gpu_cluster: Application)
     ]
 
 
+def two_jobs_at_once() -> list[list[tuple[set[str], int, int]]]:
+    """Return the GPUs, the process and the rendezvous' port of each rank, job by job."""
+    import tempfile
+    from concurrent.futures import ThreadPoolExecutor
+
+    from hvd_estimators import run
+
+    def seen(folder: str, job: int) -> tuple[set[str], int, int]:
+        import time
+
+        import horovod.torch as hvd
+
+        hvd.init()
+        Path(folder, f"{job}.{hvd.rank()}").touch()
+        deadline = time.monotonic() + 120
+        while len(list(Path(folder).iterdir())) < 4:  # those of both jobs are here
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        gpus = set(os.environ["CUDA_VISIBLE_DEVICES"].split(","))
+        return gpus, os.getpid(), int(os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"])
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda job: run(seen, (folder, job), num_proc=2), range(2)))
+
+
+def test_jobs_at_the_same_time_share_neither_gpus_nor_ports(gpu_cluster: Application) -> None:
+    jobs = gpu_cluster.run(two_jobs_at_once)
+
+    ranks = [rank for job in jobs for rank in job]
+    assert sorted(gpu for gpus, _, _ in ranks for gpu in gpus) == sorted([*GPUS[0], *GPUS[1]])
+    assert len({process for _, process, _ in ranks}) == 4
+    first, second = ({port for _, _, port in job} for job in jobs)
+    assert first.isdisjoint(second)
+
+
 def profiled() -> dict[str, Any]:
     """Ask for more of each task than the application's settings do."""
     from pyspark.resource import (
