@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import logging
 import os
 import pickle
@@ -286,7 +287,7 @@ def _saved_and_loaded(
         with tempfile.TemporaryDirectory() as directory:
             # The optimizer goes by itself, and its state is twice as large as the weights.
             save_folder(uncompiled(model), directory)
-            files = read_files(directory)
+            files = _undated(read_files(directory))
             stored = stored_variables(os.path.join(directory, WEIGHTS))
             _collect(files)
             copy = _load_folder(directory, found, Traits.of(model))
@@ -298,6 +299,16 @@ def _saved_and_loaded(
         random.setstate(python)
         np.random.set_state(numpy)
     return None
+
+
+def _undated(files: dict[str, Array]) -> dict[str, Array]:
+    """Return files that are the same whenever a model is written.
+
+    Executors would be sent a model again for another second, and load it again.
+    """
+    metadata = json.loads(files["metadata.json"].tobytes())
+    metadata.pop("date_saved", None)
+    return {**files, "metadata.json": np.frombuffer(json.dumps(metadata).encode(), np.uint8)}
 
 
 def _collect(files: Mapping[str, Array]) -> None:

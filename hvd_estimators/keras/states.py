@@ -36,6 +36,10 @@ _OWN_TYPES = (keras.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimi
 # Attributes that ``__new__`` makes anew, and what TensorFlow has compiled.
 _MADE_ANEW = ("build", "quantize")
 _COMPILED = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
+# What TensorFlow notes of a model's attributes, functions that it has compiled among them: with the
+# names in a list of pairs, and in a mapping.
+_NOTED_PAIRS = "_self_unconditional_checkpoint_dependencies"
+_NOTED_NAMES = "_self_unconditional_dependency_names"
 _STACK_BYTES = 512 * 2**20
 
 
@@ -224,6 +228,11 @@ def _attributes(obj: Any) -> dict[str, Any]:
     for name in _COMPILED:
         if name in state:
             state[name] = None
+    if _NOTED_PAIRS in state:
+        state[_NOTED_PAIRS] = [pair for pair in state[_NOTED_PAIRS] if pair.name not in _COMPILED]
+    if _NOTED_NAMES in state:
+        noted = state[_NOTED_NAMES].items()
+        state[_NOTED_NAMES] = {name: entry for name, entry in noted if name not in _COMPILED}
     nodes = state.get("_nodes")
     if isinstance(obj, keras.Model) and isinstance(nodes, set):
         # Keras names the nodes of a graph by the memory addresses of its operations.

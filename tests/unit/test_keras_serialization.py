@@ -78,6 +78,12 @@ def test_a_model_comes_back_compiled_in_a_process_that_lacks_its_classes(tmp_pat
     )
 
 
+def test_a_model_is_written_as_the_same_bytes_at_another_time() -> None:
+    document = dump_model(make_model())
+    assert b"metadata.json" in document
+    assert b"date_saved" not in document
+
+
 def test_losses_metrics_and_optimizers_come_back_with_their_settings() -> None:
     values = [
         keras.losses.Huber(delta=3.0),

@@ -166,6 +166,9 @@ def test_models_without_a_config_come_back_with_shared_layers_and_what_was_set(
     assert copy.extra[0] is copy.inner.layers[1]
     assert [v.path for v in copy.variables] == [v.path for v in model.variables]
     np.testing.assert_array_equal(copy.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
+    # What TensorFlow has compiled for that does not travel.
+    later = load_model(dump_model(model))
+    np.testing.assert_array_equal(later.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
     # Both go on in the same way, dropout included, and each by itself.
     before = [variable.numpy() for variable in model.variables]
     copy.fit(ROWS, ROWS[:, :1], verbose=0)
