@@ -62,6 +62,7 @@ class EstimatorHooks(
         self._check_run()
         self._check_checkpoints()
         self._check_loss_weights(labels)
+        self._check_one_vs_rest()
         self._check_classification(labels)
         self._check_reading()
         self._transformation()

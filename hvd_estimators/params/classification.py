@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.inference.classification import (
     ClassScores,
     check_classes,
@@ -13,6 +14,9 @@ from hvd_estimators.inference.classification import (
 from hvd_estimators.params import DeclaredParams, declare, one_of, text
 
 __all__ = ["ClassificationParams"]
+
+_ONE_VS_REST = "mc2b$"
+"""What the names of the labels that Spark's ``OneVsRest`` makes begin with."""
 
 
 class ClassificationParams(DeclaredParams):
@@ -58,6 +62,23 @@ class ClassificationParams(DeclaredParams):
     def _check_classification(self, outputs: int) -> None:
         """Check these params as far as that is possible before the outputs' shapes are known."""
         check_classes(self.getOrDefault, outputs)
+
+    def _check_one_vs_rest(self) -> None:
+        """Make sure that a classifier of Spark's ``OneVsRest`` gives the scores that it compares.
+
+        Raises
+        ------
+        ParamError
+            If it does not: `OneVsRest` would find out after training all classes.
+        """
+        labels = self.getOrDefault("label_cols") or [""]
+        if labels[0].startswith(_ONE_VS_REST) and not self.getOrDefault("rawPredictionCol"):
+            raise ParamError(
+                "rawPredictionCol: OneVsRest compares the scores that its classifiers put into "
+                "this column, found none. Set rawPredictionCol in the classifier to that of "
+                "OneVsRest, 'rawPrediction' by default, and outputs_are to what the model's "
+                "output is, 'logits' for example."
+            )
 
     def _class_scores(self, shapes: list[tuple[int, ...]]) -> ClassScores | None:
         """Return what makes the columns; None if none is wanted."""

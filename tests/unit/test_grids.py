@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ import pytorch_lightning
 import torch
 from pyspark.ml.tuning import ParamGridBuilder
 
+from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
@@ -158,3 +160,13 @@ def test_two_names_that_say_different_things_are_refused() -> None:
     TorchEstimator(featuresCol="f", feature_cols=["f"])._check_other_names()
     with pytest.raises(ParamError, match=r"featuresCol='f' and feature_cols=\['g'\] are two names"):
         TorchEstimator(featuresCol="f", feature_cols=["g"])._check_other_names()
+
+
+def test_one_vs_rest_is_told_beforehand_which_scores_it_lacks(tmp_path: Path) -> None:
+    store, net = Store.create(f"{tmp_path}"), torch.nn.Linear(1, 1)
+    estimator = TorchEstimator(store=store, model=net, label_cols=["y"], outputs_are="logits")
+    given = {estimator.labelCol: "mc2b$0", estimator.featuresCol: "x"}
+    with pytest.raises(ParamError, match=r"^rawPredictionCol: OneVsRest .*Set rawPredictionCol"):
+        estimator.copy(given)._check_one_vs_rest()
+    estimator.copy({**given, estimator.rawPredictionCol: "raw"})._check_one_vs_rest()
+    estimator.copy({**given, estimator.labelCol: "y"})._check_one_vs_rest()
