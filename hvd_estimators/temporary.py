@@ -14,11 +14,14 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import weakref
+from collections.abc import Callable
+from typing import IO
 
 from hvd_estimators.owners import Owner, is_dead, this_process
 
-__all__ = ["LocalFile", "folder_prefix", "sweep"]
+__all__ = ["LazyFile", "LocalFile", "folder_prefix", "sweep"]
 
 _NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
@@ -43,6 +46,30 @@ class LocalFile(os.PathLike[str]):
     def close(self) -> None:
         """Delete the file."""
         self._delete()
+
+
+class LazyFile(LocalFile):
+    """A temporary file that is written when its path is first asked for.
+
+    Parameters
+    ----------
+    write : callable
+        Writes the content into an open file.
+    """
+
+    def __init__(self, write: Callable[[IO[bytes]], None]) -> None:
+        super().__init__()
+        self.write = write
+        self._lock = threading.Lock()
+        self._is_written = False
+
+    def __fspath__(self) -> str:
+        with self._lock:
+            if not self._is_written:
+                with open(self.path, "wb") as file:
+                    self.write(file)
+                self._is_written = True
+        return self.path
 
 
 def folder_prefix() -> str:

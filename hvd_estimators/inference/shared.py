@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any, Union
 from pyspark import Broadcast
 from pyspark.sql import DataFrame
 
-from hvd_estimators.inference.documents import as_bytes, chunks, size_of
+from hvd_estimators.exceptions import PredictionError
+from hvd_estimators.inference.documents import as_bytes, digests_of, part_of
 from hvd_estimators.sessions import is_connect
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.temporary import LazyFile, LocalFile
 
 if TYPE_CHECKING:
     from pyspark import SparkContext
@@ -67,24 +68,45 @@ class Hashed:
     Attributes
     ----------
     document : bytes or LocalFile
-        The bytes, or a file that holds them.
+        The bytes, or a file that holds them. One that is written when it is read is not written
+        where all of it has been sent before.
+    size : int
+        How many bytes there are.
     digests : tuple of str
         SHA-256 of each part of `PART_BYTES`, in order.
     """
 
     document: bytes | LocalFile
+    size: int
     digests: tuple[str, ...]
 
     @classmethod
     def of(cls, document: bytes | LocalFile) -> Hashed:
         """Return a document with its digests."""
-        parts = chunks(document, PART_BYTES)
-        return cls(document, tuple(hashlib.sha256(part).hexdigest() for part in parts))
+        found = digests_of(document, PART_BYTES)
+        return cls(document, found.size, found.parts)
 
     @property
     def digest(self) -> str:
         """SHA-256 of the parts' digests."""
         return hashlib.sha256("".join(self.digests).encode()).hexdigest()
+
+    def part(self, index: int) -> bytes:
+        """Return a part.
+
+        Raises
+        ------
+        PredictionError
+            If it is written now, and the model has changed since.
+        """
+        found = part_of(self.document, index * PART_BYTES, PART_BYTES)
+        is_new = isinstance(self.document, LazyFile)
+        if is_new and hashlib.sha256(found).hexdigest() != self.digests[index]:
+            raise PredictionError(
+                "The model changed while it was sent to the executors. Call transform() again when "
+                "nothing trains it."
+            )
+        return found
 
 
 class SharedBytes:
@@ -108,20 +130,15 @@ class SharedBytes:
         hashed : Hashed
             The bytes.
         """
-        document = hashed.document
-        size = size_of(document)
         # Spark Connect has no broadcast variables.
-        if size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
-            return as_bytes(document)
+        if hashed.size <= _INLINE_BYTES or is_connect(dataset.sparkSession):
+            return as_bytes(hashed.document)
         context = dataset.sparkSession.sparkContext
-        if size <= PART_BYTES:
-            sent: Sent = _registry.get(context, hashed.digests[0], lambda: as_bytes(document))
-        else:
-            parts = (
-                _registry.get(context, digest, functools.partial(bytes, part))
-                for digest, part in zip(hashed.digests, chunks(document, PART_BYTES), strict=True)
-            )
-            sent = Parts(hashed.digest, tuple(parts))
+        parts = tuple(
+            _registry.get(context, digest, functools.partial(hashed.part, index))
+            for index, digest in enumerate(hashed.digests)
+        )
+        sent: Sent = parts[0] if len(parts) == 1 else Parts(hashed.digest, parts)
         self._last[role] = sent
         return sent
 

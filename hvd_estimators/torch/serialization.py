@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import logging
 import os
@@ -16,7 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.plain import plain
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.temporary import LazyFile, LocalFile
 
 __all__ = [
     "dump_module",
@@ -66,11 +67,11 @@ def module_file(module: torch.nn.Module) -> LocalFile:
 
 
 def module_document(module: torch.nn.Module) -> bytes | LocalFile:
-    """Return what `dump_module` returns, or a file with it where that is large."""
+    """Return what `dump_module` returns; where that is large a file, written when it is read."""
     tensors = (*module.parameters(), *module.buffers())
     if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
         return dump_module(module)
-    return module_file(module)
+    return LazyFile(functools.partial(_write_module, module))
 
 
 def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> torch.nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,30 @@ def test_all_kinds_of_columns_give_what_transform_gives(spark: Any, rows: Any) -
     for frame in (in_sql, in_expression):
         assert frame.schema["made"].dataType.fieldNames() == names
         assert {row["id"]: [*row["made"]] for row in frame.collect()} == expected
+
+
+class Noting(torch.nn.Module):
+    """Gives rows back, and notes how many there are."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.path.open("a") as file:
+            file.write(f"{len(x)}\n")
+        return x
+
+
+def test_a_udf_that_is_not_deterministic_runs_once_under_a_filter(
+    spark: Any, rows: Any, tmp_path: Path
+) -> None:
+    noted = tmp_path / "rows"
+    udf = make_model(Noting(noted), ["id"], ["y"]).as_udf().asNondeterministic()
+    spark.udf.register("once", udf)
+    query = "select id, y from (select id, once(id) as y from rows) where y >= 0"
+    assert sorted(map(tuple, spark.sql(query).collect())) == [(i, float(i)) for i in range(7)]
+    assert sum(map(int, noted.read_text().split())) == 7
 
 
 def test_results_have_the_types_that_are_asked_for(spark: Any, rows: Any) -> None:
