@@ -7,6 +7,8 @@ name alone, when a grid is built, and taken out when an estimator is given it. R
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import weakref
 from typing import Any
@@ -25,7 +27,10 @@ from hvd_estimators.saving.persistence import FileReadable, FileWritable, dump_p
 __all__ = ["GridParams", "GridValue"]
 
 # An optimizer is saved by the names of its model's parameters: whose value it is has to be known.
-_owners: weakref.WeakValueDictionary[str, GridParams] = weakref.WeakValueDictionary()
+# Loaded ones have the name of that which was saved.
+_owners: dict[str, weakref.WeakSet[GridParams]] = {}
+# That may be one of the grid itself.
+_models: dict[str, weakref.WeakSet[GridValue]] = {}
 
 
 class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
@@ -43,6 +48,8 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         self._set(param_name=name)
         self._owner = owner
         self.value = value
+        if name == "model":
+            _models.setdefault(owner, weakref.WeakSet()).add(self)
 
     def value_for(self, estimator: GridParams) -> Any:
         """Return the value, bound to an estimator's model if it was loaded."""
@@ -56,13 +63,26 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         """Return a writer."""
         if self.isSet("document"):
             return super().write()
-        owner, name = _owners.get(self._owner), self.getOrDefault("param_name")
+        name = self.getOrDefault("param_name")
+        owner = next(iter(_owners.get(self._owner, ())), None)
         if owner is None:
             raise ParamError(
                 f"{name}: the estimator for which the grid was built is gone, so that its values "
                 "cannot be saved. Keep it, or build the grid anew."
             )
-        return self.copy({"document": dump_param(owner, name, self.value)}).write()
+        return self.copy({"document": self._dumped(owner, name)}).write()
+
+    def _dumped(self, owner: GridParams, name: str) -> bytes:
+        """Return the value as the estimator saves it, with its model or one of the grid's."""
+        try:
+            return dump_param(owner, name, self.value)
+        except ParamError:
+            for model in _models.get(self._owner, ()):
+                other = copy.copy(owner)
+                other._paramMap = {**owner._paramMap, owner.getParam("model"): model.value}
+                with contextlib.suppress(ParamError):
+                    return dump_param(other, name, self.value)
+            raise
 
     def _evaluate(self, dataset: DataFrame) -> float:
         raise NotImplementedError("A value of a grid evaluates nothing.")
@@ -85,7 +105,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         return self
 
     def _own_grids(self) -> None:
-        _owners[self.uid] = self
+        _owners.setdefault(self.uid, weakref.WeakSet()).add(self)
         for name in self._declarations:
             # ParamGridBuilder calls it for each value.
             self.getParam(name).typeConverter = functools.partial(_in_grid, self.uid, name)

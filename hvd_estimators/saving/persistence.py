@@ -32,7 +32,7 @@ from pyspark.ml.util import (
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.saving.folders import Folder, open_folder
-from hvd_estimators.saving.saved import FORMAT_VERSION, check_class, check_format
+from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
 from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
@@ -263,9 +263,9 @@ class _Reader(MLReader[Any]):
                 "save() was given."
             )
         metadata = self._metadata(folder)
-        check_class(self._cls, metadata["class"], path)
+        cls = class_of(self._cls, metadata["class"], path)
         check_format(metadata, path)
-        instance = self._cls()
+        instance = cls()
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
         params = metadata.get("paramsFolder", _PARAMS)

@@ -17,7 +17,7 @@ from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 from hvd_estimators.temporary import LocalFile
 
-__all__ = ["FORMAT_VERSION", "Saved", "check_class", "check_format", "read_saved"]
+__all__ = ["FORMAT_VERSION", "Saved", "check_format", "class_of", "read_saved"]
 
 _HOMES = {
     "KerasModel": "hvd_estimators.keras",
@@ -28,6 +28,7 @@ FORMAT_VERSION = 1
 """Of what ``save`` writes; one more where this version could not read it."""
 
 _JVM = "org.apache.spark."
+_OWN = "hvd_estimators."
 _PIPELINE = "pyspark.ml.pipeline.PipelineModel"
 
 
@@ -108,15 +109,16 @@ class _Unpickler(pickle.Unpickler):
             return type(name, (), {"__module__": module})
 
 
-def check_class(wanted: type, found: str, path: str) -> None:
-    """Make sure that what was saved is of a class, or of one above or below it.
+def class_of(wanted: type, found: str, path: str) -> type:
+    """Return the class that what was saved is loaded as: as with Spark's own, that which it was.
 
     Parameters
     ----------
     wanted : type
         The class that is to be loaded.
     found : str
-        The class that was saved, with its module. One that cannot be imported here is let through:
+        The class that was saved, with its module: that one, one below it, or, for a class of a
+        user's, one above it. One that cannot be imported here is loaded as the one that is wanted:
         programs save classes of their own.
     path : str
         The folder, for the message.
@@ -128,14 +130,17 @@ def check_class(wanted: type, found: str, path: str) -> None:
     """
     module, _, name = found.rpartition(".")
     if (module, name) == (wanted.__module__, wanted.__name__):
-        return
+        return wanted
     if not found.startswith(_JVM):
         try:
-            saved = getattr(importlib.import_module(module), name)
-            if issubclass(saved, wanted) or issubclass(wanted, saved):
-                return
+            saved: type = getattr(importlib.import_module(module), name)
+            if issubclass(saved, wanted):
+                return saved
+            # Lightning's are made of torch's, and what was saved of these is not theirs.
+            if issubclass(wanted, saved) and not wanted.__module__.startswith(_OWN):
+                return wanted
         except (ImportError, AttributeError, TypeError, ValueError):
-            return
+            return wanted
     raise ParamError(
         f"path: {path!r} holds a {found}, which is no {wanted.__name__}. Load it with {name}.load."
     )

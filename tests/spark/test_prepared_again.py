@@ -328,7 +328,19 @@ def look_at(store: Any) -> tuple[Any, Any]:
     return list_prepared_data(store), clear_prepared_data(store)
 
 
-@pytest.mark.slow
+class InTurnBackend:
+    """Calls the functions in this process, those of several threads one after the other."""
+
+    lock = threading.Lock()
+
+    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
+        with self.lock:
+            return [fn(*args, **(kwargs or {}))]
+
+    def num_processes(self) -> int:
+        return 1
+
+
 def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
     spark: Any, store: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -344,18 +356,20 @@ def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
     rows.write.parquet(str(tmp_path / "rows"))
     # Folds are cached, by Spark, while they are trained on.
     frame = spark.read.parquet(str(tmp_path / "rows"))
-    estimator = make_estimator(store)
+    estimator = make_estimator(store, num_proc=None, backend=InTurnBackend())
+    grid = ParamGridBuilder().addGrid(estimator.epochs, [1, 2])
     validator = CrossValidator(
         estimator=estimator,
-        estimatorParamMaps=ParamGridBuilder().addGrid(estimator.epochs, [1, 2]).build(),
+        estimatorParamMaps=grid.addGrid(estimator.learning_rate, [0.01, 0.02]).build(),
         evaluator=RegressionEvaluator(predictionCol="y__output", labelCol="y"),
-        numFolds=2,
+        numFolds=3,
         seed=3,
         parallelism=2,
         collectSubModels=True,
     )
     found = validator.fit(frame)
-    assert [[len(m.getHistory()) for m in fold] for fold in found.subModels] == [[1, 2], [1, 2]]
+    lengths = [[len(m.getHistory()) for m in fold] for fold in found.subModels]
+    assert [sorted(fold) for fold in lengths] == [[1, 1, 2, 2]] * 3
     assert np.isfinite(found.avgMetrics).all()
-    # Each fold once, for two fits, and all rows for the best.
-    assert len(written) == len(set(written)) == 3
+    # Each fold once, for four fits, and all rows for the best.
+    assert len(written) == len(set(written)) == 4

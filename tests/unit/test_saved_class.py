@@ -9,7 +9,8 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import KerasModel
-from hvd_estimators.saving.saved import check_class
+from hvd_estimators.lightning import LightningModel
+from hvd_estimators.saving.saved import class_of
 from hvd_estimators.torch import TorchModel
 
 OWN = "hvd_estimators.torch.model.TorchModel"
@@ -20,12 +21,16 @@ def test_a_class_loads_its_own_and_that_of_its_relatives(monkeypatch: pytest.Mon
     program = types.ModuleType("a_users_program")
     program.Sub = sub  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "a_users_program", program)
-    check_class(TorchModel, OWN, "/m")
-    check_class(TorchModel, "a_users_program.Sub", "/m")
-    check_class(sub, OWN, "/m")
+    assert class_of(TorchModel, OWN, "/m") is TorchModel
+    assert class_of(TorchModel, "a_users_program.Sub", "/m") is sub
+    assert class_of(sub, OWN, "/m") is sub
+    lightning = "hvd_estimators.lightning.model.LightningModel"
+    assert class_of(TorchModel, lightning, "/m") is LightningModel
+    with pytest.raises(ParamError, match="which is no LightningModel"):
+        class_of(LightningModel, OWN, "/m")
     # Nobody here can tell what these are.
     for unknown in ("a_users_program.Gone", "no_such_module.Model", "Model"):
-        check_class(TorchModel, unknown, "/m")
+        assert class_of(TorchModel, unknown, "/m") is TorchModel
 
 
 @pytest.mark.parametrize(
@@ -41,7 +46,7 @@ def test_what_is_of_another_class_is_refused_with_the_class_that_loads_it(
     found: str, remedy: str
 ) -> None:
     with pytest.raises(ParamError, match="which is no KerasModel") as caught:
-        check_class(KerasModel, found, "/m")
+        class_of(KerasModel, found, "/m")
     assert str(caught.value) == (
         f"path: '/m' holds a {found}, which is no KerasModel. Load it with {remedy}."
     )
