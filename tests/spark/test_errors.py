@@ -98,7 +98,7 @@ def test_a_missing_column_is_named_with_its_param(
         (datetime.date(2026, 1, 1), "datediff"),
         (datetime.datetime(2026, 1, 1), "unix_timestamp"),
         (["a", "b"], "StringIndexer"),
-        (bytearray(b"raw"), "convert it"),
+        (bytearray(b"raw"), "decode it"),
         ({"a": 1}, "convert it"),
     ],
 )

@@ -58,6 +58,7 @@ def make_estimator(store: Any, width: int = 1, **params: Any) -> TorchEstimator:
 
 
 @pytest.mark.slow
+@pytest.mark.once
 def test_one_vs_rest_trains_a_model_for_each_class(spark: Any, store: Any, tmp_path: Path) -> None:
     angles = 2 * np.pi * np.arange(3) / 3
     kinds = ["zebra", "ant", "moose"]

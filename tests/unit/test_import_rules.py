@@ -71,13 +71,13 @@ FRAMEWORKS = {
     "torch": ("torch", "lightning", "compat"),
     "torchmetrics": ("lightning",),
     "lightning": ("lightning", "compat"),
-    "pytorch_lightning": ("lightning",),
+    "pytorch_lightning": ("lightning", "compat"),
     "lightning_fabric": ("lightning",),
-    "lightning_utilities": ("lightning",),
+    "lightning_utilities": ("lightning", "compat"),
     "keras": ("keras", "compat"),
     "tensorflow": ("keras",),
     "horovod.torch": ("torch", "lightning"),
-    "horovod.tensorflow": ("keras",),
+    "horovod.tensorflow": ("keras", "compat"),
     "horovod.keras": ("keras",),
 }
 """Each framework and the rooms that may import it, or our room of that name."""
