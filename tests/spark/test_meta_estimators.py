@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import pytorch_lightning
 import torch
+from in_turn import InTurnBackend
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import OneVsRest, OneVsRestModel
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -23,19 +23,6 @@ from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark
-
-
-class InTurnBackend:
-    """Calls the functions in this process, those of several threads one after the other."""
-
-    lock = threading.Lock()
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        with self.lock:
-            return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
 
 
 def make_estimator(store: Any, width: int = 1, **params: Any) -> TorchEstimator:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from in_turn import InTurnBackend
 from preparing import index_of, jobs_of, make_estimator, numbers, read
 from pyarrow import parquet
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -326,19 +327,6 @@ def test_what_is_being_written_is_not_listed(
 
 def look_at(store: Any) -> tuple[Any, Any]:
     return list_prepared_data(store), clear_prepared_data(store)
-
-
-class InTurnBackend:
-    """Calls the functions in this process, those of several threads one after the other."""
-
-    lock = threading.Lock()
-
-    def run(self, fn: Any, args: Any = (), kwargs: Any = None, env: Any = None) -> list[Any]:
-        with self.lock:
-            return [fn(*args, **(kwargs or {}))]
-
-    def num_processes(self) -> int:
-        return 1
 
 
 def test_a_cross_validation_with_parallel_fits_writes_each_fold_once(
