@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
 from pyspark.ml.evaluation import Evaluator
 from pyspark.ml.param import Param
@@ -26,11 +26,13 @@ from hvd_estimators.saving.persistence import FileReadable, FileWritable, dump_p
 
 __all__ = ["GridParams", "GridValue"]
 
+Known = TypeVar("Known")
+
 # An optimizer is saved by the names of its model's parameters: whose value it is has to be known.
-# Loaded ones have the name of that which was saved.
-_owners: dict[str, weakref.WeakSet[GridParams]] = {}
-# That may be one of the grid itself.
-_models: dict[str, weakref.WeakSet[GridValue]] = {}
+# Loaded ones have the uid of that which was saved.
+_owners: weakref.WeakValueDictionary[int, GridParams] = weakref.WeakValueDictionary()
+# The model may be one of the grid itself. By id: sets cannot be gone through while threads add.
+_models: weakref.WeakValueDictionary[int, GridValue] = weakref.WeakValueDictionary()
 
 
 class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
@@ -49,7 +51,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         self._owner = owner
         self.value = value
         if name == "model":
-            _models.setdefault(owner, weakref.WeakSet()).add(self)
+            _models[id(self)] = self
 
     def value_for(self, estimator: GridParams) -> Any:
         """Return the value, bound to an estimator's model if it was loaded."""
@@ -64,7 +66,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         if self.isSet("document"):
             return super().write()
         name = self.getOrDefault("param_name")
-        owner = next(iter(_owners.get(self._owner, ())), None)
+        owner = next((one for one in _alive(_owners) if one.uid == self._owner), None)
         if owner is None:
             raise ParamError(
                 f"{name}: the estimator for which the grid was built is gone, so that its values "
@@ -77,7 +79,9 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         try:
             return dump_param(owner, name, self.value)
         except ParamError:
-            for model in _models.get(self._owner, ()):
+            for model in _alive(_models):
+                if model._owner != self._owner:
+                    continue
                 other = copy.copy(owner)
                 other._paramMap = {**owner._paramMap, owner.getParam("model"): model.value}
                 with contextlib.suppress(ParamError):
@@ -105,7 +109,7 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         return self
 
     def _own_grids(self) -> None:
-        _owners.setdefault(self.uid, weakref.WeakSet()).add(self)
+        _owners[id(self)] = self
         for name in self._declarations:
             # ParamGridBuilder calls it for each value.
             self.getParam(name).typeConverter = functools.partial(_in_grid, self.uid, name)
@@ -120,6 +124,10 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
             value = kwargs[name]
             super()._set(**{name: value.value_for(self) if isinstance(value, GridValue) else value})
         return self
+
+
+def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
+    return [one for reference in known.valuerefs() if (one := reference()) is not None]
 
 
 def _in_grid(owner: str, name: str, value: Any) -> Any:
