@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import horovod.torch as hvd
 import numpy as np
 import torch
+from pyspark import cloudpickle
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import DataFrame
@@ -46,18 +46,25 @@ def train(folder: Path, epochs: int, batch_size: int, learning_rate: float, seed
     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
     started = time.perf_counter()
     for _ in range(epochs):
-        model.train()
-        for rows in torch.randperm(len(features)).split(batch_size):
-            optimizer.zero_grad()
-            squared_error(model(features[rows]), labels[rows]).backward()
-            optimizer.step()
-        model.eval()
+        _train_epoch(model, optimizer, features, labels, batch_size)
         with torch.no_grad():
             hvd.allreduce(squared_error(model(val_features), val_labels), name="validation")
     taken = time.perf_counter() - started
     state = model.state_dict()
     hvd.shutdown()
     return Trained(state, taken)
+
+
+def _train_epoch(
+    model: torch.nn.Module, optimizer: Any, features: Any, labels: Any, batch_size: int
+) -> None:
+    """Take each row once, in random order; leave the model as it is for validation."""
+    model.train()
+    for rows in torch.randperm(len(features)).split(batch_size):
+        optimizer.zero_grad()
+        squared_error(model(features[rows]), labels[rows]).backward()
+        optimizer.step()
+    model.eval()
 
 
 def _share(folder: Path, split: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,7 +104,10 @@ def torch_distributor(ranks: int) -> TorchDistributor:
 
 
 def in_source(function: Any) -> Any:
-    """Return a function that is sent as its code: its processes cannot import this package."""
+    """Return a function that is sent as its code: its processes cannot import this package.
+
+    `TorchDistributor` pickles with PySpark's own cloudpickle, which has a list of its own.
+    """
     for name in ("benchmarks.train_by_hand", "benchmarks.common", "benchmarks.launch"):
         if name in sys.modules:
             cloudpickle.register_pickle_by_value(sys.modules[name])
@@ -119,12 +129,7 @@ def train_from_parquet(
     optimizer = torch.optim.Adam(model.parameters(), lr=learning_rate * ranks)
     started = time.perf_counter()
     for _ in range(epochs):
-        model.train()
-        for rows in torch.randperm(len(features)).split(batch_size):
-            optimizer.zero_grad()
-            squared_error(model(features[rows]), labels[rows]).backward()
-            optimizer.step()
-        model.eval()
+        _train_epoch(model, optimizer, features, labels, batch_size)
         with torch.no_grad():
             loss = squared_error(model.module(val_features), val_labels)
         dist.all_reduce(loss)
