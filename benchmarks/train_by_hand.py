@@ -135,7 +135,11 @@ def train_from_parquet(
         dist.all_reduce(loss)
     taken = time.perf_counter() - started
     dist.destroy_process_group()
-    return Trained(model.module.state_dict(), taken)
+    weights = model.module.state_dict()
+    # Before the loss: with the lock of Python held, the model's end waits for the thread of the
+    # group, which needs that lock for a tensor that only it has left (a hang of torch 2.13).
+    del model, optimizer
+    return Trained(weights, taken)
 
 
 def _read_share(folder: str, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
