@@ -135,11 +135,10 @@ def train_from_parquet(
         dist.all_reduce(loss)
     taken = time.perf_counter() - started
     dist.destroy_process_group()
-    weights = model.module.state_dict()
-    # Before the loss: with the lock of Python held, the model's end waits for the thread of the
-    # group, which needs that lock for a tensor that only it has left (a hang of torch 2.13).
-    del model, optimizer
-    return Trained(weights, taken)
+    # The thread of the group needs Python's lock to let go of its last tensor. The model's end, below,
+    # waits for that thread with the lock held, and torch 2.13 would wait for ever.
+    time.sleep(0.1)
+    return Trained(model.module.state_dict(), taken)
 
 
 def _read_share(folder: str, rank: int, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
