@@ -135,8 +135,8 @@ def train_from_parquet(
         dist.all_reduce(loss)
     taken = time.perf_counter() - started
     dist.destroy_process_group()
-    # The thread of the group needs Python's lock to let go of its last tensor. The model's end, below,
-    # waits for that thread with the lock held, and torch 2.13 would wait for ever.
+    # The thread of the group needs Python's lock to let go of its last tensor. The model's end,
+    # below, waits for that thread with the lock held, and torch 2.13 would wait for ever.
     time.sleep(0.1)
     return Trained(model.module.state_dict(), taken)
 
