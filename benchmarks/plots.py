@@ -61,11 +61,17 @@ def picture(result: Result) -> Any:
             panel.axis("off")
             continue
         table, records = tables[index]
-        title = textwrap.fill(table, TITLE_WIDTH)
+        title = textwrap.fill(table, _title_width(records))
         panel.set_title(title, fontsize=9, fontweight="bold", loc="left")
         (_lines if records[0].at is not None else _bars)(panel, table, records)
         panel.spines[["top", "right"]].set_visible(False)
     return figure
+
+
+def _title_width(records: Sequence[Record]) -> int:
+    """Return how many letters of a title fit: it begins where the names of bars end."""
+    names = 0 if records[0].at is not None else max(len(record.name) for record in records)
+    return max(TITLE_WIDTH - names * 2 // 3, TITLE_WIDTH // 2)
 
 
 def _height(records: Sequence[Record]) -> float:
