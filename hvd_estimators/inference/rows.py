@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.inference.arrow_batches import to_array, to_column, valid_rows
+from hvd_estimators.inference.bounds import Bounds
 from hvd_estimators.inference.steps import is_ragged, is_scalar
 from hvd_estimators.parquet.columns import Array
 
@@ -29,6 +30,9 @@ _DTYPES = {
     **dict.fromkeys(("float", "real"), "float32"),
     "boolean": "bool",
 }
+_WHOLE = {"int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint"}
+"""NumPy's names of whole numbers to Spark's."""
+
 _ARRAY = re.compile(r"array\s*<(.*)>", re.IGNORECASE | re.DOTALL)
 
 
@@ -73,9 +77,9 @@ class Rows:
         left = None if keeps else self.valid
         if not self.as_arrow:
             return self.give(
-                {n: _as_array(*column, valid) for n, column in predicted.items()}, left
+                {n: _as_array(n, *column, valid) for n, column in predicted.items()}, left
             )
-        columns = {name: _as_column(*column, valid) for name, column in predicted.items()}
+        columns = {n: _as_column(n, *column, valid) for n, column in predicted.items()}
         return self.give(pa.table(columns), left)
 
 
@@ -262,41 +266,43 @@ def _check_type(array: Array, name: str, is_text: bool) -> None:
     )
 
 
-def _typed(array: Array, shape: tuple[int, ...], dtype: str | None) -> Array:
+def _checked(array: Array, shape: tuple[int, ...], dtype: str | None, name: str) -> Array:
+    """Return an output as doubles that the wanted type can hold."""
     values = array.astype(np.float64, copy=False)
     if is_scalar(shape):
         values = values.reshape(-1)
-    if dtype is None:
-        return values
-    if np.dtype(dtype).kind != "i":
-        return values.astype(dtype)
-    # As Spark casts: numbers that are too large become the largest, and NaN becomes 0.
-    limits = np.iinfo(dtype)
-    inside = np.nan_to_num(np.trunc(values), nan=0.0)
-    cast = np.clip(inside, limits.min, np.nextafter(float(limits.max), 0)).astype(dtype)
-    return np.where(inside >= limits.max, limits.max, cast).astype(dtype)
+    if dtype in _WHOLE:
+        size = np.dtype(dtype).itemsize
+        Bounds.of_whole_numbers(name, _WHOLE[dtype], size).check(values)
+    return values
 
 
 def _as_array(
-    array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
+    name: str, array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
 ) -> Array:
-    values = _typed(array, shape, dtype)
+    values = _checked(array, shape, dtype, name)
+    wanted = np.dtype(dtype or "float64")
+    if wanted.kind == "f":
+        values = values.astype(wanted, copy=False)
+    elif valid is None and not np.isnan(values).any():
+        return values.astype(wanted)
+    else:  # NaN stands for a null, which no array of whole numbers has.
+        is_nan = np.isnan(values)
+        values = np.where(is_nan, np.nan, np.where(is_nan, 0, values).astype(wanted))
     if valid is None:
         return values
-    kind = values.dtype if values.dtype.kind == "f" else np.float64
-    filled = np.full((len(valid), *values.shape[1:]), np.nan, kind)
+    filled = np.full((len(valid), *values.shape[1:]), np.nan, values.dtype)
     filled[valid] = values
     return filled
 
 
 def _as_column(
-    array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
+    name: str, array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
 ) -> pa.Array:
-    values = _typed(array, shape, dtype)
-    column = to_column(values, shape, valid)
+    values = _checked(array, shape, dtype, name)
     if dtype is None:
-        return column
+        return to_column(values, shape, valid)
     data_type = pa.from_numpy_dtype(np.dtype(dtype))
     for _ in () if is_scalar(shape) else shape:
         data_type = pa.list_(pa.field("element", data_type))
-    return column.cast(data_type, safe=False)
+    return to_column(values, shape, valid, dtype).cast(data_type)

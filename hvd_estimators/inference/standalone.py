@@ -109,9 +109,10 @@ class SavedPredictor:
         dict of str to array, pandas.DataFrame or pyarrow.Table
             The columns that ``transform()`` adds, and these alone: arrays (rows first) by name, or
             a data frame (with the index of the given one) or a table for such. Doubles, or what
-            ``output_types`` says. Rows with nulls have nulls, which in arrays are NaN, or are left
-            out or an error, as ``handleInvalid`` says; nulls are None, pandas' and Arrow's; NaN in
-            a column of floating-point numbers is a number.
+            ``output_types`` says (doubles instead of decimals); where a type has no NaN, null takes
+            its place. Rows with nulls have nulls, which in arrays are NaN, or are left out or an
+            error, as ``handleInvalid`` says; nulls are None, pandas' and Arrow's; NaN in a column
+            of floating-point numbers is a number.
 
         Raises
         ------
@@ -123,7 +124,7 @@ class SavedPredictor:
         ParamError
             If there are not as many arrays as features.
         PredictionError
-            If the model fails.
+            If the model fails, or gives a number that its type of ``output_types`` cannot hold.
         """
         inference = self._inference
         given = read_rows(
