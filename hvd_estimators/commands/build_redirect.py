@@ -25,7 +25,7 @@ from hvd_estimators.exceptions import BuildError
 
 __all__ = ["finished_folder", "installed_horovod_spark", "redirect_horovod_spark"]
 
-REDIRECT_REVISION = 1
+REDIRECT_REVISION = 2
 """Part of a finished wheel's place in the cache: raise it when what is written below changes."""
 
 _FOLDER = "horovod/spark/"
@@ -48,8 +48,8 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
         "    hvd_estimators.store instead of horovod.spark.common.store (Store, LocalStore),\\n"
         "    hvd_estimators.launch.spark instead of horovod.spark.common.backend (SparkBackend),\\n"
         "    hvd_estimators instead of horovod.spark.common.util (prepare_data, ...).\\n"
-        "The README of hvd_estimators has the whole table. The frozen package itself can be "
-        "imported with HVD_ESTIMATORS_HOROVOD_SPARK=1 in the environment."
+        "docs/migrating.rst of hvd_estimators has the whole table. The frozen package itself can "
+        "be imported with HVD_ESTIMATORS_HOROVOD_SPARK=1 in the environment."
     )
 
 """
