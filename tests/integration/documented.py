@@ -1,10 +1,11 @@
-"""The Python blocks of the documentation, as code."""
+"""The Python blocks of the documentation, as code, and what pages show as their output."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import inspect
+import itertools
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -19,12 +20,28 @@ NEEDS_MORE = "needs-more"
 
 @dataclass(frozen=True)
 class Block:
-    """A ``code-block:: python`` of a page, with the lines of its page."""
+    """A ``code-block:: python`` of a page, with the lines of its page.
+
+    Attributes
+    ----------
+    page : Path
+        The page.
+    line : int
+        Where it begins there.
+    text : str
+        Its code.
+    runs : bool
+        Whether it can be run.
+    shown : str
+        The literal block (``::``) that follows it, before another block of code: what it prints.
+        Empty if there is none.
+    """
 
     page: Path
     line: int
     text: str
     runs: bool
+    shown: str
 
     @property
     def tree(self) -> ast.Module:
@@ -59,7 +76,46 @@ def _blocks(page: Path, lines: list[str]) -> Iterator[Block]:
         start = len(options) and body.index(options[-1]) + 1
         text = textwrap.dedent("\n".join(body[start:]))
         runs = not any(NEEDS_MORE in option for option in options)
-        yield Block(page, number + 2 + start, text, runs)
+        shown = _literal(lines[number + 1 + len(body) :])
+        yield Block(page, number + 2 + start, text, runs, shown)
+
+
+def _literal(lines: list[str]) -> str:
+    """Return the first literal block, if it comes before any directive."""
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith(".. "):
+            break
+        if line.endswith("::"):
+            rest = lines[number + 1 :]
+            inside = itertools.takewhile(lambda text: not text.strip() or text[0] == " ", rest)
+            return textwrap.dedent("\n".join(inside)).strip()
+    return ""
+
+
+def prints(shown: str, printed: str) -> bool:
+    """Return whether what a page shows is in what was printed, one line after the other.
+
+    ``...`` in it stands for anything, any white space for any other, and a speed (``2,109
+    rows/s``) for any speed. A number with a fraction is met by one that differs by a third at
+    most: how Spark splits rows depends on the number of task slots.
+    """
+    parts = re.split(r"(\.\.\.|\s+|[\d,]+(?= rows/s)|\d+\.\d+(?!\d*\.\.\.))", shown)
+    pattern, numbers = "", []
+    for plain, special in itertools.zip_longest(parts[::2], parts[1::2], fillvalue=""):
+        pattern += re.escape(plain)
+        if special == "...":
+            pattern += r"(?s:.*?)"
+        elif special.isspace():
+            pattern += r"\s+"
+        elif "." in special:
+            pattern += r"(\d+\.\d+)"
+            numbers.append(float(special))
+        elif special:
+            pattern += r"[\d,]+"
+    return any(
+        all(abs(float(f) - n) <= n / 3 for f, n in zip(found.groups(), numbers, strict=True))
+        for found in re.finditer(pattern, printed)
+    )
 
 
 def names_wanted(blocks: list[Block]) -> set[str]:

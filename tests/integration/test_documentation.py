@@ -1,5 +1,7 @@
 """The Python blocks of README and documentation run as they stand, each page from top to bottom.
 
+What a page shows as the output of a block, in a literal block after it, is what that prints.
+
 A page may take for given what `GIVEN` makes. Its paths below ``/shared`` and ``/tmp`` lie in a
 folder of the test.
 """
@@ -95,9 +97,27 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
     os.chdir(before)
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("begins\nEpoch 2/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", True),
+        ("Epoch 1/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", False),
+        ("Epoch 2/2: 39 rows/s, loss=0.12\n   a  0.0181\n1", False),
+        ("Epoch 2/2: 39 rows/s, loss=0.08\n   a  0.0281\n1", False),
+        ("Epoch 2/2: 39 rows/s, val_loss=0.08\n   a  0.0181\n1", False),
+        ("", False),
+    ],
+)
+def test_output_that_differs_from_what_a_page_shows_is_found(printed: str, expected: bool) -> None:
+    shown = "Epoch 2/2: 2,109 rows/s, loss=0.0726\na 0.01...\n..."
+    assert documented.prints(shown, printed) is expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
+def test_blocks_of_a_page_run(
+    page: Path, spark: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("petastorm", reason="they run in the default environment alone")
     blocks = documented.blocks_of(page)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -114,4 +134,7 @@ def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
             tree = ast.parse(text)
             for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
                 ast.copy_location(old, new)
+            capsys.readouterr()
             exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)
+            printed = "".join(capsys.readouterr())
+            assert documented.prints(block.shown, printed), f"{block.shown}\n\nis not\n\n{printed}"
