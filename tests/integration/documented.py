@@ -96,8 +96,8 @@ def prints(shown: str, printed: str) -> bool:
     """Return whether what a page shows is in what was printed, one line after the other.
 
     ``...`` in it stands for anything, any white space for any other, and a speed (``2,109
-    rows/s``) for any speed. A number with a fraction is met by one that differs by a third at
-    most: how Spark splits rows depends on the number of task slots.
+    rows/s``) for any speed. A number with a fraction is met by one that differs by 0.1 at most:
+    how Spark splits rows, and with it each loss, depends on the number of task slots.
     """
     parts = re.split(r"(\.\.\.|\s+|[\d,]+(?= rows/s)|\d+\.\d+(?!\d*\.\.\.))", shown)
     pattern, numbers = "", []
@@ -113,7 +113,7 @@ def prints(shown: str, printed: str) -> bool:
         elif special:
             pattern += r"[\d,]+"
     return any(
-        all(abs(float(f) - n) <= n / 3 for f, n in zip(found.groups(), numbers, strict=True))
+        all(abs(float(f) - n) <= 0.1 for f, n in zip(found.groups(), numbers, strict=True))
         for found in re.finditer(pattern, printed)
     )
 

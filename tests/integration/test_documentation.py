@@ -102,7 +102,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
     [
         ("begins\nEpoch 2/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", True),
         ("Epoch 1/2: 39 rows/s, loss=0.08\n   a  0.0181\n1", False),
-        ("Epoch 2/2: 39 rows/s, loss=0.12\n   a  0.0181\n1", False),
+        ("Epoch 2/2: 39 rows/s, loss=0.18\n   a  0.0181\n1", False),
         ("Epoch 2/2: 39 rows/s, loss=0.08\n   a  0.0281\n1", False),
         ("Epoch 2/2: 39 rows/s, val_loss=0.08\n   a  0.0181\n1", False),
         ("", False),
