@@ -9,6 +9,8 @@ folder of the test.
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -115,9 +117,7 @@ def test_output_that_differs_from_what_a_page_shows_is_found(printed: str, expec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
-def test_blocks_of_a_page_run(
-    page: Path, spark: Any, elsewhere: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_blocks_of_a_page_run(page: Path, spark: Any, elsewhere: Path) -> None:
     pytest.importorskip("petastorm", reason="they run in the default environment alone")
     blocks = documented.blocks_of(page)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -134,7 +134,9 @@ def test_blocks_of_a_page_run(
             tree = ast.parse(text)
             for old, new in zip(ast.walk(tree), ast.walk(block.tree), strict=True):
                 ast.copy_location(old, new)
-            capsys.readouterr()
-            exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)
-            printed = "".join(capsys.readouterr())
+            # One stream for both, so that lines are in the order in which they were printed.
+            stream = io.StringIO()
+            with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+                exec(compile(ast.fix_missing_locations(tree), str(page), "exec"), namespace)
+            printed = stream.getvalue()
             assert documented.prints(block.shown, printed), f"{block.shown}\n\nis not\n\n{printed}"
