@@ -94,6 +94,19 @@ class DeclaredParams(Params):
         """
         return self._set(**kwargs)
 
+    def set(self, param: Param[Any], value: Any) -> None:
+        """Set a param of this object, as `setParams` does; readers and users of Spark ML call it.
+
+        Raises
+        ------
+        ParamError
+            If the value is not usable.
+        ValueError
+            If the param is another object's.
+        """
+        self._shouldOwn(param)
+        self._set(**{param.name: value})
+
     def _set(self, **kwargs: Any) -> Self:
         for name, value in kwargs.items():
             if not self.hasParam(name):
@@ -102,11 +115,17 @@ class DeclaredParams(Params):
             if value is None:
                 self.clear(self.getParam(name))
                 continue
-            declaration = self._declarations.get(name)
+            param = self.getParam(name)
             value = plain(value)
-            if declaration is not None and declaration.convert is not None:
-                value = declaration.convert(name, value)
-            self._paramMap[self.getParam(name)] = value
+            if name in self._declarations:
+                value = self._converted(name, value)
+            else:
+                # A Param that a subclass has made as Spark's own classes do.
+                try:
+                    value = param.typeConverter(value)
+                except TypeError as error:
+                    raise ParamError(f"{name}: {error}") from error
+            self._paramMap[param] = value
         return self
 
     def getOrDefault(self, param: Any) -> Any:

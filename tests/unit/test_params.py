@@ -4,7 +4,7 @@ import inspect
 
 import numpy as np
 import pytest
-from pyspark.ml.param import Param, Params
+from pyspark.ml.param import Param, Params, TypeConverters
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import (
@@ -132,6 +132,23 @@ def test_accessors_of_a_subclasss_other_bases_come_before_ours():
         assert both.getBatchSize() == expected
         assert both.getOrDefault("batch_size") == 8
     assert Derived(batch_size=8).getBatchSize() == 8
+
+
+def test_params_are_set_as_spark_sets_them():
+    class Both(Derived):
+        width = Param(Params._dummy(), "width", "Ours not.", typeConverter=TypeConverters.toInt)
+
+    both, other = Both(width=3.0), Both()
+    assert (both.getOrDefault("width"), type(both.getOrDefault("width"))) == (3, int)
+    both.set(both.feature_cols, "x")
+    assert both.getFeatureCols() == ["x"]
+    with pytest.raises(ParamError, match="width: Could not convert"):
+        both.set(both.width, "wide")
+    with pytest.raises(ParamError, match="epochs: expected a whole number"):
+        both.set(both.epochs, "two")
+    with pytest.raises(ValueError, match="does not belong to"):
+        both.set(other.epochs, 2)
+    assert (both.getEpochs(), both.getOrDefault("width")) == (1, 3)
 
 
 @pytest.mark.parametrize(
