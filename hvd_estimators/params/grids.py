@@ -14,7 +14,6 @@ import weakref
 from typing import Any, TypeVar
 
 from pyspark.ml.evaluation import Evaluator
-from pyspark.ml.param import Param
 from pyspark.ml.util import MLWriter
 from pyspark.sql import DataFrame
 from typing_extensions import Self
@@ -50,7 +49,14 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         self._set(param_name=name)
         self._owner = owner
         self.value = value
-        if name == "model":
+        self._know()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._know()
+
+    def _know(self) -> None:
+        if self.isSet("param_name") and self.getOrDefault("param_name") == "model":
             _models[id(self)] = self
 
     def value_for(self, estimator: GridParams) -> Any:
@@ -66,19 +72,24 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         if self.isSet("document"):
             return super().write()
         name = self.getOrDefault("param_name")
-        owner = next((one for one in _alive(_owners) if one.uid == self._owner), None)
-        if owner is None:
+        # Copies have the uid, too, and may have another model.
+        owners = [one for one in _alive(_owners) if one.uid == self._owner]
+        if not owners:
             raise ParamError(
                 f"{name}: the estimator for which the grid was built is gone, so that its values "
                 "cannot be saved. Keep it, or build the grid anew."
             )
-        return self.copy({"document": self._dumped(owner, name)}).write()
+        return self.copy({"document": self._dumped(owners, name)}).write()
 
-    def _dumped(self, owner: GridParams, name: str) -> bytes:
-        """Return the value as the estimator saves it, with its model or one of the grid's."""
+    def _dumped(self, owners: list[GridParams], name: str) -> bytes:
+        """Return the value as an estimator saves it, with its model or one of the grid's."""
+        owner, *others = owners
         try:
             return dump_param(owner, name, self.value)
         except ParamError:
+            for other in others:
+                with contextlib.suppress(ParamError):
+                    return dump_param(other, name, self.value)
             for model in _alive(_models):
                 if model._owner != self._owner:
                     continue
@@ -112,11 +123,13 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
         _owners[id(self)] = self
         for name in self._declarations:
             # ParamGridBuilder calls it for each value.
-            self.getParam(name).typeConverter = functools.partial(_in_grid, self.uid, name)
+            converter = functools.partial(_in_grid, type(self), self.uid, name)
+            self.getParam(name).typeConverter = converter
 
-    def set(self, param: Param[Any], value: Any) -> None:
-        """Set a param; as all that Spark sets, by way of `setParams`."""
-        self._set(**{param.name: value})
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Copies, and what was pickled, come without the constructor.
+        self.__dict__.update(state)
+        _owners[id(self)] = self
 
     def _set(self, **kwargs: Any) -> Self:
         # The model first: an optimizer is bound to it.
@@ -130,8 +143,13 @@ def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
     return [one for reference in known.valuerefs() if (one := reference()) is not None]
 
 
-def _in_grid(owner: str, name: str, value: Any) -> Any:
+def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:
     value = plain(value)
-    if isinstance(value, GridValue) or is_json(value):
+    if isinstance(value, GridValue):
+        return value
+    convert = cls._declarations[name].convert
+    if convert is not None and value is not None:
+        convert(name, value)  # what is refused is told before the first fit
+    if is_json(value):
         return value
     return GridValue(owner, name, value)

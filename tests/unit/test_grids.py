@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,39 @@ def test_values_of_a_grid_whose_estimator_is_gone_are_refused() -> None:
 
     with pytest.raises(ParamError, match="optimizer: the estimator for which the grid was built"):
         value.write()
+
+
+def test_copies_and_what_was_pickled_save_the_grid_of_an_estimator_that_is_gone() -> None:
+    def copied() -> Any:
+        net = torch.nn.Linear(1, 1)
+        estimator = TorchEstimator(model=net)
+        value = estimator.optimizer.typeConverter(torch.optim.SGD(net.parameters(), lr=0.2))
+        # A copy with another model is no owner of the optimizer.
+        other = estimator.copy({estimator.model: torch.nn.Linear(2, 2)})
+        return other, estimator.copy(), value
+
+    def of_two_models() -> Any:
+        net = torch.nn.Linear(1, 1)
+        estimator = TorchEstimator(model=torch.nn.Linear(2, 2))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.2)
+        values = [estimator.model.typeConverter(net), estimator.optimizer.typeConverter(optimizer)]
+        return estimator, *values
+
+    pickled = pickle.dumps([copied(), of_two_models()])
+    for *owners, value in [copied(), of_two_models(), *pickle.loads(pickled)]:
+        document = value.write()._instance.getOrDefault("document")
+        assert load_optimizer(document, torch.nn.Linear(1, 1)).param_groups[0]["lr"] == 0.2
+        del owners
+
+
+def test_a_grid_is_refused_when_it_is_built() -> None:
+    estimator = TorchEstimator()
+    with pytest.raises(ParamError, match="epochs: expected 1 or more, found 0"):
+        ParamGridBuilder().addGrid(estimator.epochs, [1, 0]).build()
+    with pytest.raises(ParamError, match="feature_cols: expected names of columns, found 3"):
+        ParamGridBuilder().addGrid(estimator.feature_cols, [["a", 3]]).build()
+    built = ParamGridBuilder().addGrid(estimator.validation, [None, 0.1]).build()
+    assert [point[estimator.validation] for point in built] == [None, 0.1]
 
 
 def test_the_learning_rate_replaces_that_of_the_optimizer_and_leaves_it_alone() -> None:
