@@ -19,9 +19,10 @@ from typing import Any
 from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import LocalStore, Store
+from hvd_estimators.store.registry import require_path
 
 __all__ = ["Folder", "open_folder"]
 
@@ -78,9 +79,14 @@ def open_folder(session: SparkSession, path: str) -> Folder:
 
     Raises
     ------
+    ParamError
+        If the path is no string, or empty.
     StoreError
         If Spark knows no filesystem for it.
     """
+    require_path("path", path)
+    if not path:
+        raise ParamError(f"path: expected a path or a URL, found {path!r}.")
     if is_connect(session):
         store = Store.create(path)
         local = store.local_path(store.folder)

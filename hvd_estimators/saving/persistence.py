@@ -35,7 +35,6 @@ from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
 from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import Store
-from hvd_estimators.store.registry import require_path
 
 __all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
 
@@ -92,6 +91,8 @@ class _Writer(MLWriter):
 
         Raises
         ------
+        ParamError
+            If the path is no string, or empty.
         StoreError
             If there is something that is not to be replaced.
         """
@@ -255,7 +256,6 @@ class _Reader(MLReader[Any]):
         StoreError
             If nothing was saved there, or a file of it is missing.
         """
-        require_path("path", path)
         folder = open_folder(self.sparkSession, path)
         if not folder.names(_METADATA):
             raise StoreError(

@@ -13,7 +13,7 @@ from pyspark.ml import Pipeline
 from pyspark.ml.feature import VectorAssembler
 
 from hvd_estimators import Store
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
@@ -137,6 +137,11 @@ def test_paths_are_what_spark_takes_them_for(
     assert (tmp_path / "files" / "by default" / "weights.pt").exists()
     with pytest.raises(StoreError, match=r"unheard-of:/model.*No FileSystem for scheme"):
         model.save("unheard-of:/model")
+    wrong: Any
+    for wrong in (tmp_path / "model", "", None):
+        for call in (model.save, model.write().overwrite().save, TorchModel.load):
+            with pytest.raises(ParamError, match=r"^path: expected a path or a URL"):
+                call(wrong)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files"]
 
 
