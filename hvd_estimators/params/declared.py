@@ -100,11 +100,10 @@ class DeclaredParams(Params):
         Raises
         ------
         ParamError
-            If the value is not usable.
-        ValueError
-            If the param is another object's.
+            If the value is not usable, or the param is another object's.
         """
-        self._shouldOwn(param)
+        if param.parent != self.uid or not self.hasParam(param.name):
+            raise ParamError(f"{param.name}: {param} does not belong to {self}. Set its own.")
         self._set(**{param.name: value})
 
     def _set(self, **kwargs: Any) -> Self:

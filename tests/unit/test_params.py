@@ -146,7 +146,7 @@ def test_params_are_set_as_spark_sets_them():
         both.set(both.width, "wide")
     with pytest.raises(ParamError, match="epochs: expected a whole number"):
         both.set(both.epochs, "two")
-    with pytest.raises(ValueError, match="does not belong to"):
+    with pytest.raises(ParamError, match=f"epochs: .*does not belong to {both.uid}"):
         both.set(other.epochs, 2)
     assert (both.getEpochs(), both.getOrDefault("width")) == (1, 3)
 
