@@ -6,6 +6,7 @@ It solves the normal equations in NumPy, so that what it has to find is known be
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,8 @@ def solve(spec: LeastSquaresSpec) -> TrainResult:
             gram, moments, rows = gram + design.T @ design, moments + design.T @ y, rows + len(x)
     line = np.linalg.solve(gram + spec.ridge * np.eye(2), moments)
     history = (EpochMetrics(0, {"rows": rows}),)
-    if spec.run.checkpoints_path is not None:
+    rank = int(os.environ.get("HOROVOD_RANK", "0"))
+    if spec.run.checkpoints_path is not None and rank == 0:
         with CheckpointWriter(spec.store, spec.run, spec.checkpoints) as writer:
             state = RunState(1, 0, spec.data.num_shards, history)
             writer.save(state, lambda file: np.savez(file, line=line))

@@ -9,7 +9,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from hvd_estimators.exceptions import ColumnError, DataError, ParamError
+from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
 from hvd_estimators.inference.rows import numpy_dtype, read_rows
 
 pytestmark = pytest.mark.versions
@@ -80,13 +80,13 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
     table = pa.table({"a": [1, None, 3]})
     predicted = {
         "p": (np.array([NAN, 2.7]), (), None),
-        "i": (np.array([2.7, -3e10]), (), "int32"),
+        "i": (np.array([2.7, -2e9]), (), "int32"),
         "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), "float32"),
     }
     made = read_rows(table, ["a"], [], ()).result(predicted, keeps=True)
     assert made.column("p").null_count == 1
     assert np.isnan(made.column("p")[0].as_py())
-    assert made.column("i").to_pylist() == [2, None, -(2**31)]
+    assert made.column("i").to_pylist() == [2, None, -2_000_000_000]
     assert made.schema.field("i").type == pa.int32()
     assert made.column("m").to_pylist() == [[[0.0], [1.0]], None, [[2.0], [3.0]]]
     assert made.schema.field("m").type.value_type.value_type == pa.float32()
@@ -94,7 +94,12 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
     frame = table.to_pandas().astype("Int64").set_axis([5, 6, 7])
     assert read_rows(frame, ["a"], [], ()).result(predicted, keeps=True).index.tolist() == [5, 6, 7]
     skipped = read_rows(frame, ["a"], [], ()).result(predicted, keeps=False)
-    assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -(2**31)])
+    assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -2_000_000_000])
+
+    too_large = {"i": (np.array([2.7, -3e10]), (), "int32")}
+    for rows in (table, frame):
+        with pytest.raises(PredictionError, match=r"i is -30000000000.0, which type int cannot"):
+            read_rows(rows, ["a"], [], ()).result(too_large, keeps=True)
 
 
 @pytest.mark.parametrize(
