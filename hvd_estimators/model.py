@@ -17,7 +17,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow
+from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow, vector_parts
 from hvd_estimators.inference.batch_bytes import spread
 from hvd_estimators.inference.casts import bounds_of, cast_output
 from hvd_estimators.inference.documents import Document
@@ -248,7 +248,7 @@ class HorovodModel(
             column = self._feature_column(dataset, name)
             if sees_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
                 # Sparse ones stay sparse on the way, and dense ones need no conversion in the JVM.
-                column = F.unwrap_udt(F.col(quoted(name)))
+                column = vector_parts(F.col(quoted(name)))
             if name in inference.flagged:
                 column = without_null(column, dataset.schema[name].dataType)
             given.append(column)

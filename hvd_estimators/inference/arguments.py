@@ -19,7 +19,7 @@ from hvd_estimators.parquet.columns import Array
 
 __all__ = ["DENSE", "VECTOR", "check_count", "in_columns_form", "is_no_number"]
 
-VECTOR = {"type", "size", "indices", "values"}
+VECTOR = ("type", "size", "indices", "values")
 """Fields of the struct that Spark's vectors are stored as."""
 
 DENSE = 1
@@ -70,7 +70,7 @@ def check_count(given: Sequence[Any], columns: Sequence[str]) -> None:
 
 def _column(values: pd.Series | pd.DataFrame, name: str, is_text: bool) -> pd.Series:
     if isinstance(values, pd.DataFrame):
-        if set(values.columns) != VECTOR:
+        if set(values.columns) != set(VECTOR):
             fields = ", ".join(map(str, values.columns))
             raise is_no_number(name, f"is a struct of {fields}")
         return _vectors(values, name)

@@ -244,7 +244,7 @@ def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
 
 def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
     kinds, found = pa.types, column.type
-    if kinds.is_struct(found) and {field.name for field in found} == VECTOR:
+    if kinds.is_struct(found) and {field.name for field in found} == set(VECTOR):
         return column
     numbers, depth = found, 0
     while _is_list(numbers):

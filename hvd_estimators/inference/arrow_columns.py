@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
+from pyspark.sql import Column
 from pyspark.sql import functions as F
 
-__all__ = ["can_leave_unconverted", "sees_arrow", "takes_arrow", "unconverted"]
+from hvd_estimators.inference.arguments import VECTOR
+
+__all__ = ["can_leave_unconverted", "sees_arrow", "takes_arrow", "unconverted", "vector_parts"]
 
 ARROW_UDF = "arrow_udf"
 _MODULE = "pyspark.sql.pandas.serializers"
@@ -37,6 +40,22 @@ def can_leave_unconverted() -> bool:
 def sees_arrow() -> bool:
     """Return whether columns reach a UDF of ours as Arrow's. Runs on the driver."""
     return takes_arrow() or can_leave_unconverted()
+
+
+def vector_parts(column: Column) -> Column:
+    """Return ML vectors as the struct that they are stored as. Runs on the driver.
+
+    Since Spark 4.1 the JVM asks for the size of a batch after each row, for which it goes back to
+    the last list that was not null: where dense vectors' indices are null, in time that grows with
+    the square of the rows. Empty ones are not passed over again.
+    """
+    parts = F.unwrap_udt(column)
+    if not takes_arrow():
+        return parts
+    indices = F.coalesce(parts["indices"], F.array().cast("array<int>"))
+    fields = {**{name: parts[name] for name in VECTOR}, "indices": indices}
+    struct = F.struct(*(field.alias(name) for name, field in fields.items()))
+    return F.when(column.isNotNull(), struct)
 
 
 @contextlib.contextmanager

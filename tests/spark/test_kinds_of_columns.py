@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pyspark.ml.linalg import Vectors, VectorUDT
+from pyspark.ml.linalg import DenseVector, Vectors, VectorUDT
 from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
 from hvd_estimators.inference import arrow_columns
@@ -174,3 +175,23 @@ def test_a_single_column_and_a_single_output(
     found = model.transform(rows).select(name, "y__output").collect()
     expected = [np.array(as_number(row[name]), np.float32).tolist() for row in found]
     assert [as_number(row["y__output"]) for row in found] == expected
+
+
+def test_vectors_travel_as_they_are_stored(rows: DataFrame) -> None:
+    """Without null lists where those take the JVM time that grows with their place in the batch."""
+    none = [] if arrow_columns.takes_arrow() else None
+    nullable = rows.select(F.when(F.col("id") % 5 > 0, F.col("mixed")).alias("mixed"), "id")
+    sent = nullable.select(
+        arrow_columns.vector_parts(F.col("mixed")).alias("parts"), "mixed"
+    ).collect()
+
+    assert {row.mixed is None for row in sent} == {True, False}
+    for parts, vector in sent:
+        if vector is None:
+            assert parts is None
+        elif isinstance(vector, DenseVector):
+            assert (parts.type, parts.indices) == (1, none)
+            assert parts["values"] == vector.toArray().tolist()
+        else:
+            assert (parts.type, parts.size, parts.indices) == (0, 3, vector.indices.tolist())
+            assert parts["values"] == vector.values.tolist()
