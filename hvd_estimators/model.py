@@ -245,10 +245,11 @@ class HorovodModel(
         """Return what the UDF is called with: its columns, and where there are nulls in some."""
         given = []
         for name in inference.columns:
-            column = self._feature_column(dataset, name)
             if sees_arrow() and isinstance(dataset.schema[name].dataType, VectorUDT):
                 # Sparse ones stay sparse on the way, and dense ones need no conversion in the JVM.
                 column = vector_parts(F.col(quoted(name)))
+            else:
+                column = self._feature_column(dataset, name)
             if name in inference.flagged:
                 column = without_null(column, dataset.schema[name].dataType)
             given.append(column)
