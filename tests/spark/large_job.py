@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
@@ -99,6 +99,26 @@ def fit(spark: SparkSession, folder: Path, framework: str, parameters: int) -> N
     frame = spark.range(ROWS).select(F.col("id").cast("double").alias("x"), F.lit(1.0).alias("y"))
     store = Store.create(str(folder / "store"), save_runs=False)
     model = make_estimator(framework, parameters, store).fit(frame)
+    assert_predicts(model, frame, framework)
+
+
+def predict(spark: SparkSession, folder: Path, framework: str, parameters: int) -> None:
+    """Predict with a model of so many parameters, in two workers."""
+    frame = spark.range(0, ROWS, 1, 2).select(F.col("id").cast("double").alias("x"))
+    store = Store.create(str(folder / "store"))
+    estimator = make_estimator(framework, parameters, store, frozen=framework != "keras")
+    model = estimator.get_model_class()(
+        model=estimator.getModel(),
+        feature_columns=["x"],
+        label_columns=["y"],
+        output_shapes=[[]],
+        **({} if framework == "keras" else {"input_shapes": [[-1, 1]]}),
+    )
+    assert_predicts(model, frame, framework)
+
+
+def assert_predicts(model: Any, frame: DataFrame, framework: str) -> None:
+    """Predict, and compare with what the model itself gives."""
     found = [row["y__output"] for row in model.transform(frame).orderBy("x").collect()]
     inner = model.getModel()
     given = np.arange(ROWS, dtype=np.float32)[:, None]
@@ -287,6 +307,7 @@ def main(folder: Path, job: str, *arguments: str) -> None:
     values = [int(a) if a.isdigit() else a for a in arguments]
     jobs: dict[str, Any] = {
         "fit": fit,
+        "predict": predict,
         "fine_tune": fine_tune,
         "shared_pages": shared_pages,
         "images": images,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from broadcasts import broadcast_files
 from pyspark.ml import PipelineModel
 from pyspark.ml.feature import VectorAssembler
 from pyspark.ml.tuning import CrossValidatorModel
@@ -107,6 +108,7 @@ def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgo
     stream = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(source)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     # 1.2 MB, in three parts.
+    before = broadcast_files(spark)
     model = TorchModel(model=Lookup(width=300_000), input_shapes=[[-1, 2]], **COMMON)
     best = PipelineModel([assembler, model])
     predicted = CrossValidatorModel(best, [0.0]).transform(stream).drop("features")
@@ -114,6 +116,7 @@ def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgo
     gc.collect()
     shared._registry.sweep(spark.sparkContext, collect=True)
     assert run(predicted, tmp_path) == [ROWS] * FILES
+    assert len(broadcast_files(spark) - before) == 3
     assert {row.id: row.y__output for row in written(spark, tmp_path)} == expected()
 
 
@@ -155,18 +158,22 @@ def test_state_before_and_behind_a_model_is_kept_and_no_job_is_run_for_a_shape(
 
 def test_micro_batches_are_dataframes_to_transform(spark: Any, source: str, tmp_path: Path) -> None:
     found: dict[int, float] = {}
-    model = LightningModel(model=Lookup(), **COMMON)
+    model = LightningModel(model=Lookup(width=300_000), **COMMON)
+    before = broadcast_files(spark)
+    sent: set[Path] = set()
 
     def predict(batch: Any, number: int) -> None:
         predicted = model.transform(batch).persist()
         found.update({row.id: row.y__output for row in predicted.collect()})
         assert predicted.where("y__output >= 0").count() == ROWS
+        sent.update(broadcast_files(spark) - before)
         predicted.unpersist()
 
     writer = read(spark, source).writeStream.foreachBatch(predict).trigger(availableNow=True)
     query = writer.option("checkpointLocation", str(tmp_path / "checkpoint")).start()
     query.awaitTermination(120)
     assert found == expected()
+    assert len(sent) == 1
 
 
 def test_a_stream_is_not_looked_at_for_a_shape_that_has_to_be_set(spark: Any, source: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from broadcasts import broadcast_files
 from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
@@ -149,10 +150,6 @@ class Large(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.table[x.long()].squeeze(-1)
-
-
-def broadcast_files(spark: Any) -> set[Path]:
-    return {path for path in Path(spark.sparkContext._temp_dir).iterdir() if path.is_file()}
 
 
 def test_a_model_is_sent_once_and_its_file_goes_with_what_needs_it(spark: Any) -> None:
