@@ -237,8 +237,13 @@ def _makes(head: MappedModel, model: keras.Model) -> bool:
 
 
 def _value(variable: keras.Variable) -> Array:
-    value: Array = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
-    return value.reshape(tuple(variable.shape))
+    """Return a variable's value, which is not to be written to; a copy only of what NumPy lacks."""
+    tensor = tf.convert_to_tensor(variable)
+    try:
+        value = np.asarray(memoryview(tensor))
+    except ValueError:  # such as bfloat16
+        value = tensor.numpy()
+    return np.ascontiguousarray(value).reshape(tuple(variable.shape))
 
 
 def _can_alias(value: Array) -> bool:

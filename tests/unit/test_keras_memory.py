@@ -14,9 +14,17 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators.keras import serialization
 from hvd_estimators.keras.checkpoint import save_file
 from hvd_estimators.keras.files import load_weights, save_plainly
-from hvd_estimators.keras.serialization import ModelDocument, copy_model, dump, dump_model
+from hvd_estimators.keras.serialization import (
+    ModelDocument,
+    copy_model,
+    dump,
+    dump_model,
+    load_model,
+    model_document,
+)
 
 ROWS = 2**13
 WEIGHTS = 4 * (ROWS * 64 + 64 + 1)
@@ -97,6 +105,19 @@ def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
     other = make_model(trained=False)
     assert peak(lambda: load_weights(other, checkpoint)) < most
     assert_same(other, expected)
+
+
+def test_weights_are_compared_and_written_where_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make_model(trained=True)
+    monkeypatch.setattr(serialization, "_LARGE_BYTES", WEIGHTS // 2)
+    files: list[Any] = []
+    # What reading Keras's file takes, and flags of which weights are the same.
+    assert peak(lambda: files.append(model_document(model))) < 2.7 * WEIGHTS
+    loaded = load_model(files[0].path, mapped=True)
+    for found, variable in zip(loaded.weights, model.weights, strict=True):
+        np.testing.assert_array_equal(found.numpy(), variable.numpy())
 
 
 def test_checkpoints_are_files_of_keras_and_hold_each_variable_once(tmp_path: Path) -> None:
