@@ -18,7 +18,9 @@ from hvd_estimators.exceptions import ParamError
 __all__ = ["check_sendable", "functions_in"]
 
 
-def check_sendable(name: str, value: Any) -> None:
+def check_sendable(
+    name: str, value: Any, pickler: type[cloudpickle.Pickler] = cloudpickle.Pickler
+) -> None:
     """Make sure that an object can be pickled, without taking the time of what arrays it holds.
 
     Parameters
@@ -27,14 +29,24 @@ def check_sendable(name: str, value: Any) -> None:
         The param whose value it is, for the message.
     value : object
         What is sent.
+    pickler : type
+        What it is sent with.
 
     Raises
     ------
     ParamError
         If it cannot.
     """
+
+    class Trial(pickler):
+        """Pickles, but for arrays and tensors, which always can be and may be large."""
+
+        def persistent_id(self, obj: Any) -> str | None:
+            is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
+            return "array" if is_array or hasattr(type(obj), "untyped_storage") else None
+
     try:
-        _Trial(_Nowhere()).dump(value)
+        Trial(_Nowhere()).dump(value)
     except Exception as error:
         raise ParamError(
             f"{name}: it is sent to the ranks with cloudpickle, which fails: "
@@ -62,11 +74,3 @@ class _Nowhere(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         return len(data)
-
-
-class _Trial(cloudpickle.Pickler):
-    """Pickles, but for arrays and tensors, which always can be and may be large."""
-
-    def persistent_id(self, obj: Any) -> str | None:
-        is_array = isinstance(obj, np.ndarray) and not obj.dtype.hasobject
-        return "array" if is_array or hasattr(type(obj), "untyped_storage") else None

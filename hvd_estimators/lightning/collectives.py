@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
 
 from hvd_estimators.torch.objects import exchange
+from hvd_estimators.torch.ranks import CARRIED_AS
 
 __all__ = [
     "broadcast_object",
-    "broadcast_tensors",
     "gather_metric_state",
     "gather_objects",
     "gather_tensor",
@@ -21,15 +21,6 @@ __all__ = [
 ]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-# Horovod does not support these, or cannot add them up.
-_CARRIED_AS = {
-    torch.bfloat16: torch.float32,
-    torch.bool: torch.int32,
-    torch.uint8: torch.int32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-}
 
 
 def outside_inference_mode(function: Function) -> Function:
@@ -72,23 +63,10 @@ def reduce_tensor(tensor: torch.Tensor, op: str) -> torch.Tensor:
 @outside_inference_mode
 def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Stack a tensor of every rank, all of the same shape, along a new first dimension."""
-    carried = _CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    carried = CARRIED_AS.get(tensor.dtype, tensor.dtype)
     own = _usable(tensor).to(carried)
     gathered: torch.Tensor = hvd.allgather(own.unsqueeze(0).contiguous())
     return gathered.to(tensor.dtype)
-
-
-@outside_inference_mode
-def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
-    """Overwrite tensors, by name, with those of rank 0; anything else is left alone."""
-    if hvd.size() == 1:
-        return
-    given = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
-    carried = {name: t.to(_CARRIED_AS.get(t.dtype, t.dtype)) for name, t in given.items()}
-    hvd.broadcast_parameters(carried, root_rank=0)
-    for name, tensor in given.items():
-        if carried[name] is not tensor:
-            tensor.copy_(carried[name])
 
 
 @outside_inference_mode
@@ -99,8 +77,8 @@ def gather_metric_state(tensor: torch.Tensor, group: Any = None) -> list[torch.T
 
 @outside_inference_mode
 def _reduced(tensor: torch.Tensor, op: Any) -> torch.Tensor:
-    carried = _CARRIED_AS.get(tensor.dtype, tensor.dtype)
-    reduced: torch.Tensor = hvd.allreduce(_usable(tensor).to(carried), op=op)
+    carried = CARRIED_AS.get(tensor.dtype, tensor.dtype)
+    reduced: torch.Tensor = hvd.allreduce(_usable(tensor).to(carried).contiguous(), op=op)
     return reduced.to(tensor.dtype)
 
 

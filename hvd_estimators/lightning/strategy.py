@@ -16,7 +16,6 @@ from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
-    broadcast_tensors,
     gather_tensor,
     outside_inference_mode,
     reduce_tensor,
@@ -35,6 +34,7 @@ from hvd_estimators.lightning.results import reduce_results
 from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.ranks import broadcast_tensors
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -138,7 +138,7 @@ class HorovodStrategy(ParallelStrategy):
         super().setup(trainer)
         module = self.lightning_module
         assert module is not None
-        broadcast_tensors(module.state_dict())
+        outside_inference_mode(broadcast_tensors)(module.state_dict())
         if self.world_size > 1:
             self._disconnect_metrics = connect_metrics(module)
         assert self.lightning_flavor is not None

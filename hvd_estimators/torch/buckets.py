@@ -74,7 +74,12 @@ class Bucket:
             for parameter, output, context in zip(
                 self.parameters, outputs, self._contexts, strict=True
             ):
-                parameter.grad = self._decompress(output, context, parameter.dtype)
+                gradient = self._decompress(output, context, parameter.dtype)
+                own = parameter.grad
+                if own is None or own.is_contiguous():
+                    parameter.grad = gradient
+                else:  # In the order of the parameter, such as channels_last.
+                    own.copy_(gradient)
             if self._lacking:
                 held = has.tolist()
                 for index in self._lacking:
@@ -84,15 +89,18 @@ class Bucket:
         self.waiting = len(self.parameters)
 
     def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
-        # Horovod does not support bfloat16.
+        # Horovod supports neither bfloat16 nor complex numbers.
         if gradient.dtype == torch.bfloat16:
             gradient = gradient.float()
+        elif gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
         tensor, context = self._compression.compress(gradient)
-        return tensor, context
+        # As Horovod takes them.
+        return tensor.contiguous(), context
 
     def _decompress(self, tensor: torch.Tensor, context: Any, dtype: torch.dtype) -> torch.Tensor:
         gradient: torch.Tensor = self._compression.decompress(tensor, context)
-        return gradient.to(dtype)
+        return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
 
     def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
         if not self.sparse:

@@ -33,11 +33,37 @@ def torch_traceless() -> Iterator[None]:
 def output_shapes(
     module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[int, ...]]:
-    """Return the shape of one row of each of a module's outputs. Leaves the module as it is."""
+    """Return the shape of one row of each of a module's outputs. Leaves the module as it is.
+
+    Raises
+    ------
+    ShapeError
+        If the module cannot take the inputs.
+    """
     module = _copy(module)
-    with torch_traceless():
-        outputs = as_list(tensors.call(module, inputs), tensors.label_cols)
-    return [tuple(output.shape[1:]) for output in outputs]
+    try:
+        with torch_traceless():
+            raw = tensors.call(module, inputs)
+    except Exception as error:
+        raise ShapeError(
+            f"{_not_taken(error, tensors, inputs)} Or set output_shapes, such as [[1]] for a "
+            "model with one output of one number, where it cannot run on the driver."
+        ) from error
+    return [tuple(output.shape[1:]) for output in as_list(raw, tensors.label_cols)]
+
+
+def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Tensor]) -> str:
+    given = ", ".join(
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in zip(tensors.feature_cols, inputs, strict=True)
+    )
+    return (
+        f"The model cannot take the feature columns. It was called with {given} and raised "
+        f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
+        "input_shapes (such as [[-1, 1]]) where it expects other shapes, or column_dtypes (such "
+        "as {'features': 'float64'}) where it expects other types; input_form='dict' or 'keyword' "
+        "gives it the columns by name."
+    )
 
 
 def check_fit(
@@ -77,10 +103,6 @@ def check_fit(
             f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
             f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
         ) from error
-    inputs = ", ".join(
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in zip(tensors.feature_cols, batch.inputs, strict=True)
-    )
     module = _copy(module)
     try:
         with torch_traceless():
@@ -88,12 +110,7 @@ def check_fit(
     except Exception as error:
         if leave_to_ranks(error):
             return []
-        raise ShapeError(
-            f"The model cannot take the feature columns. It was called with {inputs} and raised "
-            f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's "
-            "inputs, or input_shapes (such as [[-1, 1]]) where it expects other shapes; "
-            "input_form='dict' or 'keyword' gives it the columns by name."
-        ) from error
+        raise ShapeError(_not_taken(error, tensors, batch.inputs)) from error
     labels = tensors.label_cols
     outputs = as_list(raw, labels)
     for output in outputs:

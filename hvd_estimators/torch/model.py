@@ -117,16 +117,8 @@ class TorchModel(HorovodModel):
         module = plain_module(module)
         names = list(self.getOrDefault("feature_columns") or [])
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
-        if given is None or len(given) != len(names):
-            raise ParamError(
-                f"input_shapes: expected a shape for each of {', '.join(names)}, found {given!r}. "
-                "Set the shape of each input, with -1 first."
-            )
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        inputs = {
-            name: torch.zeros(2, *shape[1:], dtype=self._input_dtype(module, name), device=device)
-            for name, shape in zip(names, given, strict=True)
-        }
+        inputs = self._zeros(module, names, given, device)
         labels = self.getOrDefault("label_columns") or []
         export_onnx(
             module,
@@ -167,8 +159,32 @@ class TorchModel(HorovodModel):
                 "output_shapes is not known for a model that was not fitted. Set output_shapes "
                 "(the shape of one row of each output), or input_shapes."
             )
-        inputs = [torch.zeros(2, *shape[1:]) for shape in given]
-        return output_shapes(self.getOrDefault("model"), self._transform_spec(), inputs)
+        if any(-1 in shape[1:] for shape in given):
+            raise ParamError(
+                f"output_shapes is not known for inputs of any size, input_shapes={given}. Set "
+                "output_shapes (the shape of one row of each output)."
+            )
+        module, names = self.getOrDefault("model"), self.getOrDefault("feature_columns") or []
+        inputs = [*self._zeros(module, names, given, torch.device("cpu")).values()]
+        return output_shapes(module, self._transform_spec(), inputs)
+
+    def _zeros(
+        self,
+        module: torch.nn.Module,
+        names: Sequence[str],
+        shapes: Sequence[Sequence[int]] | None,
+        device: torch.device,
+    ) -> dict[str, torch.Tensor]:
+        """Return two rows of each input, by the feature column's name."""
+        if shapes is None or len(shapes) != len(names):
+            raise ParamError(
+                f"input_shapes: expected a shape for each of {', '.join(names)}, found {shapes!r}. "
+                "Set the shape of each input, with -1 first."
+            )
+        return {
+            name: torch.zeros(2, *shape[1:], dtype=self._input_dtype(module, name), device=device)
+            for name, shape in zip(names, shapes, strict=True)
+        }
 
     def _known_sizes(self) -> dict[str, int | None]:
         known = super()._known_sizes()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from hvd_estimators.params import declare, functions, one_of, shapes
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer, plain_module
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
@@ -97,7 +99,7 @@ class TorchParams(HorovodEstimator):
         # What torch.compile has noted there, and scripts, are not pickled.
         noted = "_compile_kwargs" in getattr(model, "__dict__", {})
         if not (noted or isinstance(model, torch.jit.ScriptModule)):
-            check_sendable("model", model)
+            check_sendable("model", model, Pickler)
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
@@ -116,6 +118,13 @@ class TorchParams(HorovodEstimator):
         if not isinstance(get("optimizer"), torch.optim.Optimizer):
             raise ParamError(
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
+            )
+        needed = get("train_minibatch_fn") is None and _needed_of_step(get("optimizer"))
+        if needed:
+            raise ParamError(
+                f"optimizer: {type(get('optimizer')).__name__}.step() needs {needed}, with which "
+                "it runs the model as often as it wants to. A step here has one forward and one "
+                "backward pass for each of its batches. Set another optimizer."
             )
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
@@ -227,3 +236,11 @@ class TorchParams(HorovodEstimator):
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
+
+
+def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:
+    """Return the arguments without which an optimizer does not step, such as ``closure``."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
+    return ", ".join(needed)

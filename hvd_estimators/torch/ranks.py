@@ -1,8 +1,10 @@
-"""What torch ranks agree on: their device, sums of numbers, and a digest of the weights."""
+"""What torch ranks agree on: their device, tensors, sums of numbers, a digest of the weights."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -11,7 +13,16 @@ from hvd_estimators.launch.gpu import check_gpus, describe_gpus, gpu_index, own_
 from hvd_estimators.torch.objects import exchange, gather_numbers
 from hvd_estimators.training.progress import tell_driver
 
-__all__ = ["choose_device", "sum_over_ranks", "weights_digest"]
+__all__ = ["CARRIED_AS", "broadcast_tensors", "choose_device", "sum_over_ranks", "weights_digest"]
+
+CARRIED_AS = {
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
+"""Dtypes that Horovod does not support, or cannot add up, and what their tensors travel as."""
 
 
 def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
@@ -41,6 +52,32 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     if hvd.rank() == 0:
         tell_driver(line, verbose)
     return torch.device("cuda", index)
+
+
+def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
+    """Overwrite tensors with those of rank 0, whatever their dtypes and strides.
+
+    Called by all ranks.
+
+    Parameters
+    ----------
+    tensors : mapping
+        By name, such as a ``state_dict()``; what is no tensor is left alone.
+    """
+    if hvd.size() == 1:
+        return
+    given = {
+        name: torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor)
+    }
+    carried = {
+        name: t.to(CARRIED_AS.get(t.dtype, t.dtype)).contiguous() for name, t in given.items()
+    }
+    hvd.broadcast_parameters(carried, root_rank=0)
+    for name, tensor in given.items():
+        if carried[name] is not tensor:
+            tensor.copy_(carried[name])
 
 
 def sum_over_ranks(value: float, name: str = "step_weight") -> float:

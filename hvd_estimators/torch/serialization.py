@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.plain import plain
 from hvd_estimators.temporary import LazyFile, LocalFile
+from hvd_estimators.torch import pickling
 
 __all__ = [
     "dump_module",
@@ -126,7 +127,7 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
 
 def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
     """Pickle a module; tensors are written from where they are, and read to where they will be."""
-    torch.save(module, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    torch.save(module, file, pickle_module=pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
 def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:

@@ -21,7 +21,12 @@ from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
+from hvd_estimators.torch.ranks import (
+    broadcast_tensors,
+    choose_device,
+    sum_over_ranks,
+    weights_digest,
+)
 from hvd_estimators.torch.run_checkpoints import RunCheckpoints
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -108,7 +113,7 @@ class _Trainer:
         if self.restored is not None:
             self.history = list(self.restored.history)
             self.output_shapes = self.restored.parts["output_shapes"]
-        hvd.broadcast_parameters(self.plain.state_dict(), root_rank=0)
+        broadcast_tensors(self.plain.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
         self.averager = GradientAverager(

@@ -252,6 +252,48 @@ def test_inputs_and_outputs_with_names_and_compiled_modules_train_as_one_process
     np.testing.assert_allclose(predicted[1], expected.label, rtol=1e-4, atol=1e-4)
 
 
+class Strided(torch.nn.Module):
+    """Has tensors whose elements do not lie in order, and such of dtypes that Horovod lacks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        norms = torch.nn.utils.parametrizations
+        self.channels = torch.nn.Conv2d(2, 4, (1, 2)).to(memory_format=torch.channels_last)
+        self.turned = norms.orthogonal(torch.nn.Linear(4, 4))
+        self.last = norms.weight_norm(torch.nn.Linear(4, 1))
+        self.wave = torch.nn.Parameter(torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("signs", torch.tensor([[True, False], [False, True]]).t()[:, :1])
+        self.register_buffer("shift", torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.channels(x.reshape(-1, 2, 1, 2)).flatten(1)
+        found = torch.fft.ifft(torch.fft.fft(found) * self.wave).real
+        return self.last(torch.tanh(self.turned(found))) + self.shift[1, 1] * self.signs[0]
+
+
+@pytest.mark.usefixtures("spark")
+def test_weights_of_all_strides_and_dtypes_train_as_one_process(store: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), 101)
+    net = Strided()
+    alone = copy.deepcopy(net)
+    assert not all(t.is_contiguous() for t in net.parameters())
+    optimizer = OPTIMIZERS["momentum"](net.parameters())
+    model, backend = fit(store, 2, "sgd", model=net, optimizer=optimizer, batch_size=16, epochs=2)
+
+    optimizer = OPTIMIZERS["momentum"](alone.parameters())
+    x, y = (torch.from_numpy(columns[name]) for name in ("features", "label"))
+    for rows in global_batches(101, 2, 16) * 2:
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(alone(x[rows])[:, 0], y[rows]).backward()
+        optimizer.step()
+    trained = model.getModel()
+    assert_same_weights(trained, alone)
+    assert trained.channels.weight.is_contiguous(memory_format=torch.channels_last)
+    assert trained.shift.equal(net.shift)
+    assert len({result.weights_digest for result in backend.results}) == 1
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_does_not(store: Any) -> None:
     write_rows(Path(store.get_train_data_path()), 500)
     states = [

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pyspark.sql import functions as F
 
-from hvd_estimators.exceptions import ColumnError
+from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError
 from hvd_estimators.prepare.column_names import clashing
 from hvd_estimators.torch import TorchModel
 
@@ -176,3 +176,26 @@ def test_names_are_compared_as_spark_compares_them(spark: Any) -> None:
     for name in names:
         assert clashing(frame, name, names) == [n for n in names if resolver.apply(name, n)]
     assert clashing(frame, "size", sizes) == sizes
+
+
+def test_shapes_of_outputs_are_found_with_inputs_of_the_types_that_are_set(spark: Any) -> None:
+    frame = spark.createDataFrame([([3, 1, 2], [0.25, 0.5])], "words array<int>, x array<double>")
+    net = torch.nn.Embedding(5, 2)
+
+    def make(module: torch.nn.Module, name: str, *shapes: list[int], **dtypes: str) -> TorchModel:
+        columns = {"feature_columns": [name], "label_columns": ["y"]}
+        return TorchModel(model=module, input_shapes=[*shapes], column_dtypes=dtypes, **columns)
+
+    found = make(net, "words", [-1, 3], words="int64").transform(frame).first()["y__output"]
+    np.testing.assert_allclose(found, net(torch.tensor([3, 1, 2])).tolist())
+
+    double = torch.nn.Linear(2, 2).double()
+    found = make(double, "x", [-1, 2], x="float64").transform(frame).first()["y__output"]
+    expected = double(torch.tensor([0.25, 0.5], dtype=torch.float64)).tolist()
+    np.testing.assert_allclose(found.toArray(), expected, rtol=1e-14)
+    with pytest.raises(ShapeError, match=r"x \(2, 2\) float32 and raised .* column_dtypes"):
+        make(double, "x", [-1, 2]).transform(frame)
+    with pytest.raises(ParamError, match="not known for inputs of any size"):
+        make(net, "words", [-1, -1], words="int64").transform(frame)
+    with pytest.raises(ParamError, match="input_shapes: expected a shape for each of words"):
+        make(net, "words", [-1, 3], [-1], words="int64").transform(frame)

@@ -68,6 +68,12 @@ def test_params_that_do_not_go_together_are_refused(params, changes, message):
         check({**params, **changes})
 
 
+def test_an_optimizer_that_steps_with_a_closure_alone_is_refused(params):
+    optimizer = torch.optim.LBFGS(params["model"].parameters())
+    with pytest.raises(ParamError, match=r"optimizer: LBFGS\.step\(\) needs closure"):
+        check({**params, "optimizer": optimizer})
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -7,8 +7,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.sending import check_sendable
+from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -85,6 +88,57 @@ def test_a_pair_that_was_sent_trains_on_as_the_original_would(make, steps):
         assert step(loaded_module, loaded) == step(module, optimizer)
     for name, value in module.state_dict().items():
         torch.testing.assert_close(loaded_module.state_dict()[name], value, rtol=0, atol=0)
+
+
+class Halved(torch.nn.Module):
+    """A parametrization that the user wrote, of two tensors."""
+
+    def forward(self, a, b):
+        return a / 2 + b
+
+    def right_inverse(self, x):
+        return x, x / 2
+
+
+class Repeated(torch.nn.Module):
+    """Has parametrizations, twice in a module that refers to its parent."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        norms = torch.nn.utils.parametrizations
+        self.first = norms.weight_norm(torch.nn.Linear(3, 4))
+        self.recurrent = torch.nn.GRU(4, 4, batch_first=True)
+        norms.weight_norm(self.recurrent, "weight_hh_l0")
+        self.turned = norms.orthogonal(torch.nn.Linear(4, 4))
+        self.last = norms.spectral_norm(torch.nn.Linear(4, 1))
+        parametrize.register_parametrization(self.last, "bias", Halved())
+        vars(self.last)["parent"] = self
+
+    def forward(self, x):
+        return self.last(self.turned(self.recurrent(self.first(x)[:, None])[0][:, -1]))
+
+
+def test_modules_with_parametrizations_are_sent_with_them():
+    module = Repeated()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    step(module, optimizer)
+
+    check_sendable("model", module, Pickler)
+    loaded_module, loaded = round_trip(module, optimizer)
+
+    assert parametrize.is_parametrized(loaded_module.turned, "weight")
+    assert loaded_module.last.parent is loaded_module
+    for _ in range(3):
+        assert step(loaded_module, loaded) == step(module, optimizer)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(loaded_module.state_dict()[name], value, rtol=0, atol=0)
+    # They go on as such: assigned to, and removed.
+    loaded_module.last.bias = torch.ones(1)
+    torch.testing.assert_close(loaded_module.last.bias, torch.ones(1))
+    parametrize.remove_parametrizations(loaded_module.first, "weight")
+    assert type(loaded_module.first) is torch.nn.Linear
+    torch.testing.assert_close(loaded_module.first.weight, module.first.weight)
 
 
 def test_the_original_is_not_bound_to_its_copy():
