@@ -19,6 +19,7 @@ from hvd_estimators.torch.copies import Copy, cuda_copies
 __all__ = ["Forward", "autocast", "limit_threads"]
 
 Finish = Callable[[], list[Array]]
+Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Forward:
@@ -43,6 +44,8 @@ class Forward:
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.overlaps = gpu is not None
         self._precision = precision
+        # Nothing is noted for autograd in inference mode, which not all modules can do without.
+        self._needs_autograd = False
         self._fetch: Copy = cuda_copies(self.device) if self.overlaps else _as_they_are
         self._return = cuda_returns(self.device) if self.overlaps else _arrays
 
@@ -53,7 +56,7 @@ class Forward:
     def begin(
         self,
         inputs: Sequence[torch.Tensor],
-        call: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        call: Call,
     ) -> Finish:
         """Begin a forward pass, and return what waits for its outputs and returns them.
 
@@ -68,11 +71,25 @@ class Forward:
             if self.overlaps:
                 # What a module makes on "cuda", too.
                 stack.enter_context(torch.cuda.device(self.device))
-            copied = self._fetch(inputs)
-            stack.enter_context(torch.inference_mode())
+            fetched = self._fetch(inputs)()
             stack.enter_context(autocast(self.device.type, self._precision))
-            outputs = call(copied())
-            return self._return([_as_floats(output) for output in outputs])
+            with torch.no_grad():
+                return self._return(self._called(call, fetched))
+
+    def _called(self, call: Call, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return a forward pass's outputs, as floats."""
+        if not self._needs_autograd:
+            try:
+                with torch.inference_mode():
+                    return [_as_floats(output) for output in call(inputs)]
+            except torch.cuda.OutOfMemoryError:
+                raise
+            except RuntimeError:
+                # Forward passes that take gradients themselves fail there, and CSR weights do.
+                found = [_as_floats(output.detach()) for output in call(inputs)]
+                self._needs_autograd = True
+                return found
+        return [_as_floats(output.detach()) for output in call(inputs)]
 
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager[Any]:

@@ -81,6 +81,38 @@ def test_what_a_module_writes_to_later_does_not_change_outputs() -> None:
     assert (first[0][0], second[0][0]) == (1, 2)
 
 
+class Force(torch.nn.Module):
+    """Gives the gradient of what it computes; notes how often it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = torch.nn.Linear(8, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return torch.autograd.grad((self.energy(x) ** 2).sum(), x)[0]
+
+
+def test_forward_passes_that_inference_mode_does_not_have() -> None:
+    module = Force()
+    weight = module.energy.weight.detach().numpy()
+    expected = 2 * (ROWS @ weight.T + module.energy.bias.item()) * weight
+
+    found = predictor(module)
+    for _ in range(3):
+        np.testing.assert_allclose(found([ROWS])[0], expected, atol=1e-5)
+    # Its first batch twice.
+    assert found._module.calls == 4
+
+    sparse = net()
+    exact = sparse(torch.from_numpy(ROWS)).detach().numpy()
+    sparse[0].weight = torch.nn.Parameter(sparse[0].weight.detach().to_sparse_csr())
+    np.testing.assert_allclose(predictor(sparse)([ROWS])[0], exact, atol=1e-6)
+
+
 def test_a_model_that_fails_tells_what_it_was_called_with() -> None:
     shaped = predictor(net(), input_shapes=[[2, 4]])
     with pytest.raises(PredictionError) as failed:
