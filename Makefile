@@ -7,12 +7,26 @@ PYTEST_ARGS ?=
 
 comma := ,
 BIN := .venv/bin
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+# What .venv holds. Petastorm needs PyArrow 14 and NumPy 1, which have no wheels for Python 3.13;
+# today's Keras and NumPy have none for Python 3.10.
+ifneq ($(filter $(PYTHON_VERSION),3.11 3.12),)
+CONSTRAINTS := constraints/petastorm.txt
+READER := petastorm
+else ifeq ($(PYTHON_VERSION),3.10)
+CONSTRAINTS := constraints/python-3.10.txt
+else
+CONSTRAINTS := constraints/modern.txt
+endif
 SOURCES := hvd_estimators tests benchmarks examples docs setup.py
+# Tests train with these; their own dependencies do not fit beside the others.
+LIBRARIES := keras-hub timm
 EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.
 checksum = $(shell cat $(1) setup.cfg pyproject.toml Makefile | cksum | cut -d ' ' -f 1)
-STAMP := .venv/.setup-$(call checksum,constraints/petastorm.txt)
+STAMP := .venv/.setup-$(call checksum,$(CONSTRAINTS))
 STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 
 .DEFAULT_GOAL := help
@@ -22,7 +36,7 @@ STAMP_MODERN := .venv-modern/.setup-$(call checksum,constraints/modern.txt)
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
 
-setup: $(STAMP)  ## create .venv: Petastorm, PyArrow 14, PySpark 3.5, Horovod (minutes; then seconds)
+setup: $(STAMP)  ## create .venv: Spark, the frameworks, Horovod, Petastorm if Python has it (minutes)
 
 setup-modern: $(STAMP_MODERN)  ## create .venv-modern: PySpark 4, PyArrow 26, NumPy 2, Horovod
 
@@ -80,14 +94,15 @@ define install
 endef
 
 $(STAMP): | tools
-	$(call install,.venv,constraints/petastorm.txt,$(EXTRAS)$(comma)docs$(comma)petastorm,petastorm)
+	@$(if $(READER),,echo "== .venv: without Petastorm, which Python $(PYTHON_VERSION) cannot have; PyArrow reads alone")
+	$(call install,.venv,$(CONSTRAINTS),$(EXTRAS)$(comma)docs$(if $(READER),$(comma)petastorm),$(READER) $(LIBRARIES))
 
 $(STAMP_MODERN): | tools
-	$(call install,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,)
+	$(call install,.venv-modern,constraints/modern.txt,$(EXTRAS)$(comma)connect,$(LIBRARIES))
 
 tools:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
-		"Python 3.11 or newer is needed to develop: make PYTHON=python3.11 ..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
+		"Python 3.10 or newer is needed: make PYTHON=python3.11 ..."; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo \
 		"Python's venv module is missing. On Debian: apt-get install python3-venv"; exit 1; }
 	@set -- $${CXX:-g++}; command -v "$$1" > /dev/null || { echo \

@@ -30,7 +30,6 @@ import argparse
 import math
 from pathlib import Path
 
-import keras
 import matplotlib
 
 matplotlib.use("Agg")
@@ -47,7 +46,7 @@ from flight_data import (
     join_tables,
     read_tables,
 )
-from flight_networks import ESTIMATORS, Sizes
+from flight_networks import FRAMEWORKS, Sizes, make_estimator
 from matplotlib.ticker import MaxNLocator
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.evaluation import RegressionEvaluator
@@ -70,10 +69,23 @@ def sizes_of(train: DataFrame) -> Sizes:
     return Sizes(categories, len(CONTINUOUS), label["mean"], label["std"])
 
 
+def set_seed(framework: str, seed: int) -> None:
+    """Seed the first weights of a network."""
+    if framework == "keras":
+        import keras
+
+        keras.utils.set_random_seed(seed)
+    else:
+        import torch
+
+        torch.manual_seed(seed)
+
+
 def network_pipeline(framework: str, sizes: Sizes, args: argparse.Namespace) -> Pipeline:
     """Return the pipeline whose last stage trains the network with Horovod."""
-    keras.utils.set_random_seed(args.seed)  # torch's, too
-    estimator = ESTIMATORS[framework](
+    set_seed(framework, args.seed)
+    estimator = make_estimator(
+        framework,
         sizes,
         args.learning_rate,
         num_proc=args.num_proc,
@@ -143,7 +155,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--framework",
         nargs="+",
-        choices=ESTIMATORS,
+        choices=FRAMEWORKS,
         default=["torch"],
         help="what builds the network",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hvd_estimators.lazy import lazy_names
+from hvd_estimators.triton_import import make_triton_import_safe
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
@@ -67,3 +68,6 @@ __getattr__, __dir__ = lazy_names(
         "run_elastic": "hvd_estimators.launch.elastic.run",
     },
 )
+
+# First of all: users may import TensorFlow and torch in either order after this package.
+make_triton_import_safe()

@@ -10,6 +10,8 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
+import hvd_estimators  # noqa: F401  test modules then import TensorFlow and torch in any order
+
 # Spark's Python workers run this environment's Python, not the first one in PATH.
 os.environ["PYSPARK_PYTHON"] = sys.executable
 os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")

@@ -13,6 +13,8 @@ Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
   the end of an empty one: so Horovod's check for stalled ranks, which takes its length, found none.
 * Every request to the rendezvous server carries the job's secret, from
   ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
+* The copy assignment of flatbuffers' ``span`` is the default one. As released, it assigns to
+  constant members and returns nothing; GCC 14 rejects it, although nothing calls it.
 """
 
 from __future__ import annotations
@@ -155,6 +157,20 @@ static std::vector<std::string> AuthorizationHeaders() {{
         f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
     ),
     Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+    Mend(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        """\
+  FLATBUFFERS_CONSTEXPR_CPP14 span &operator=(const span &other)
+      FLATBUFFERS_NOEXCEPT {
+    data_ = other.data_;
+    count_ = other.count_;
+  }
+""",
+        f"""\
+  {_SIGN}
+  span &operator=(const span &other) = default;
+""",
+    ),
 )
 
 

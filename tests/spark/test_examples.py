@@ -24,7 +24,15 @@ pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 FOLDER = Path(__file__).parents[2] / "examples"
 PICKLERS = (cloudpickle, pyspark_cloudpickle)  # of ranks, and of Spark's tasks
-HELPERS = {"common", "rossmann_data", "flight_data", "flight_networks"}
+HELPERS = {
+    "common",
+    "rossmann_data",
+    "flight_data",
+    "flight_keras",
+    "flight_lightning",
+    "flight_networks",
+    "flight_torch",
+}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 

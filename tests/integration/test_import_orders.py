@@ -1,0 +1,45 @@
+"""TensorFlow and triton in one process: triton's code must not run on TensorFlow's LLVM."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+# torch.compile brings in all of triton that it finds; jit_compile uses TensorFlow's LLVM.
+USE_BOTH = """
+import tensorflow, torch, torch._dynamo, triton
+from torch._dynamo.testing import CompileCounter
+doubled = tensorflow.function(lambda x: 2 * x, jit_compile=True)(tensorflow.constant([1.0, 2.0]))
+counter = CompileCounter()
+tripled = torch.compile(lambda x: 3 * x, backend=counter)(torch.ones(2))
+print(doubled.numpy().tolist(), tripled.tolist(), counter.frame_count)
+"""
+
+
+def run(*lines: str) -> subprocess.CompletedProcess[str]:
+    program = "\n".join(lines) + USE_BOTH
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+
+def test_tensorflow_before_triton_ends_the_process_without_this_package() -> None:
+    assert run("import tensorflow").returncode == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["import hvd_estimators", "import tensorflow", "import lightning"],
+        ["import tensorflow", "import hvd_estimators", "import lightning"],
+        ["from hvd_estimators.keras import KerasEstimator", "import hvd_estimators.lightning"],
+    ],
+    ids=" then ".join,
+)
+def test_frameworks_are_imported_in_any_order(lines: list[str]) -> None:
+    done = run(*lines)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1] == "[2.0, 4.0] [3.0, 3.0] 1"
