@@ -50,6 +50,7 @@ ROOMS = {
     "plain": "base",
     "temporary": "base",
     "remedies": "base",
+    "triton_import": "base",
     "saving": "estimator",
     "sessions": "base",
 }
