@@ -6,7 +6,6 @@ What makes it and the columns that it takes and gives are in `hvd_estimators.mod
 from __future__ import annotations
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +37,7 @@ from hvd_estimators.inference.sql import SqlForm
 from hvd_estimators.inference.steps import Inference, Predictor, is_scalar, one_ahead
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
+from hvd_estimators.unpickling import loads
 
 __all__ = ["make_udf"]
 
@@ -108,7 +108,7 @@ def make_udf(
 
     def predicted(batches: Any) -> Any:
         with received(steps) as pickled:
-            *_, load, inference = pickle.loads(as_bytes(pickled))
+            *_, load, inference = loads(as_bytes(pickled))
         resources = task_resources(TaskContext.get())
         predictor = cached_predictor(key, model, load, resources)
 

@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
@@ -31,6 +30,7 @@ from hvd_estimators.keras.states import is_keras
 from hvd_estimators.keras.traits import Traits
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
+from hvd_estimators.unpickling import load
 
 __all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variables"]
 
@@ -176,7 +176,7 @@ def mapped_file(
 def read_head(source: bytes | os.PathLike[str]) -> tuple[Any, int]:
     """Return the object with which a file, or all of its bytes, begin, and where it ends."""
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
-        return pickle.load(file), file.tell()
+        return load(file), file.tell()
 
 
 def size_of(variable: keras.Variable) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 from hvd_estimators.keras.custom_objects import find_custom_objects
 from hvd_estimators.keras.states import dump_state, same_optimizer, without_variables
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.unpickling import loads
 
 __all__ = ["OptimizerDocument"]
 
@@ -98,7 +98,7 @@ class OptimizerDocument:
     def make(self) -> keras.optimizers.Optimizer:
         """Return such an optimizer, without its state."""
         if self.document is not None:
-            return without_variables(pickle.loads(self.document))
+            return without_variables(loads(self.document))
         with keras.saving.custom_object_scope(dict(self.custom_objects)):
             # Classes take out of the config what they have used.
             return self.cls.from_config(copy.deepcopy(dict(self.config)))

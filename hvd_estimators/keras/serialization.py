@@ -12,7 +12,6 @@ import io
 import json
 import logging
 import os
-import pickle
 import random
 import tempfile
 from collections.abc import Mapping
@@ -45,6 +44,7 @@ from hvd_estimators.keras.states import StatePickler, dump_state, same_attribute
 from hvd_estimators.keras.traits import Traits
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
+from hvd_estimators.unpickling import Unpickler, loads
 
 __all__ = [
     "ModelDocument",
@@ -81,7 +81,7 @@ def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
 
 def load(document: bytes) -> Any:
     """Return what `dump` wrote. Models are compiled as they were."""
-    return pickle.loads(document)
+    return loads(document)
 
 
 def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | None]:
@@ -335,7 +335,7 @@ def _load_model(
 ) -> keras.Model:
     """Make a model of files, which are given up one by one, or of all its attributes."""
     if custom_objects is None:
-        as_it_was: keras.Model = pickle.loads(document)
+        as_it_was: keras.Model = loads(document)
         return as_it_was
     with tempfile.TemporaryDirectory() as directory:
         write_files(document, directory)
@@ -348,7 +348,7 @@ def _load_model(
     return model
 
 
-class _Uncompiled(pickle.Unpickler):
+class _Uncompiled(Unpickler):
     """Makes models without compiling them.
 
     Attributes

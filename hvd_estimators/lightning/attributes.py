@@ -19,6 +19,7 @@ import torch
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.flavor import FLAVORS, Flavor
+from hvd_estimators.unpickling import Unpickler
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -177,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):
         return name
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     def __init__(self, file: io.BytesIO, objects: Mapping[str, Any]) -> None:
         super().__init__(file)
         self._objects = objects

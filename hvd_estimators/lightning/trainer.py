@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pickle
 import tempfile
 from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any
@@ -49,6 +48,7 @@ from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.state import RunState
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
+from hvd_estimators.unpickling import loads
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -84,7 +84,7 @@ class _Trainer:
         self.module: LightningModule = load_module(spec.module)  # type: ignore[assignment]
         if isinstance(self.module, ModuleAdapter):
             self.module.train_spec = spec
-        self.objects: TrainerObjects = pickle.loads(spec.objects)
+        self.objects: TrainerObjects = loads(spec.objects)
         self.checkpoint_io = of_flavor(StoreCheckpointIO, spec.flavor)(spec.store)
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         sum_of_asked = functools.partial(sum_over_ranks, name="stop_request")

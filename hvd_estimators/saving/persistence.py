@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import pickle
 import time
 import uuid
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from hvd_estimators.saving.folders import Folder, open_folder
 from hvd_estimators.saving.saved import FORMAT_VERSION, check_format, class_of
 from hvd_estimators.sessions import is_connect
 from hvd_estimators.store import Store
+from hvd_estimators.unpickling import loads
 
 __all__ = ["FileReadable", "FileWritable", "dump_param", "is_json"]
 
@@ -78,7 +78,7 @@ class FileReadable(MLReadable[Any]):
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         """Return the values of what `_dump_param` wrote, by name."""
-        return {name: pickle.loads(document) for name, document in documents.items()}
+        return {name: loads(document) for name, document in documents.items()}
 
 
 class _Writer(MLWriter):

@@ -6,7 +6,6 @@ import gzip
 import importlib
 import io
 import json
-import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
 from hvd_estimators.temporary import LocalFile
+from hvd_estimators.unpickling import Unpickler
 
 __all__ = ["FORMAT_VERSION", "Saved", "check_format", "class_of", "read_saved"]
 
@@ -97,7 +97,7 @@ class Saved:
         return path
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     """Takes any class for Spark's, of which params hold some as the types of columns."""
 
     def find_class(self, module: str, name: str, /) -> Any:

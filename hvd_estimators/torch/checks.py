@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec
+from hvd_estimators.unpickling import loads
 
 __all__ = ["check_batches", "check_fit", "output_shapes", "torch_traceless"]
 
@@ -189,7 +189,7 @@ def _check_loss(
 ) -> None:
     aligned, targets = tensors.align(list(outputs), batch.labels)
     # Modules may keep state, functions may count in variables of their module.
-    functions = pickle.loads(cloudpickle.dumps(loss.functions))
+    functions = loads(cloudpickle.dumps(loss.functions))
     loss = Loss(functions, loss.loss_weights)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"

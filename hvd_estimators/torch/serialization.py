@@ -15,6 +15,7 @@ import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 
+from hvd_estimators import unpickling
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.plain import plain
 from hvd_estimators.temporary import LazyFile, LocalFile
@@ -86,6 +87,11 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         Leave the tensors of a file where they are until they are read, and changed: processes that
         load the same file then have one copy of it between them.
     """
+    options: dict[str, Any] = {
+        "map_location": "cpu",
+        "weights_only": False,
+        "pickle_module": unpickling,
+    }
     with _opened(document) as file:
         with zipfile.ZipFile(file) as archive:
             is_script = any(name.endswith("/constants.pkl") for name in archive.namelist())
@@ -93,10 +99,8 @@ def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> tor
         if is_script:
             return torch.jit.load(file, map_location="cpu")
         if mapped and not isinstance(document, bytes):
-            return torch.load(
-                os.fspath(document), map_location="cpu", weights_only=False, mmap=True
-            )
-        module: torch.nn.Module = torch.load(file, map_location="cpu", weights_only=False)
+            return torch.load(os.fspath(document), mmap=True, **options)
+        module: torch.nn.Module = torch.load(file, **options)
         return module
 
 
@@ -168,11 +172,11 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
     """Return the optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
     parameters = dict(plain_module(module).named_parameters())
 
-    class Unpickler(pickle.Unpickler):
+    class Named(unpickling.Unpickler):
         def persistent_load(self, pid: Any) -> torch.nn.Parameter:
             return parameters[pid]
 
-    optimizer: torch.optim.Optimizer = Unpickler(io.BytesIO(document)).load()
+    optimizer: torch.optim.Optimizer = Named(io.BytesIO(document)).load()
     return optimizer
 
 

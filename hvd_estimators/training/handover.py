@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import posixpath
 import shutil
 import tempfile
@@ -37,6 +36,7 @@ from hvd_estimators.store.local_file import (
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.timeline import gather_timeline
+from hvd_estimators.unpickling import Unpickler
 
 __all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
 
@@ -287,7 +287,7 @@ class _Pickler(cloudpickle.Pickler):
         return name, writer.digest
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(Unpickler):
     def __init__(self, file: IO[bytes], store: Store, folder: str) -> None:
         super().__init__(file)
         self._store = store

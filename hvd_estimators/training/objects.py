@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import hmac
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hvd_estimators.launch.network.channel import RANKS_KEY_VARIABLE
+from hvd_estimators.unpickling import loads
 
 __all__ = ["ObjectExchange"]
 
@@ -53,13 +53,13 @@ class ObjectExchange:
 
     def gather(self, value: Any, name: str) -> list[Any]:
         """Return an object of every rank, in the order of the ranks."""
-        return [pickle.loads(part) for part in self._parts(cloudpickle.dumps(value), name)]
+        return [loads(part) for part in self._parts(cloudpickle.dumps(value), name)]
 
     def broadcast(self, value: Any, name: str, root: int = 0) -> Any:
         """Return an object of one rank on all ranks."""
         own = cloudpickle.dumps(value) if self._rank() == root else b""
         document = self._parts(own, name)[root]
-        return value if self._rank() == root else pickle.loads(document)
+        return value if self._rank() == root else loads(document)
 
     def _parts(self, document: bytes, name: str) -> list[bytes]:
         place = f"{name} {self._counts[name]}"

@@ -32,6 +32,12 @@ TABLE = (
     Private("atexit", "_run_exitfuncs", "a rank ends without taking the interpreter apart"),
     Private("sys", "_current_frames", "where a rank is that makes no progress"),
     Private("threading", "_register_atexit", "stores are reached once more when Python exits"),
+    # cloudpickle
+    Private(
+        "cloudpickle.cloudpickle",
+        "_DYNAMIC_CLASS_TRACKER_BY_ID _class_setstate _make_skeleton_class _make_skeleton_enum",
+        "classes of a notebook, which loading a pickle in the same process must not change",
+    ),
     # PySpark
     Private(
         "pyspark.sql.classic.dataframe.DataFrame pyspark.sql.DataFrame",

@@ -53,6 +53,7 @@ ROOMS = {
     "triton_import": "base",
     "saving": "estimator",
     "sessions": "base",
+    "unpickling": "base",
 }
 """What is not a room of its own: files of the package's root, and the rooms around the recipe."""
 

@@ -25,6 +25,7 @@ from hvd_estimators.exceptions import StoreError, UnreachableError
 from hvd_estimators.launch.elastic.state_pickle import StatePickler
 from hvd_estimators.launch.network.channel import AuthenticationError, Channel, new_secret
 from hvd_estimators.launch.network.listener import Listener
+from hvd_estimators.unpickling import load
 
 __all__ = ["COMMITS_VARIABLE", "CommitStore", "commit", "fetch"]
 
@@ -196,7 +197,7 @@ def fetch(target: str, state: int) -> Any:
         answer, _ = channel.receive(_SECONDS, _SECONDS)
         if answer["kind"] == "none":
             return None
-        return pickle.load(io.BufferedReader(_Stream(channel), 2**20))
+        return load(io.BufferedReader(_Stream(channel), 2**20))
 
     return _talk(target, receive)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.launch.gpu import gpu_hint
 from hvd_estimators.launch.rank.stalls import stalled_ranks
+from hvd_estimators.unpickling import loads
 
 __all__ = ["ABORTED", "NOT_STARTED", "RankOutcome", "results_in_order"]
 
@@ -90,7 +90,7 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
         ordered = sorted(outcomes, key=lambda outcome: outcome.rank)
-        return [pickle.loads(outcome.result) for outcome in ordered if outcome.result is not None]
+        return [loads(outcome.result) for outcome in ordered if outcome.result is not None]
     first = min(failed, key=_blame)
     if first.error_type == NOT_STARTED:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")

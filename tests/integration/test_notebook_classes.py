@@ -1,0 +1,25 @@
+"""Classes of a notebook stay what they are, whatever is fitted, predicted with or loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+JOB = Path(__file__).with_name("notebook_job.py")
+
+
+@pytest.mark.parametrize("framework", ["keras", "torch", "lightning"])
+def test_a_variable_of_the_notebook_counts_after_a_fit(framework: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(JOB), framework, str(tmp_path / "store")],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]

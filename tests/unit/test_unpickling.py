@@ -1,0 +1,97 @@
+"""Loading a pickle leaves the classes of the process that wrote it as they are."""
+
+from __future__ import annotations
+
+import enum
+import io
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from hvd_estimators import unpickling
+
+SOURCE = """
+import abc, dataclasses, enum
+
+SCALE = 1.0
+
+class Base(abc.ABC):
+    count = 0
+
+    @abc.abstractmethod
+    def apply(self, x): ...
+
+@dataclasses.dataclass
+class Net(Base):
+    factor: float = 1.0
+
+    def apply(self, x):
+        return SCALE * self.factor * x
+
+class Kind(enum.Enum):
+    ONE = 1
+
+    def describe(self):
+        return f"{self.name} {SCALE}"
+"""
+
+
+@pytest.fixture
+def notebook() -> dict[str, Any]:
+    """Globals of a program whose classes cannot be imported."""
+    found: dict[str, Any] = {"__name__": "__main__"}
+    exec(SOURCE, found)
+    return found
+
+
+def test_live_classes_keep_their_globals_and_attributes(notebook: dict[str, Any]) -> None:
+    net, kind = notebook["Net"](2.0), notebook["Kind"].ONE
+    document = cloudpickle.dumps((net, kind, notebook["Base"]))
+    notebook["Base"].count = 5
+    method = notebook["Net"].apply
+    copy, same_kind, base = unpickling.loads(document)
+    assert copy is not net
+    assert copy == net
+    assert type(copy) is notebook["Net"]
+    assert same_kind is kind
+    assert base is notebook["Base"]
+    assert base.count == 5
+    assert notebook["Net"].apply is method
+    notebook["SCALE"] = 10.0
+    assert copy.apply(3) == net.apply(3) == 60.0
+    assert kind.describe() == "ONE 10.0"
+    # The loader of the standard library is what detaches them.
+    pickle.loads(document)
+    notebook["SCALE"] = 100.0
+    assert net.apply(3) == 6.0
+
+
+def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[str, Any]) -> None:
+    net = notebook["Net"](2.0)
+    first = cloudpickle.dumps(net)
+    notebook["Net"].apply = lambda self, x: -x
+    second = cloudpickle.dumps(net)
+    script = (
+        "import sys\n"
+        "from hvd_estimators.unpickling import load, loads\n"
+        "first = load(sys.stdin.buffer)\n"
+        "assert first.apply(3) == 6.0\n"
+        "second = load(sys.stdin.buffer)\n"
+        "assert type(second) is type(first)\n"
+        "assert second.apply(3) == -3\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], input=first + second, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_all_else_loads_as_with_the_standard_library() -> None:
+    value = {"a": [1, 2.0, "x"], "b": enum.Enum, "c": None}
+    assert unpickling.load(io.BytesIO(pickle.dumps(value))) == value
+    buffers: list[Any] = []
+    data = pickle.PickleBuffer(bytearray(b"abc"))
+    document = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert bytes(unpickling.loads(document, buffers=buffers)) == b"abc"
