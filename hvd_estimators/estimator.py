@@ -21,12 +21,13 @@ from hvd_estimators.fitting.record import RunRecord
 from hvd_estimators.fitting.restarting import Restarts
 from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, find_run
-from hvd_estimators.fitting.trials import Trial, rows_of_frame, zeros
+from hvd_estimators.fitting.trials import Trial, rows_of_frame, try_batches, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import jobs_on
 from hvd_estimators.launch.foreign import as_backend
 from hvd_estimators.launch.gpu import HIDDEN
 from hvd_estimators.model import HorovodModel
+from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.parquet.manifest import DatasetManifest
 from hvd_estimators.prepare.column_names import require_columns, require_frame
@@ -322,10 +323,13 @@ class HorovodEstimator(EstimatorHooks):
         with contextlib.suppress(ShapeError):
             return self._dry_run(zeros(known))
         rows = rows_of_frame(dataset, known)
-        return None if rows is None else self._dry_run(rows)
+        return None if rows is None else self._try(rows)
 
     def _try_rows(self, manifest: DatasetManifest) -> Trial:
         """Try the model on the first rows of a dataset."""
         if not self._can_dry_run():
             return self._without_dry_run(manifest)
-        return self._dry_run(self._first_rows(manifest))
+        return self._try(self._first_rows(manifest))
+
+    def _try(self, columns: Columns) -> Trial:
+        return try_batches(self._dry_run, columns, self.getOrDefault("batch_size"))

@@ -23,6 +23,7 @@ from hvd_estimators.inference.casts import bounds_of, cast_output
 from hvd_estimators.inference.documents import Document
 from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
 from hvd_estimators.inference.opaque import as_rows, with_opaque
+from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
 from hvd_estimators.inference.sql import active_session, checked_name, parsed_type, sql_form
@@ -62,7 +63,7 @@ class HorovodModel(
     )
     outputCols = declare(
         "Names of the columns that transform() adds, in the order of the model's outputs. Default: "
-        "<label>__output.",
+        "<label>__output; without labels output, or output_<position> for several.",
         convert=names,
         accessor="OutputCols",
     )
@@ -94,10 +95,10 @@ class HorovodModel(
 
     def getOutputCols(self) -> list[str]:
         """Return the names of the columns that `transform` adds, default ones where none is set."""
-        given = self.getOrDefault("outputCols")
-        if given:
-            return list(given)
-        return [f"{label}__output" for label in self.getOrDefault("label_columns") or []]
+        return output_columns(self._param_or_none)
+
+    def _param_or_none(self, name: str) -> Any:
+        return self.getOrDefault(name) if self.hasParam(name) else None
 
     @abc.abstractmethod
     def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
@@ -261,7 +262,8 @@ class HorovodModel(
         if len(shapes) != len(outputs):
             raise ParamError(
                 f"outputCols: the model has {len(shapes)} outputs, found {len(outputs)} names: "
-                f"{outputs}."
+                f"{outputs}. Set outputs to the positions or names of those that are wanted, such "
+                "as [0], or a name for each output in outputCols."
             )
         inference = self._applied(dataset, list(self.getOrDefault("feature_columns") or []))
         # A UDF cannot leave rows out.

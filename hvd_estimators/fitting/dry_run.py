@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["leave_to_ranks", "traceless"]
+__all__ = ["leave_to_ranks", "log_untried", "traceless"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,13 +74,18 @@ def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException],
     )
     if judged and not any(_WORDS.search(str(e)) or _comes_from_process(e) for e in _chain(error)):
         return False
+    log_untried(error)
+    return True
+
+
+def log_untried(error: BaseException) -> None:
+    """Warn that the driver could not try the model because of an exception."""
     logger.warning(
         "The model could not be tried on the driver (%s: %s). The ranks will show whether it fits "
         "the data. dry_run=False leaves this trial out.",
         type(error).__name__,
         error,
     )
-    return True
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

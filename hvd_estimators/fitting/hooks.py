@@ -54,16 +54,21 @@ class EstimatorHooks(
             If they do not go together.
         """
         self._check_other_names()
-        for name in ("store", "model", "feature_cols", "label_cols"):
+        for name in ("store", "model", "feature_cols"):
             value = self.getOrDefault(name)
             if value is None or (isinstance(value, list) and not value):
                 raise ParamError(f"{name} is not set. Set {name}.")
+        if self.getOrDefault("label_cols") is None:
+            raise ParamError(
+                "label_cols is not set. Set label_cols, or [] to train without labels."
+            )
         labels = len(self.getOrDefault("label_cols"))
         self._check_run()
         self._check_checkpoints()
         self._check_loss_weights(labels)
         self._check_one_vs_rest()
-        self._check_classification(labels)
+        # Without labels the number of outputs may not be known yet.
+        self._check_classification(len(self.getOrDefault("outputs") or ()) or labels or 1)
         self._check_reading()
         self._transformation()
 

@@ -30,7 +30,7 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     """Begins the names of new runs, and says what has written their checkpoints."""
 
     _run_settings: ClassVar[tuple[str, ...]] = (
-        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
+        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col", "outputs"),
         *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
         *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
         *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from pyspark.sql import DataFrame
 
+from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.parquet.columns import Array, Columns
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.prepare.column_names import quoted
 
-__all__ = ["DRY_RUN_ROWS", "Trial", "rows_of_frame", "zeros"]
+__all__ = ["DRY_RUN_ROWS", "Trial", "repeated", "rows_of_frame", "try_batches", "zeros"]
 
 # Not a width that models often have, lest rows and columns be taken for each other.
 DRY_RUN_ROWS = 11
+
+# A batch of more is not made for a trial.
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,46 @@ class Trial:
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:
     """Return rows of zeros, and of empty text, for columns whose shapes are known."""
     return {spec.name: _zeros(spec) for spec in specs}
+
+
+def try_batches(dry_run: Callable[[Columns], Trial], columns: Columns, batch_size: int) -> Trial:
+    """Run a dry run on a few rows; if these fail, on as many as a batch has.
+
+    Models and training steps may take batches of one size only, and batch normalization fails on
+    one row.
+
+    Parameters
+    ----------
+    dry_run : callable
+        Runs some rows through copies of model and loss.
+    columns : Columns
+        Some rows. They are repeated if they are too few.
+    batch_size : int
+        Rows of a batch.
+
+    Raises
+    ------
+    ShapeError
+        If both fail: the error of the second.
+    """
+    few = repeated(columns, max(DRY_RUN_ROWS, len(next(iter(columns.values())))))
+    row_bytes = sum(array[:1].nbytes for array in columns.values())
+    try:
+        return dry_run(few)
+    except ShapeError as error:
+        failure = error
+    if len(next(iter(few.values()))) != batch_size and row_bytes * batch_size <= _MOST_BYTES:
+        try:
+            return dry_run(repeated(columns, batch_size))
+        except ShapeError as error:
+            failure = error
+    hint = "dry_run=False leaves out this trial on the driver."
+    raise type(failure)(f"{failure} {hint}") from (failure.__cause__ or failure)
+
+
+def repeated(columns: Columns, rows: int) -> Columns:
+    """Return as many rows, beginning again at the first if there are fewer."""
+    return {name: array[np.arange(rows) % len(array)] for name, array in columns.items()}
 
 
 def rows_of_frame(dataset: DataFrame, specs: Sequence[ColumnSpec]) -> Columns | None:

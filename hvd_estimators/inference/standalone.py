@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_estimators.exceptions import GpuError, ParamError
 from hvd_estimators.inference.classification import class_columns, class_scores
+from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.inference.resources import Resources
 from hvd_estimators.inference.rows import Rows, numpy_dtype, read_rows
 from hvd_estimators.inference.steps import Inference, Predictor, has_nulls
@@ -65,8 +66,7 @@ class SavedPredictor:
         """
         get = saved.get
         self.feature_columns = tuple(get("feature_columns") or ())
-        labels = get("label_columns") or ()
-        outputs = tuple(get("outputCols") or (f"{label}__output" for label in labels))
+        outputs = tuple(output_columns(get))
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
         self._num_outputs = len(outputs)

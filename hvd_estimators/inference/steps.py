@@ -169,7 +169,7 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
     if len(outputs) != len(shapes):
         raise ShapeError(
             f"The model returned {len(outputs)} outputs, and {len(shapes)} were expected. Set "
-            "label_columns, or let it return one per label."
+            "label_columns or outputs, or let it return one per label."
         )
     for place, (output, shape) in enumerate(zip(outputs, shapes, strict=True)):
         if output.dtype.kind not in "biuf":

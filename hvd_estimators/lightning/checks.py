@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Mapping, Sequence
@@ -11,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks
+from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried
 from hvd_estimators.lightning.flavor import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.checks import torch_traceless
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.outputs import select_outputs
 from hvd_estimators.torch.tensors import TensorSpec
+from hvd_estimators.torch.trial_copies import copied
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -97,7 +97,9 @@ def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
         return
-    trial = copy.deepcopy(module)
+    trial = _copied(module)
+    if trial is None:
+        return
     arguments = {"batch": batch, "batch_idx": 0}
     taken = list(inspect.signature(trial.training_step).parameters)
     if "dataloader_iter" in taken:
@@ -124,11 +126,14 @@ def row_shapes(
 
     A LightningModule can train without a ``forward`` that takes its features.
     """
-    trial = copy.deepcopy(module).eval()
+    trial: Any = _copied(module)
+    if trial is None:
+        return None
     try:
         with torch_traceless():
+            trial.eval()
             raw = trial(*inputs) if spec is None else spec.call(trial, inputs)
-            outputs: list[Any] = as_list(raw, () if spec is None else spec.label_cols)
+            outputs: list[Any] = select_outputs(raw) if spec is None else spec.select(raw)
     except Exception as error:
         logger.info("forward() does not take the feature columns (%s)", error)
         return None
@@ -137,6 +142,15 @@ def row_shapes(
         if not isinstance(output, torch.Tensor) or output.dim() == 0 or len(output) != rows:
             return None
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _copied(module: torch.nn.Module) -> Any:
+    """Return a copy to try; None if there is none, after a warning."""
+    try:
+        return copied(module)
+    except Exception as error:
+        log_untried(error)
+        return None
 
 
 def _describe(batch: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from hvd_estimators.inference.resources import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
 from hvd_estimators.lightning.predictor import LightningPredictor
 from hvd_estimators.saving.saved import read_saved
+from hvd_estimators.torch.predictor import transform_spec
 
 __all__ = ["load_predictor"]
 
@@ -65,11 +66,7 @@ def load_predictor(
         return LightningPredictor(
             saved.file("model"),
             by_step,
-            list(get("feature_columns") or []),
-            list(get("label_columns") or []),
-            get("input_form") or "positional",
-            get("input_shapes"),
-            get("column_dtypes") or {},
+            transform_spec(get),
             get("inference_precision") or "float32",
             resources,
         )

@@ -38,7 +38,6 @@ from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.calls import call_with_leading
 from hvd_estimators.torch.checks import torch_traceless
 from hvd_estimators.torch.onnx import Call
-from hvd_estimators.torch.outputs import as_list
 from hvd_estimators.torch.serialization import module_document, plain_module
 from hvd_estimators.torch.tensors import with_form
 
@@ -78,14 +77,14 @@ class LightningModel(torch_model.TorchModel):
         shapes = self.getOrDefault("input_shapes")
         dtypes = self.getOrDefault("column_dtypes")
         form = self.getOrDefault("input_form")
-        labels = list(self.getOrDefault("label_columns") or [])
+        select = self._transform_spec().select
 
         def predict(module: torch.nn.Module, row: Any) -> Any:
             arrays = [np.asarray(row[name])[None] for name in features]
             inputs = forward_inputs(module, arrays, features, shapes, dtypes)
             with torch.no_grad():
                 raw = with_form(module, inputs, features, form)
-            return raw if isinstance(raw, torch.Tensor) else as_list(raw, labels)
+            return raw if isinstance(raw, torch.Tensor) else select(raw)
 
         return predict
 
@@ -154,20 +153,16 @@ class LightningModel(torch_model.TorchModel):
                 return RowPredictor(given, function, features, precision, resources)
 
             return document, load_by_rows
-        shapes, dtypes = self.getOrDefault("input_shapes"), self.getOrDefault("column_dtypes")
         by_step = self.getOrDefault("use_predict_step")
         if by_step and not is_lightning(self.getOrDefault("model"), "LightningModule"):
             raise ParamError(
                 "use_predict_step: the model is no LightningModule and has no predict_step. Leave "
                 "it out."
             )
-        form = self.getOrDefault("input_form")
-        labels = list(self.getOrDefault("label_columns") or [])
+        spec = self._transform_spec()
 
         def load(given: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
-            return LightningPredictor(
-                given, by_step, features, labels, form, shapes, dtypes, precision, resources
-            )
+            return LightningPredictor(given, by_step, spec, precision, resources)
 
         return document, load
 

@@ -19,6 +19,7 @@ from hvd_estimators.lightning.trainer_checks import (
 from hvd_estimators.lightning.users_data import is_lightning_data
 from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.params import boolean, declare, integer, objects
+from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import dump_module, load_module
 
@@ -116,6 +117,7 @@ class LightningParams(TorchEstimator):
         check_objects(get("logger"), get("profiler"))
         check_trainer_args(adapted_trainer_args(get("trainer_args"), flavor), flavor)
         if self._is_lightning:
+            check_modes(get("model"))
             check_module(get("model"), flavor)
 
     def _flavor(self) -> Flavor:
@@ -146,10 +148,11 @@ class LightningParams(TorchEstimator):
             "loss",
             "loss_weights",
             "loss_constructors",
+            "loss_form",
             "metrics",
             "train_minibatch_fn",
         ):
-            if get(name) is not None and get(name) != []:
+            if self.isSet(name) and get(name) not in (None, []):
                 raise ParamError(
                     f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
                     "torch.nn.Module."

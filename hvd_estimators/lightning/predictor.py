@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.calls import call_with_leading
 from hvd_estimators.torch.forward import autocast, limit_threads
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.outputs import select_outputs
 from hvd_estimators.torch.predictor import ModulePredictor, input_forms
 from hvd_estimators.torch.serialization import load_module
-from hvd_estimators.torch.tensors import with_form
+from hvd_estimators.torch.tensors import TensorSpec
 
 __all__ = ["LightningPredictor", "RowFunction", "RowPredictor", "floating_dtype", "forward_inputs"]
 
@@ -76,14 +76,8 @@ class LightningPredictor(ModulePredictor):
         What `hvd_estimators.torch.serialization.module_document` returned.
     by_step : bool
         Whether to call ``predict_step``, with a dict of column to tensor.
-    features, labels : list of str
-        Feature columns, and what the outputs are of.
-    form : str
-        How the module takes its inputs, see `with_form`.
-    shapes : list of list of int, optional
-        Shape of each input, -1 first.
-    dtypes : mapping, optional
-        Column name to the name of a torch dtype.
+    spec : TensorSpec
+        Which columns the module takes, and how, and which of its outputs are predictions.
     precision : str
         What the module computes in, see ``inference_precision``.
     resources : Resources
@@ -94,30 +88,26 @@ class LightningPredictor(ModulePredictor):
         self,
         document: bytes | os.PathLike[str],
         by_step: bool,
-        features: Sequence[str],
-        labels: Sequence[str],
-        form: str,
-        shapes: Any,
-        dtypes: Any,
+        spec: TensorSpec,
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
-        super().__init__(document, features, labels, precision, resources)
-        self._by_step, self._form = by_step, form
-        self._shapes, self._dtypes = shapes, dtypes
+        super().__init__(document, spec.feature_cols, spec.select, precision, resources)
+        self._by_step, self._spec = by_step, spec
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
         names = list(self._names)
-        return forward_inputs(self._module, arrays, names, self._shapes, self._dtypes)
+        spec = self._spec
+        return forward_inputs(self._module, arrays, names, spec.input_shapes, spec.dtypes)
 
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         if self._by_step:
             batch = dict(zip(self._names, inputs, strict=True))
             return call_with_leading(self._module.predict_step, batch, 0)
-        return with_form(self._module, inputs, self._names, self._form)
+        return self._spec.call(self._module, inputs)
 
     def _wanted(self) -> str:
-        return input_forms(self._names, self._shapes)
+        return input_forms(self._names, self._spec.input_shapes)
 
 
 class RowPredictor:
@@ -180,5 +170,5 @@ def _described_row(row: dict[str, Any]) -> str:
 
 def _outputs(predicted: Any) -> list[Array]:
     """Return the outputs for one row without their dimension of rows."""
-    arrays = [np.asarray(torch.as_tensor(p).double()) for p in as_list(predicted)]
+    arrays = [np.asarray(torch.as_tensor(p).double()) for p in select_outputs(predicted)]
     return [array[0] if array.ndim and len(array) == 1 else array for array in arrays]

@@ -13,6 +13,7 @@ from hvd_estimators.params.converters import (
     numbers,
     objects,
     one_of,
+    places,
     shapes,
     text,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "numbers",
     "objects",
     "one_of",
+    "places",
     "shapes",
     "text",
 ]

@@ -21,7 +21,10 @@ class ColumnParams(DeclaredParams):
     """What the model is given, what it is to give, and what rows count for."""
 
     feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
-    label_cols = declare("Label columns, in the order of the model's outputs.", convert=names)
+    label_cols = declare(
+        "Label columns, in the order of the model's outputs; [] to train without labels.",
+        convert=names,
+    )
     sample_weight_col = declare("Column of the rows' weights.", convert=text)
     featuresCol = declare(
         "Another name of feature_cols, for a single one.",

@@ -24,6 +24,7 @@ __all__ = [
     "numbers",
     "objects",
     "one_of",
+    "places",
     "shapes",
     "text",
 ]
@@ -86,6 +87,23 @@ def names(name: str, value: Any) -> list[str]:
     repeated = sorted({entry for entry in values if values.count(entry) > 1})
     if repeated:
         raise ParamError(f"{name}: found {', '.join(map(repr, repeated))} more than once.")
+    return values
+
+
+def places(name: str, value: Any) -> list[int | str]:
+    """Accept a list of positions and names, or one of them."""
+    if isinstance(value, (Set, Mapping)):
+        raise ParamError(f"{name}: expected a list, whose order counts, found {value!r}.")
+    single = isinstance(value, str) or not isinstance(value, Iterable)
+    values = [value] if single else list(value)
+    for entry in values:
+        is_position = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
+        if not is_position and not isinstance(entry, str):
+            raise ParamError(
+                f"{name}: expected positions (0 or more) or names of outputs, found {entry!r}."
+            )
+    if not values or len(set(values)) < len(values):
+        raise ParamError(f"{name}: expected one or more different outputs, found {value!r}.")
     return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hvd_estimators.params import DeclaredParams, declare, integer, one_of
+from hvd_estimators.params import DeclaredParams, declare, integer, one_of, places
 
 __all__ = ["InferenceParams"]
 
@@ -12,6 +12,14 @@ __all__ = ["InferenceParams"]
 class InferenceParams(DeclaredParams):
     """Params of `transform`, whatever the model is."""
 
+    outputs = declare(
+        "Which of the model's outputs are predictions: a list of positions (0 is the first) or of "
+        "names (keys of a dict, fields of a dataclass or a named tuple, Keras's output layers), or "
+        "one of them. transform() adds a column for each. Metrics, and losses of one label each, "
+        "compare them to label_cols, in this order. Default: all outputs; of outputs with names, "
+        "those that label_cols name.",
+        convert=places,
+    )
     inference_batch_size = declare(
         "Rows of one forward pass. Default: a whole Arrow batch, of "
         "spark.sql.execution.arrow.maxRecordsPerBatch rows, or of 32 MiB if these are fewer.",

@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-import cloudpickle
 import torch
 
-from hvd_estimators.exceptions import DataError, ShapeError
-from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried, traceless
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.torch.joint_loss import JointLoss
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
-from hvd_estimators.torch.tensors import TensorSpec
-from hvd_estimators.unpickling import loads
+from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.outputs import Selected, require_tensors
+from hvd_estimators.torch.serialization import without_compile_notes
+from hvd_estimators.torch.tensors import Batch, TensorSpec
+from hvd_estimators.torch.trial_copies import copied
 
-__all__ = ["check_batches", "check_fit", "output_shapes", "torch_traceless"]
+__all__ = [
+    "check_batches",
+    "check_fit",
+    "check_modes",
+    "check_own_step",
+    "output_shapes",
+    "torch_traceless",
+]
 
 
 @contextlib.contextmanager
@@ -28,6 +38,30 @@ def torch_traceless() -> Iterator[None]:
     """Be `traceless` with torch's random numbers too, and without gradients."""
     with traceless(), torch.random.fork_rng(devices=[]), torch.no_grad():
         yield
+
+
+def check_modes(module: torch.nn.Module) -> None:
+    """Make sure that torch can set the mode of a module and its parts: training or evaluation.
+
+    Raises
+    ------
+    ParamError
+        If ``train`` or ``eval`` is a method of the user's that needs other arguments.
+    """
+    for name, part in module.named_modules():
+        for method, arguments in (("train", ()), ("train", (False,)), ("eval", ())):
+            if getattr(type(part), method) is getattr(torch.nn.Module, method):
+                continue
+            signature = inspect.signature(getattr(part, method))
+            try:
+                signature.bind(*arguments)
+            except TypeError:
+                raise ParamError(
+                    f"model: {type(part).__name__}.{method}{signature}"
+                    f"{f' of its part {name!r}' if name else ''} takes the place of "
+                    f"torch.nn.Module.{method}, which sets the mode of a module and is called "
+                    f"with{' mode' if method == 'train' else 'out arguments'}. Rename it."
+                ) from None
 
 
 def output_shapes(
@@ -40,23 +74,21 @@ def output_shapes(
     ShapeError
         If the module cannot take the inputs.
     """
-    module = _copy(module)
     try:
+        module = _copy(module)
         with torch_traceless():
+            module.eval()
             raw = tensors.call(module, inputs)
     except Exception as error:
         raise ShapeError(
             f"{_not_taken(error, tensors, inputs)} Or set output_shapes, such as [[1]] for a "
             "model with one output of one number, where it cannot run on the driver."
         ) from error
-    return [tuple(output.shape[1:]) for output in as_list(raw, tensors.label_cols)]
+    return [tuple(output.shape[1:]) for output in tensors.select(raw)]
 
 
 def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Tensor]) -> str:
-    given = ", ".join(
-        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        for name, tensor in zip(tensors.feature_cols, inputs, strict=True)
-    )
+    given = _tensors_of(Batch(list(inputs), [], None), replace(tensors, label_cols=()))
     return (
         f"The model cannot take the feature columns. It was called with {given} and raised "
         f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
@@ -67,7 +99,7 @@ def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Ten
 
 
 def check_fit(
-    module: torch.nn.Module, loss: Loss | None, tensors: TensorSpec, columns: Columns
+    module: torch.nn.Module, loss: Loss | JointLoss | None, tensors: TensorSpec, columns: Columns
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model and its loss.
 
@@ -78,8 +110,8 @@ def check_fit(
     ----------
     module : torch.nn.Module
         The model; left as it is.
-    loss : Loss or None
-        The loss; None where it is made on the ranks.
+    loss : Loss, JointLoss or None
+        The loss; None if it is made on the ranks.
     tensors : TensorSpec
         How columns become tensors.
     columns : Columns
@@ -96,43 +128,108 @@ def check_fit(
         If the columns do not fit the shapes that are set, the model cannot take them, its
         outputs are not as many as the labels, or the loss cannot take outputs and labels.
     """
+    batch = _batch(tensors, columns)
     try:
-        batch = tensors.batch(columns)
-    except RuntimeError as error:
-        raise ShapeError(
-            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
-            f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
-        ) from error
-    module = _copy(module)
+        module = _copy(module)
+    except Exception as error:
+        log_untried(error)
+        return []
     try:
         with torch_traceless():
+            module.eval()
             raw = tensors.call(module, batch.inputs)
     except Exception as error:
         if leave_to_ranks(error):
             return []
         raise ShapeError(_not_taken(error, tensors, batch.inputs)) from error
+    outputs = require_tensors(tensors.select(raw), raw)
     labels = tensors.label_cols
-    outputs = as_list(raw, labels)
-    for output in outputs:
-        if not isinstance(output, torch.Tensor):
-            raise ShapeError(
-                f"label_cols: the model returns {type(raw).__name__} of {type(output).__name__}. "
-                "Return a tensor per label: alone, in a tuple, or in a dict or dataclass by name."
-            )
-    if len(outputs) != len(labels):
+    if tensors.pairs and len(outputs) != len(labels):
         raise ShapeError(
             f"label_cols: the model has {len(outputs)} outputs, and there are {len(labels)} label "
-            f"columns: {', '.join(labels)}. Set one label column per output."
+            f"columns: {', '.join(labels)}. Set one label column per output, outputs to those "
+            "that have labels, such as [0], or loss_form='joint' for one loss of all outputs."
         )
-    for name, output in zip(labels, outputs, strict=True):
+    if not outputs:
+        raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")
+    for place, output in enumerate(outputs):
         if output.dim() == 0 or len(output) != batch.rows:
+            which = f"for label {labels[place]!r}" if tensors.pairs else f"at position {place}"
             raise ShapeError(
-                f"The model's output for label {name!r} has shape {tuple(output.shape)} for "
-                f"{batch.rows} rows. Its first dimension must count the rows."
+                f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
+                "rows. Its first dimension must count the rows; outputs can leave out others."
             )
-    if loss is not None:
+    if isinstance(loss, JointLoss):
+        _check_joint_loss(loss, raw, batch, tensors)
+    elif loss is not None:
         _check_loss(loss, outputs, batch, tensors)
     return [tuple(output.shape[1:]) for output in outputs]
+
+
+def check_own_step(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    columns: Columns,
+    passes_per_step: int,
+) -> list[tuple[int, ...]]:
+    """Run the user's training step on some rows, with copies of all that it refers to.
+
+    Parameters
+    ----------
+    module, optimizer
+        What is trained; left as they are.
+    objective : Objective
+        The step, and the loss that it can call.
+    columns : Columns
+        As many rows as the step is to take.
+    passes_per_step : int
+        Batches of a step of the optimizer.
+
+    Returns
+    -------
+    list of tuple of int
+        Shape of one row of each output; empty if only the ranks can tell.
+
+    Raises
+    ------
+    ShapeError
+        If the columns do not fit the shapes that are set, or the step fails.
+    """
+    batch = _batch(objective.tensors, columns)
+    device = torch.device("cpu")
+    try:
+        module = without_compile_notes(module)
+        module, optimizer, objective = copied((module, optimizer, objective))
+        with torch_traceless(), torch.enable_grad():
+            on_rank = objective.on_rank(
+                device, model=module, optimizer=optimizer, rank=0, size=1, spec=None
+            )
+    except Exception as error:
+        log_untried(error)
+        return []
+    try:
+        with torch_traceless(), torch.enable_grad():
+            evaluation = on_rank.run_minibatch(
+                module.train(),
+                optimizer,
+                batch,
+                factor=1.0,
+                passes_per_step=passes_per_step,
+                index=0,
+            )
+    except Exception as error:
+        if leave_to_ranks(error):
+            return []
+        raise ShapeError(
+            f"train_minibatch_fn failed on a batch of {_tensors_of(batch, objective.tensors)} with "
+            f"{type(error).__name__}: {error}. Set feature_cols, label_cols, input_shapes or "
+            "column_dtypes (such as {'label': 'int64'}) to what it expects."
+        ) from error
+    outputs: Sequence[Any] = evaluation.outputs
+    if all(isinstance(o, torch.Tensor) and o.dim() and len(o) == batch.rows for o in outputs):
+        return [tuple(output.shape[1:]) for output in outputs]
+    return []
 
 
 def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_rows: bool) -> None:
@@ -184,13 +281,58 @@ def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_r
         )
 
 
-def _check_loss(
-    loss: Loss, outputs: Sequence[torch.Tensor], batch: Any, tensors: TensorSpec
-) -> None:
-    aligned, targets = tensors.align(list(outputs), batch.labels)
+def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
+    try:
+        return tensors.batch(columns)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
+            f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
+        ) from error
+
+
+def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    try:
+        with torch_traceless():
+            warnings.filterwarnings("error", message="Using a target size")
+            value = copied(loss)(
+                outputs=raw,
+                labels=batch.labels,
+                inputs=tensors.arguments(batch.inputs),
+                sample_weights=batch.weights,
+            )
+    except Exception as error:
+        if leave_to_ranks(error):
+            return
+        raise ShapeError(
+            f"The joint loss failed with {type(error).__name__}: {error}. The model returned "
+            f"{_shapes_of(raw)}, for a batch of {_tensors_of(batch, tensors)}. Set label_cols, "
+            "label_shapes or column_dtypes to what the loss expects."
+        ) from error
+    _check_number(value)
+
+
+def _check_number(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ShapeError(f"The loss must return a number, found {found}.")
+
+
+def _shapes_of(raw: Any) -> str:
+    """Return what a module returned, with shapes, as text."""
+    if isinstance(raw, torch.Tensor):
+        return f"{tuple(raw.shape)}"
+    if isinstance(raw, dict):
+        return f"{{{', '.join(f'{name!r}: {_shapes_of(value)}' for name, value in raw.items())}}}"
+    if isinstance(raw, (list, tuple)):
+        return f"({', '.join(map(_shapes_of, raw))})"
+    return type(raw).__name__
+
+
+def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec) -> None:
+    aligned, targets = tensors.align(outputs, batch.labels)
     # Modules may keep state, functions may count in variables of their module.
-    functions = loads(cloudpickle.dumps(loss.functions))
-    loss = Loss(functions, loss.loss_weights)
+    loss = copied(loss)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
         for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
@@ -219,13 +361,21 @@ def _check_loss(
             "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
         ) from error
-    if value.dim() != 0:
-        raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
+    _check_number(value)
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:
     """Return a copy for evaluation, which is not compiled: that takes longer than a few rows."""
-    return load_module(dump_module(plain_module(module))).eval()
+    return copied(without_compile_notes(module))
+
+
+def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
+    """Return a batch's tensors by their columns, as text."""
+    names = (*tensors.feature_cols, *tensors.label_cols)
+    return ", ".join(
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in zip(names, (*batch.inputs, *batch.labels), strict=True)
+    )
 
 
 def _describe(columns: Columns) -> str:

@@ -9,7 +9,7 @@ from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
 from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.torch.checks import check_batches, check_fit
+from hvd_estimators.torch.checks import check_batches, check_fit, check_own_step
 from hvd_estimators.torch.identity import model_identity
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.objective import Metrics
@@ -57,7 +57,19 @@ class TorchEstimator(TorchParams):
 
     def _dry_run(self, columns: Columns) -> Trial:
         get = self.getOrDefault
-        return Trial(check_fit(get("model"), self._loss(), self._tensor_spec(), columns) or None)
+        shapes = None
+        if get("train_minibatch_fn") is not None:
+            shapes = check_own_step(
+                get("model"),
+                get("optimizer"),
+                self._objective(),
+                columns,
+                get("backward_passes_per_step"),
+            )
+            if get("validation") is None:
+                return Trial(shapes or None)
+        tried = check_fit(get("model"), self._loss(), self._tensor_spec(), columns)
+        return Trial(tried or shapes or None)
 
     def _metric_names(self) -> list[str] | None:
         objective = self._objective()
@@ -115,6 +127,7 @@ class TorchEstimator(TorchParams):
             "input_shapes": get("input_shapes"),
             "column_dtypes": get("column_dtypes"),
             "input_form": get("input_form"),
+            "loss_form": get("loss_form"),
             "loss": get("loss"),
             "loss_constructors": get("loss_constructors"),
             **super()._get_model_kwargs(**fitted),

@@ -16,6 +16,7 @@ from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch.checks import output_shapes
+from hvd_estimators.torch.joint_loss import LOSS_FORMS
 from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (
@@ -47,6 +48,11 @@ class TorchModel(HorovodModel):
     optimizer = declare("The optimizer after training, with the learning rate of one rank.")
     loss = declare("The loss that was trained with.")
     loss_constructors = declare("The loss constructors that were trained with.")
+    loss_form = declare(
+        "Whether the loss was one per label ('per_label') or took everything ('joint').",
+        default="per_label",
+        convert=one_of(*LOSS_FORMS),
+    )
     input_shapes = declare(
         "Shape of each input: of one row, or with -1 for the rows of a batch first.", convert=shapes
     )
@@ -119,12 +125,11 @@ class TorchModel(HorovodModel):
         given = input_shapes or self.getOrDefault("input_shapes") or self._trained_shapes(names)
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         inputs = self._zeros(module, names, given, device)
-        labels = self.getOrDefault("label_columns") or []
+        call, select = self._exported_call(names), self._transform_spec().select
         export_onnx(
             module,
-            self._exported_call(names),
+            lambda module, inputs: select(call(module, inputs)),
             inputs,
-            labels,
             self.getOutputCols(),
             path,
             overwrite,

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
+from hvd_estimators.torch.joint_loss import JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.tensors import Batch, TensorSpec
 
@@ -29,15 +31,18 @@ class Objective:
     tensors : TensorSpec
         How columns become the tensors that model, losses and metrics take.
     losses : tuple of callable, or None
-        One loss per label; None where ``loss_constructors`` make them.
+        One loss per label, or a single joint one; None if ``loss_constructors`` make them, or if
+        ``train_minibatch_fn`` computes its own.
     loss_constructors : tuple of callable, or None
-        Make the losses on the rank, one per label.
+        Make the losses on the rank, one per label, or a single joint one.
     loss_weights : tuple of float
         One weight per label.
     metrics : tuple of tuple of callable
         Groups of metrics, see `Metrics`.
     train_minibatch_fn : callable or None
         Replaces forward pass, backward pass and step.
+    joint : bool
+        Whether one loss takes all outputs and labels.
     """
 
     tensors: TensorSpec
@@ -46,6 +51,7 @@ class Objective:
     loss_weights: tuple[float, ...]
     metrics: tuple[tuple[Metric, ...], ...]
     train_minibatch_fn: Callable[..., tuple[Any, torch.Tensor]] | None
+    joint: bool = False
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
         """Return what measures batches. Runs on the worker.
@@ -63,14 +69,21 @@ class Objective:
             If there are sample weights, and a loss that was made here cannot be weighted by row.
         """
         losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
-        if losses is None:
+        if losses is None and self.loss_constructors is not None:
             offered = {"device": device, **offered}
-            losses = [call_with_known(make, offered) for make in self.loss_constructors or ()]
-            if self.tensors.sample_weight_col is not None:
+            losses = [call_with_known(make, offered) for make in self.loss_constructors]
+            weighted = self.tensors.sample_weight_col is not None
+            if self.joint:
+                check_joint(losses[0], weighted, "loss_constructors")
+            elif weighted:
                 check_weightable(losses, "loss_constructors")
+        if losses is None:
+            return RankObjective(self, None)
         on_device = [
             loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
         ]
+        if self.joint:
+            return RankObjective(self, JointLoss(on_device[0]))
         return RankObjective(self, Loss(on_device, self.loss_weights))
 
 
@@ -83,17 +96,16 @@ class Evaluation:
     loss : torch.Tensor
         The batch's mean loss, sample weights included; a scalar.
     outputs, labels : list of torch.Tensor
-        One per label, in the shapes in which they are compared.
+        One per label, in the shapes in which they are compared. If one loss takes all outputs and
+        labels, they need not be as many.
+    rows : int
+        Rows of the batch.
     """
 
     loss: torch.Tensor
     outputs: Sequence[torch.Tensor]
     labels: Sequence[torch.Tensor]
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch."""
-        return len(self.labels[0])
+    rows: int
 
 
 class Metrics:
@@ -153,7 +165,7 @@ class RankObjective:
         The metrics.
     """
 
-    def __init__(self, objective: Objective, loss: Loss) -> None:
+    def __init__(self, objective: Objective, loss: Loss | JointLoss | None) -> None:
         self._tensors = objective.tensors
         self._loss = loss
         self._train_minibatch_fn = objective.train_minibatch_fn
@@ -167,11 +179,14 @@ class RankObjective:
     @property
     def users_objects(self) -> dict[str, Any]:
         """What may have state that training goes on from, by name of its param."""
-        return {"train_minibatch_fn": self._train_minibatch_fn, "loss": self._loss.functions}
+        losses = [] if self._loss is None else self._loss.functions
+        return {"train_minibatch_fn": self._train_minibatch_fn, "loss": losses}
 
     def evaluate(self, module: torch.nn.Module, batch: Batch) -> Evaluation:
         """Return a batch's loss, for a backward pass."""
-        return self._compared(self._tensors.call(module, batch.inputs), batch)
+        raw = self._tensors.call(module, batch.inputs)
+        outputs, labels = self._arranged(raw, batch.labels)
+        return self._evaluation(self._computed(outputs, labels, batch.weights, batch), raw, batch)
 
     def run_minibatch(
         self,
@@ -201,7 +216,7 @@ class RankObjective:
         computed: list[torch.Tensor] = []
 
         def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-            computed.append(self._loss(outputs, labels, weights))
+            computed.append(self._computed(outputs, labels, weights, batch))
             return computed[-1] * factor
 
         assert self._train_minibatch_fn is not None
@@ -209,7 +224,7 @@ class RankObjective:
             self._train_minibatch_fn,
             module,
             optimizer,
-            self._tensors.align,
+            self._arranged,
             scaled_loss,
             self._tensors.arguments(batch.inputs),
             batch.labels,
@@ -217,10 +232,28 @@ class RankObjective:
             passes_per_step,
             index,
         )
-        outputs, labels = self._tensors.align(raw, batch.labels)
         # What the function returns may be divided or scaled already.
-        return Evaluation((computed[-1] if computed else returned).detach(), outputs, labels)
+        loss = (computed[-1] if computed else returned).detach()
+        return self._evaluation(loss, raw, batch)
 
-    def _compared(self, raw: Any, batch: Batch) -> Evaluation:
+    def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
+        """Return outputs and labels as the loss takes them."""
+        if isinstance(self._loss, JointLoss):
+            return raw, labels
+        return self._tensors.align(raw, labels)
+
+    def _computed(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> torch.Tensor:
+        """Return the loss of arranged outputs and labels."""
+        if self._loss is None:
+            raise ParamError(
+                "loss is not set, and train_minibatch_fn calls loss_fn. Set loss, or let "
+                "train_minibatch_fn compute its own."
+            )
+        if isinstance(self._loss, JointLoss):
+            inputs = self._tensors.arguments(batch.inputs)
+            return self._loss(outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights)
+        return self._loss(outputs, labels, weights)
+
+    def _evaluation(self, loss: torch.Tensor, raw: Any, batch: Batch) -> Evaluation:
         outputs, labels = self._tensors.align(raw, batch.labels)
-        return Evaluation(self._loss(outputs, labels, batch.weights), outputs, labels)
+        return Evaluation(loss, outputs, labels, batch.rows)

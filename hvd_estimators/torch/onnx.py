@@ -12,12 +12,11 @@ import torch
 from hvd_estimators.exceptions import DependencyError, ParamError
 from hvd_estimators.remedies import INSTALL
 from hvd_estimators.saving.exported import exported, is_installed
-from hvd_estimators.torch.outputs import as_list
 
 __all__ = ["export_onnx"]
 
 Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
-"""A module and its inputs, one per feature column, to what it returns."""
+"""A module and its inputs, one per feature column, to its predictions."""
 
 # More does not fit into one file of this format.
 _MOST_BYTES = 2**31 - 2**26
@@ -26,20 +25,19 @@ _MOST_BYTES = 2**31 - 2**26
 class _Exported(torch.nn.Module):
     """Takes one tensor per feature column, and returns one per output."""
 
-    def __init__(self, module: torch.nn.Module, call: Call, labels: Sequence[str]) -> None:
+    def __init__(self, module: torch.nn.Module, call: Call) -> None:
         super().__init__()
         self.module = module
-        self._call, self._labels = call, list(labels)
+        self._call = call
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(as_list(self._call(self.module, list(inputs)), self._labels))
+        return tuple(self._call(self.module, list(inputs)))
 
 
 def export_onnx(
     module: torch.nn.Module,
     call: Call,
     inputs: Mapping[str, torch.Tensor],
-    labels: Sequence[str],
     outputs: Sequence[str],
     path: str,
     overwrite: bool,
@@ -56,8 +54,6 @@ def export_onnx(
         How it is called.
     inputs : mapping of str to tensor
         The inputs' names to examples of two rows.
-    labels : sequence of str
-        What the outputs are of, see `as_list`.
     outputs : sequence of str
         The outputs' names.
     path, overwrite, storage_options
@@ -91,7 +87,7 @@ def export_onnx(
     ):
         try:
             torch.onnx.export(
-                _Exported(module, call, labels).eval(),
+                _Exported(module, call).eval(),
                 tuple(inputs.values()),
                 target,
                 **{

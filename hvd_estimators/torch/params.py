@@ -13,9 +13,12 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.sending import check_sendable
 from hvd_estimators.params import declare, functions, one_of, shapes
+from hvd_estimators.torch.checks import check_modes
+from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.outputs import selection
 from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer, plain_module
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
@@ -53,6 +56,14 @@ class TorchParams(HorovodEstimator):
         default="positional",
         convert=one_of(*INPUT_FORMS),
     )
+    loss_form = declare(
+        "How the loss is called: 'per_label' (loss(output, label), one loss per output and label), "
+        "or 'joint' (one loss of everything: called by keyword with those of outputs, labels, "
+        "inputs and sample_weights that it takes; outputs are what the model returned, labels and "
+        "inputs lists of tensors; returns the mean over the rows). label_cols=[] takes 'joint'.",
+        default="per_label",
+        convert=one_of(*LOSS_FORMS),
+    )
     loss_constructors = declare(
         "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
         "with those of model, optimizer, device, rank, size and spec that it takes.",
@@ -74,7 +85,7 @@ class TorchParams(HorovodEstimator):
     _run_settings = (
         *HorovodEstimator._run_settings,
         *("input_shapes", "input_form", "column_dtypes"),
-        *("loss", "loss_constructors", "train_minibatch_fn"),
+        *("loss", "loss_form", "loss_constructors", "train_minibatch_fn"),
     )
 
     _sent = (
@@ -115,6 +126,7 @@ class TorchParams(HorovodEstimator):
         get = self.getOrDefault
         if not isinstance(get("model"), torch.nn.Module):
             raise ParamError(f"model: expected a torch.nn.Module, found {type(get('model'))}.")
+        check_modes(get("model"))
         if not isinstance(get("optimizer"), torch.optim.Optimizer):
             raise ParamError(
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
@@ -132,19 +144,13 @@ class TorchParams(HorovodEstimator):
                 "model: what model.compile() did is lost when a module is sent to the ranks, and "
                 "they train it without. Give torch.compile(model) instead."
             )
-        if (get("loss") is None) == (get("loss_constructors") is None):
-            raise ParamError("Set either loss or loss_constructors.")
-        for name in ("loss", "loss_constructors"):
-            if get(name) is not None:
-                self._per_label(name)
+        self._check_losses()
         for loss in self._functions("loss") or ():
             if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
                 raise ParamError(
                     f"loss: found the class {loss.__name__}. Set an object of it, "
                     f"{loss.__name__}()."
                 )
-        if get("loss") is not None and get("sample_weight_col"):
-            check_weightable(self._per_label("loss"))
         for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
             given = get(name)
             if given is not None and len(given) != len(get(columns)):
@@ -158,6 +164,62 @@ class TorchParams(HorovodEstimator):
         if step is not None and not callable(step):
             raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
 
+    def _check_losses(self) -> None:
+        """Check the loss, or what makes it, with the labels."""
+        get = self.getOrDefault
+        loss, constructors, labels = get("loss"), get("loss_constructors"), get("label_cols")
+        if loss is not None and constructors is not None:
+            raise ParamError("Set either loss or loss_constructors.")
+        if loss is None and constructors is None:
+            if get("train_minibatch_fn") is None or get("validation") is not None:
+                raise ParamError(
+                    "Set either loss or loss_constructors. Only a train_minibatch_fn that computes "
+                    "its own needs none, without validation."
+                )
+            return
+        if self._is_joint:
+            self._check_joint_loss("loss" if constructors is None else "loss_constructors")
+            return
+        if not labels:
+            raise ParamError(
+                "label_cols: found [], and loss_form='per_label' compares outputs to labels. Set "
+                "loss_form='joint' with a loss that takes outputs (and inputs), or label_cols."
+            )
+        for name in ("loss", "loss_constructors"):
+            if get(name) is not None:
+                self._per_label(name)
+        chosen = get("outputs")
+        if chosen is not None and len(chosen) != len(labels):
+            raise ParamError(
+                f"outputs: expected one per label, {len(labels)}, found {len(chosen)}: {chosen}. "
+                "Set loss_form='joint' for one loss of all outputs."
+            )
+        if loss is not None and get("sample_weight_col"):
+            check_weightable(self._per_label("loss"))
+
+    def _check_joint_loss(self, name: str) -> None:
+        get = self.getOrDefault
+        given = functions(name, get(name))
+        if len(given) != 1:
+            raise ParamError(f"{name}: expected one with loss_form='joint', found {len(given)}.")
+        if name == "loss":
+            check_joint(given[0], get("sample_weight_col") is not None)
+        if get("loss_weights") is not None:
+            raise ParamError(
+                "loss_weights: a joint loss weights its parts itself. Leave loss_weights out."
+            )
+        labels, chosen = get("label_cols"), get("outputs")
+        if get("metrics") and (not labels or (chosen and len(chosen) != len(labels))):
+            raise ParamError(
+                "metrics: they compare outputs to labels, one to one, found "
+                f"label_cols={labels}, outputs={chosen}. Leave metrics out, or set one output per "
+                "label in outputs."
+            )
+
+    @property
+    def _is_joint(self) -> bool:
+        return bool(self.getOrDefault("loss_form") == "joint")
+
     def _tensor_spec(self) -> TensorSpec:
         get = self.getOrDefault
         input_shapes, label_shapes = get("input_shapes"), get("label_shapes")
@@ -169,6 +231,8 @@ class TorchParams(HorovodEstimator):
             label_shapes=tuple(map(tuple, label_shapes)) if label_shapes else None,
             dtypes=get("column_dtypes"),
             input_form=get("input_form"),
+            outputs=selection(get("outputs")),
+            pairs=bool(get("label_cols")) and not self._is_joint,
         )
 
     def _objective(self) -> Objective:
@@ -180,15 +244,20 @@ class TorchParams(HorovodEstimator):
             loss_weights=self._loss_weights(),
             metrics=self._metric_groups(),
             train_minibatch_fn=self.getOrDefault("train_minibatch_fn"),
+            joint=self._is_joint,
         )
 
-    def _loss(self) -> Loss | None:
-        """Return the loss; None where it is made on the ranks."""
+    def _loss(self) -> Loss | JointLoss | None:
+        """Return the loss; None if it is made on the ranks."""
         functions = self._functions("loss")
-        return None if functions is None else Loss(functions, self._loss_weights())
+        if functions is None:
+            return None
+        if self._is_joint:
+            return JointLoss(functions[0])
+        return Loss(functions, self._loss_weights())
 
     def _loss_weights(self) -> tuple[float, ...]:
-        labels = len(self.getOrDefault("label_cols"))
+        labels = max(len(self.getOrDefault("label_cols")), 1)
         return tuple(self.getOrDefault("loss_weights") or [1.0 / labels] * labels)
 
     def _dump_optimizer(self) -> bytes:
@@ -211,8 +280,11 @@ class TorchParams(HorovodEstimator):
         return given * labels if len(given) == 1 else given
 
     def _functions(self, name: str) -> tuple[Any, ...] | None:
-        """Return a param of callables, one per label; None where it is not set."""
-        return None if self.getOrDefault(name) is None else tuple(self._per_label(name))
+        """Return a param of callables, one per label, or a joint one; None if it is not set."""
+        given = self.getOrDefault(name)
+        if given is None:
+            return None
+        return tuple(functions(name, given) if self._is_joint else self._per_label(name))
 
     def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
         """Return metrics as groups; a function that stands alone is a group of one."""

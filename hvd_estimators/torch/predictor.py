@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.inference.failures import described, naming_inputs
 from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.forward import Forward
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.outputs import Selected, require_tensors, selection
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -31,8 +30,8 @@ class ModulePredictor(abc.ABC):
         What `hvd_estimators.torch.serialization.module_document` returned.
     names : sequence of str
         The feature columns.
-    labels : sequence of str
-        What the outputs are of, see `as_list`.
+    select : callable
+        Returns the predictions among what the module returned, see `TensorSpec.select`.
     precision : str
         What the module computes in, see ``inference_precision``.
     resources : Resources
@@ -48,14 +47,14 @@ class ModulePredictor(abc.ABC):
         self,
         document: bytes | os.PathLike[str],
         names: Sequence[str],
-        labels: Sequence[str],
+        select: Callable[[Any], Selected],
         precision: str,
         resources: Resources,
     ) -> None:
         self._forward = Forward(precision, resources)
         module = plain_module(load_module(document, mapped=True)).eval()
         self._module: Any = self._forward.placed(module)
-        self._names, self._labels = tuple(names), tuple(labels)
+        self._names, self._select = tuple(names), select
         self.overlaps = self._forward.overlaps
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
@@ -99,14 +98,7 @@ class ModulePredictor(abc.ABC):
 
     def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         raw = self._call(inputs)
-        outputs = as_list(raw, self._labels)
-        for output in outputs:
-            if not isinstance(output, torch.Tensor):
-                raise ShapeError(
-                    f"The model returns {type(raw).__name__} of {type(output).__name__}. Return a "
-                    "tensor per label: alone, in a tuple, or in a dict or dataclass by name."
-                )
-        return outputs
+        return require_tensors(self._select(raw), raw)
 
 
 class TorchPredictor(ModulePredictor):
@@ -131,7 +123,7 @@ class TorchPredictor(ModulePredictor):
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
-        super().__init__(document, spec.feature_cols, spec.label_cols, precision, resources)
+        super().__init__(document, spec.feature_cols, spec.select, precision, resources)
         self._spec = spec
 
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
@@ -159,6 +151,8 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
         input_shapes=tuple(map(tuple, given)) if given else None,
         dtypes=get("column_dtypes") or {},
         input_form=get("input_form") or "positional",
+        outputs=selection(get("outputs")),
+        pairs=get("loss_form") != "joint",
     )
 
 

@@ -32,6 +32,7 @@ __all__ = [
     "plain_module",
     "save_state",
     "state_file",
+    "without_compile_notes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -122,11 +123,19 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
             )
             file.seek(0)
             file.truncate()
-    # If Lightning is imported, torch.compile notes its arguments on the module that it is given.
+    _pickle(without_compile_notes(plain), file)
+
+
+def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a plain module without the arguments of ``torch.compile``, which may not pickle.
+
+    If Lightning is imported, ``torch.compile`` notes them on the module that it is given.
+    """
+    plain = plain_module(module)
     if "_compile_kwargs" in vars(plain):
         plain = copy.copy(plain)
         del vars(plain)["_compile_kwargs"]
-    _pickle(plain, file)
+    return plain
 
 
 def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:

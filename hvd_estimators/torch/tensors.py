@@ -16,13 +16,12 @@ from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.copies import ahead_of_use, cuda_copies
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.outputs import Selected, select_outputs
 
 __all__ = [
     "INPUT_FORMS",
     "Batch",
     "TensorSpec",
-    "align",
     "tensor_batches",
     "with_form",
 ]
@@ -49,6 +48,10 @@ class TensorSpec:
         Column name to the name of a torch dtype; columns that are not named become float32.
     input_form : str
         How the module is called, see `with_form`.
+    outputs : tuple of (int or str), or None
+        Positions or names of the outputs that are predictions, see `select_outputs`.
+    pairs : bool
+        Whether each of them pairs with a label, as it does unless one loss takes them all.
     """
 
     feature_cols: tuple[str, ...]
@@ -58,6 +61,8 @@ class TensorSpec:
     label_shapes: tuple[tuple[int, ...], ...] | None = None
     dtypes: Mapping[str, str] = field(default_factory=dict)
     input_form: str = "positional"
+    outputs: tuple[int | str, ...] | None = None
+    pairs: bool = True
 
     def call(self, module: torch.nn.Module, inputs: Sequence[torch.Tensor]) -> Any:
         """Call a module with its inputs."""
@@ -69,11 +74,25 @@ class TensorSpec:
             return inputs
         return dict(zip(self.feature_cols, inputs, strict=True))
 
+    def select(self, outputs: Any) -> Selected:
+        """Return the outputs that are predictions, in the order of the labels if they pair."""
+        return select_outputs(outputs, self.label_cols if self.pairs else (), self.outputs)
+
     def align(
         self, outputs: Any, labels: Sequence[torch.Tensor]
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return outputs in the order of the labels, and labels in their outputs' shapes."""
-        return align(outputs, labels, self.label_shapes, self.label_cols)
+        """Return the outputs that are predictions, and labels in their outputs' shapes.
+
+        A label keeps its shape if its elements are not as many, or if ``label_shapes`` is set.
+        """
+        selected = self.select(outputs)
+        is_paired = self.pairs or len(selected) == len(labels)
+        if self.label_shapes is not None or not is_paired:
+            return selected, list(labels)
+        return selected, [
+            label.reshape(output.shape) if label.numel() == output.numel() else label
+            for output, label in zip(selected, labels, strict=True)
+        ]
 
     def inputs(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
         """Return the model's inputs, each with the rows of the batch first."""
@@ -204,22 +223,3 @@ def with_form(
         return module(*inputs)
     named = dict(zip(names, inputs, strict=True))
     return module(named) if form == "dict" else module(**named)
-
-
-def align(
-    outputs: Any,
-    labels: Sequence[torch.Tensor],
-    label_shapes: Any = None,
-    label_cols: Sequence[str] = (),
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return outputs as a list, and labels in their outputs' shapes where elements are as many.
-
-    See `as_list` for how outputs with names are found by ``label_cols``.
-    """
-    outputs = as_list(outputs, label_cols)
-    if label_shapes is not None:
-        return outputs, list(labels)
-    return outputs, [
-        label.reshape(output.shape) if label.numel() == output.numel() else label
-        for output, label in zip(outputs, labels, strict=True)
-    ]

@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.torch.checks import check_fit
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.outputs import as_list
+from hvd_estimators.torch.outputs import select_outputs
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -65,24 +65,24 @@ Pair = namedtuple("Pair", ["price", "demand"])
     ],
 )
 def test_outputs_come_by_name_where_they_have_names(outputs: Any, labels: list[str]) -> None:
-    found = as_list(outputs, labels)
+    found = select_outputs(outputs, labels)
     assert len(found) == 2
     assert found[0] is ONE
     assert found[1] is TWO
 
 
 def test_a_single_label_takes_the_only_output_or_the_logits() -> None:
-    assert as_list(TWO, ["y"]) == [TWO]
-    assert as_list({"scores": TWO, "name": "net"}, ["y"])[0] is TWO
-    assert as_list(Found(demand=TWO), ["y"])[0] is TWO
-    assert as_list(ModelOutput(logits=TWO, hidden=(ONE,)), ["y"])[0] is TWO
+    assert select_outputs(TWO, ["y"]) == [TWO]
+    assert select_outputs({"scores": TWO, "name": "net"}, ["y"])[0] is TWO
+    assert select_outputs(Found(demand=TWO), ["y"])[0] is TWO
+    assert select_outputs(ModelOutput(logits=TWO, hidden=(ONE,)), ["y"])[0] is TWO
 
 
 def test_a_label_without_an_output_is_an_error_that_names_both() -> None:
     with pytest.raises(ShapeError, match=r"dict with the outputs price, cost, .* named demand\."):
-        as_list({"price": ONE, "cost": TWO}, ["price", "demand"])
+        select_outputs({"price": ONE, "cost": TWO}, ["price", "demand"])
     with pytest.raises(ShapeError, match="Found with the outputs none"):
-        as_list(Found(), ["y"])
+        select_outputs(Found(), ["y"])
 
 
 class ByDict(torch.nn.Module):

@@ -40,6 +40,7 @@ def add(measures, *pairs, loss):
             torch.tensor(loss),
             [torch.tensor(output) for output, _ in pairs],
             [torch.tensor(label) for _, label in pairs],
+            rows=len(pairs[0][1]),
         )
     )
 
@@ -139,7 +140,7 @@ def test_measuring_keeps_no_graph_and_no_gradient():
 
     output = torch.ones(2, requires_grad=True)
     measures = Measures(Metrics([[metric]], ["y"]))
-    measures.add(Evaluation((output**2).mean(), [output * 2], [torch.zeros(2)]))
+    measures.add(Evaluation((output**2).mean(), [output * 2], [torch.zeros(2)], rows=2))
 
     assert seen == [False]
     assert not measures._sums.requires_grad

@@ -7,11 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.outputs import as_list
-from hvd_estimators.torch.tensors import Batch, TensorSpec, align
+from hvd_estimators.torch.outputs import select_outputs
+from hvd_estimators.torch.tensors import Batch, TensorSpec
 
 F = torch.nn.functional
 ROWS = 5
+ONE_LABEL = TensorSpec(("x",), ("y",))
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def test_read_only_columns_are_taken_without_a_warning(columns, recwarn):
 def test_labels_take_their_outputs_shape_where_elements_are_as_many(output, label, expected):
     labels = [torch.arange(float(np.prod(label))).reshape(label)]
 
-    outputs, aligned = align(torch.zeros(output), labels)
+    outputs, aligned = ONE_LABEL.align(torch.zeros(output), labels)
 
     assert tuple(outputs[0].shape) == output
     assert tuple(aligned[0].shape) == expected
@@ -100,21 +101,22 @@ def test_labels_take_their_outputs_shape_where_elements_are_as_many(output, labe
 
 
 def test_labels_keep_shapes_that_were_set():
-    _, labels = align([torch.zeros(4, 1)], [torch.zeros(4)], ((-1,),))
+    spec = TensorSpec(("x",), ("y",), label_shapes=((-1,),))
+    _, labels = spec.align([torch.zeros(4, 1)], [torch.zeros(4)])
 
     assert tuple(labels[0].shape) == (4,)
 
 
 def test_an_output_without_its_label_is_an_error():
     with pytest.raises(ValueError, match="zip"):
-        align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
+        ONE_LABEL.align([torch.zeros(4), torch.zeros(4)], [torch.zeros(4)])
 
 
 def test_outputs_are_a_list_whatever_the_model_returns():
     one, two = torch.zeros(1), torch.ones(1)
 
-    assert as_list(one) == [one]
-    assert as_list((one, two)) == [one, two]
+    assert select_outputs(one) == [one]
+    assert select_outputs((one, two)) == [one, two]
 
 
 def test_the_loss_is_the_weighted_sum_of_the_labels_means(rng):
@@ -186,7 +188,7 @@ def test_a_loss_module_gets_its_reduction_back_even_after_an_error():
 def test_aligned_tensors_and_loss_of_a_batch_come_together():
     batch = Batch([torch.zeros(2)], [torch.tensor([1.0, 3.0])], None)
 
-    outputs, labels = align(torch.zeros(2, 1), batch.labels)
+    outputs, labels = ONE_LABEL.align(torch.zeros(2, 1), batch.labels)
     loss = Loss([F.mse_loss], [1.0])(outputs, labels, batch.weights)
 
     assert tuple(labels[0].shape) == tuple(outputs[0].shape) == (2, 1)

@@ -1,0 +1,226 @@
+"""Which outputs of a module are predictions, and losses of all of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.inference.output_columns import output_columns
+from hvd_estimators.torch.checks import check_fit, check_modes, check_own_step
+from hvd_estimators.torch.joint_loss import JointLoss, check_joint
+from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.outputs import require_tensors, select_outputs
+from hvd_estimators.torch.tensors import TensorSpec
+from hvd_estimators.torch.trial_copies import copied
+
+F = torch.nn.functional
+ONE, TWO = torch.ones(3, 1), torch.ones(3, 2)
+COLUMNS = {"x": np.ones((3, 4), np.float32), "y": np.ones(3, np.float32)}
+
+
+@dataclasses.dataclass
+class Found:
+    loss: Any
+    logits: torch.Tensor
+
+
+Pair = collections.namedtuple("Pair", ["mean", "variance"])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "selection", "expected"),
+    [
+        (ONE, [0], [ONE]),
+        ((ONE, TWO), [1], [TWO]),
+        ([ONE, None, TWO], [2, 0], [TWO, ONE]),
+        ((TWO, None), None, [TWO]),
+        ({"a": ONE, "b": TWO}, ["b", "a"], [TWO, ONE]),
+        ({"a": ONE, "b": TWO}, [1], [TWO]),
+        (Found(None, TWO), ["logits"], [TWO]),
+        (Pair(ONE, TWO), ["variance"], [TWO]),
+        (Pair(ONE, TWO), [0], [ONE]),
+    ],
+)
+def test_outputs_are_selected_by_position_and_by_name(
+    outputs: Any, selection: Any, expected: Any
+) -> None:
+    found = select_outputs(outputs, ["y"], selection)
+    assert [id(output) for output in found] == [id(output) for output in expected]
+    # What is selected already stays, whatever the positions are.
+    assert select_outputs(found, ["y"], selection) is found
+
+
+def test_outputs_that_a_model_lacks_are_errors_that_name_those_that_it_has() -> None:
+    for outputs, selection, message in (
+        ((ONE, TWO), [2], r"outputs: found position 2, .* a tuple of 2, .* 0 to 1"),
+        (ONE, [1], "outputs: found position 1, .* a Tensor"),
+        (ONE, ["logits"], r"outputs: found 'logits', .* no names.*outputs=\[0\]"),
+        ({"a": ONE}, ["b"], "outputs: found 'b', .* a dict of 1 with the names a"),
+    ):
+        with pytest.raises(ShapeError, match=message):
+            select_outputs(outputs, [], selection)
+    with pytest.raises(ShapeError, match="tuple of NoneType.*outputs"):
+        require_tensors(select_outputs((ONE, None), ["y"], [1]), (ONE, None))
+    with pytest.raises(ShapeError, match="none of them is named y. Set outputs"):
+        select_outputs({"a": ONE, "b": TWO}, ["y"])
+
+
+def test_columns_are_named_after_labels_or_else_after_outputs() -> None:
+    def names(**params: Any) -> list[str]:
+        return output_columns(params.get)
+
+    assert names(label_columns=["y"]) == ["y__output"]
+    assert names(label_columns=["y"], outputs=["logits"]) == ["y__output"]
+    assert names(label_columns=["y"], outputs=[0, "std"]) == ["output_0", "std__output"]
+    assert names(label_columns=[], outputs=[3]) == names(label_columns=[]) == ["output"]
+    assert names(label_columns=[], output_shapes=[[1], []]) == ["output_0", "output_1"]
+    assert names(label_columns=["y"], output_shapes=[[1], []]) == ["y__output"]
+    joint = {"loss_form": "joint", "label_columns": ["y"]}
+    assert names(**joint, output_shapes=[[1], []]) == ["output_0", "output_1"]
+    assert names(**joint, output_shapes=[[1]]) == ["y__output"]
+    assert names(**joint, outputCols=["mine"]) == ["mine"]
+
+
+def test_a_joint_loss_gets_what_it_takes_by_name() -> None:
+    offered = {"outputs": ONE, "labels": [TWO], "inputs": [ONE], "sample_weights": None}
+
+    class Module(torch.nn.Module):
+        def forward(self, inputs: Any, outputs: Any) -> Any:
+            return outputs + inputs[0]
+
+    for function in (
+        lambda outputs, inputs: outputs + inputs[0],
+        lambda **given: given["outputs"] + given["inputs"][0],
+        Module(),
+    ):
+        check_joint(function, weighted=False)
+        assert torch.equal(JointLoss(function)(**offered), ONE + ONE)
+    for function, message in (
+        (lambda recon, x, mu: recon, "found recon, x, mu. Wrap it"),
+        (F.mse_loss, "found input, target, .* Wrap it"),
+        (lambda: ONE, "found no names"),
+    ):
+        with pytest.raises(ParamError, match=message):
+            check_joint(function, weighted=False)
+    with pytest.raises(ParamError, match=r"sample_weight_col is set, .* found outputs"):
+        check_joint(lambda outputs: outputs, weighted=True)
+
+
+class Several(torch.nn.Module):
+    """Returns an output per row, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.linear(x), self.linear.weight.abs().sum()
+
+
+def test_a_dry_run_says_how_to_leave_outputs_out() -> None:
+    net, spec = Several(), TensorSpec(("x",), ("y",))
+    with pytest.raises(ShapeError, match=r"2 outputs, .* 1 label .*outputs .*\[0\].*'joint'"):
+        check_fit(net, None, spec, COLUMNS)
+    picked = dataclasses.replace(spec, outputs=(0,))
+    assert check_fit(net, None, picked, COLUMNS) == [(1,)]
+
+    def loss(outputs: Any, labels: Any) -> torch.Tensor:
+        return F.mse_loss(outputs[0].reshape(-1), labels[0]) + outputs[1]
+
+    joint = dataclasses.replace(spec, pairs=False)
+    with pytest.raises(ShapeError, match=r"at position 1 has shape \(\) for 3 rows.*outputs can"):
+        check_fit(net, JointLoss(loss), joint, COLUMNS)
+    chosen = dataclasses.replace(joint, outputs=(0,))
+    assert check_fit(net, JointLoss(loss), chosen, COLUMNS) == [(1,)]
+    with pytest.raises(ShapeError, match=r"joint loss failed with IndexError.*\(3, 1\), \(\)"):
+        check_fit(net, JointLoss(lambda outputs: outputs[5]), chosen, COLUMNS)
+    with pytest.raises(ShapeError, match=r"must return a number, found shape \(3, 1\)"):
+        check_fit(net, JointLoss(lambda outputs: outputs[0]), chosen, COLUMNS)
+
+
+def objective(step: Any, loss: Any = F.mse_loss) -> Objective:
+    return Objective(TensorSpec(("x",), ("y",)), (loss,), None, (1.0,), (), step)
+
+
+def test_a_dry_run_takes_the_users_own_step_and_changes_nothing() -> None:
+    class Recurrent(torch.nn.Module):
+        """Needs a hidden state, which only the step has."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell, self.calls = torch.nn.RNNCell(4, 1), 0
+
+        def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.cell(x, hidden)
+
+    net = Recurrent()
+    optimizer = torch.optim.Adam(net.parameters())
+    second = torch.optim.SGD([net.cell.bias_hh], lr=1.0, momentum=0.9)
+    seen: list[int] = []
+
+    def step(model: Any, first: Any, arrange: Any, loss_fn: Any, inputs: Any, labels: Any) -> Any:
+        assert model.training
+        assert first.param_groups[0]["params"][0] is model.cell.weight_ih
+        assert second.param_groups[0]["params"][0] is model.cell.bias_hh
+        seen.append(1)
+        outputs, arranged = arrange(model(inputs[0], torch.zeros(len(inputs[0]), 1)), labels)
+        loss = loss_fn(outputs, arranged)
+        loss.backward()
+        first.step()
+        second.step()
+        return outputs, loss
+
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    kind, globals_ = type(net), Recurrent.forward.__globals__
+    assert check_own_step(net, optimizer, objective(step), COLUMNS, 1) == [(1,)]
+    assert (seen, net.calls) == ([], 0)
+    assert not optimizer.state
+    assert not second.state
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert type(net) is kind
+    assert Recurrent.forward.__globals__ is globals_
+
+    def fails(model: Any, *_: Any) -> Any:
+        raise ValueError("3 rows")
+
+    with pytest.raises(ShapeError, match=r"train_minibatch_fn failed on .*x \(3, 4\).*y \(3,\)"):
+        check_own_step(net, optimizer, objective(fails), COLUMNS, 1)
+
+
+def test_a_copy_to_try_keeps_ties_between_objects() -> None:
+    net = torch.nn.utils.weight_norm(torch.nn.Linear(4, 2))
+    net(torch.zeros(1, 4)).sum().backward()  # its weight is computed: copy.deepcopy fails
+    optimizer = torch.optim.LBFGS(net.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    module, stepping, scheduling, again = copied((net, optimizer, scheduler, net))
+    assert again is module
+    assert module is not net
+    assert scheduling.optimizer is stepping
+    parameters = [id(p) for p in module.parameters()]
+    assert [id(p) for p in stepping._params] == parameters
+    assert not set(parameters) & {id(p) for p in net.parameters()}
+    assert torch.equal(module(ONE.new_ones(1, 4)), net(ONE.new_ones(1, 4)))
+    script = torch.jit.script(torch.nn.Linear(4, 2))
+    module, stepping = copied((script, torch.optim.SGD(script.parameters(), lr=0.1)))
+    assert stepping.param_groups[0]["params"][0] is next(iter(module.parameters()))
+
+
+def test_methods_that_take_the_place_of_torchs_are_named() -> None:
+    class Layer(torch.nn.Module):
+        def train(self, positive: Any, negative: Any) -> None:  # type: ignore[override]
+            """Train by itself, as the forward-forward algorithm does."""
+
+    class Silent(torch.nn.Module):
+        def train(self, mode: bool = True) -> Any:
+            return super().train(mode)
+
+    check_modes(torch.nn.Sequential(Silent()))
+    with pytest.raises(ParamError, match=r"Layer.train\(positive.*part '1' .*mode.*Rename it"):
+        check_modes(torch.nn.Sequential(Silent(), Layer()))
