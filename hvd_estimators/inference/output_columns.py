@@ -22,7 +22,10 @@ def output_columns(get: Callable[[str], Any]) -> list[str]:
     given = get("outputCols")
     if given:
         return list(given)
-    labels, selected = get("label_columns") or [], get("outputs")
+    selected = get("outputs")
+    if selected is None and get("label_columns") is None:
+        return []
+    labels = get("label_columns") or []
     if selected is None and labels and get("loss_form") != "joint":
         return [f"{label}__output" for label in labels]
     if selected is None:

@@ -52,15 +52,15 @@ def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: st
             )
 
 
-def check_rows(outputs: Any, labels: Sequence[str | None] | None, rows: int) -> None:
-    """Refuse outputs that are not one per row; `labels` is the label of each, where known."""
-    flat = keras.tree.flatten(outputs)
+def check_rows(flat: Sequence[Any], labels: Sequence[str | None] | None, rows: int) -> None:
+    """Reject outputs that are not one per row; ``labels`` is the label of each, if known."""
     for label, output in zip(labels or (None,) * len(flat), flat, strict=True):
         if not output.shape or output.shape[0] != rows:
             which = "" if label is None else f" for label {label!r}"
             raise ShapeError(
                 f"The model's output{which} has shape {tuple(output.shape)} for "
-                f"{rows} rows. Its first dimension must count the rows."
+                f"{rows} rows. Its first dimension must count the rows; outputs can leave out "
+                "others."
             )
 
 

@@ -126,7 +126,9 @@ def column_dataset(
         return tf.ensure_shape(batches, (None, rows, *shape))
 
     def slices(*stack: Any) -> tf.data.Dataset:
-        return tf.data.Dataset.from_tensor_slices(stack if len(stack) > 1 else stack[0])
+        # A tuple comes as several arguments, also one of a single structure.
+        is_tuple = isinstance(stacks.element_spec, tuple)
+        return tf.data.Dataset.from_tensor_slices(stack if is_tuple else stack[0])
 
     signature = (
         tf.TensorSpec((), tf.int64),

@@ -52,6 +52,8 @@ class DryRun:
         tensor or a tuple; it is then called with a dict of column name to tensor.
     compares : bool
         Whether labels are compared to outputs, by a loss or by metrics.
+    selection : sequence of (int or str), optional
+        Positions or names of the outputs that are predictions.
 
     Attributes
     ----------
@@ -76,12 +78,14 @@ class DryRun:
         class_weight: Mapping[int, float] | None = None,
         copy: Callable[[], keras.Model] | None = None,
         compares: bool = True,
+        selection: Sequence[int | str] | None = None,
     ) -> None:
         self.model = model
         self._class_weight = class_weight
         self._compile = compile
         self._copy = copy
         self._compares = compares and not has_own_step(model)
+        self._selection = selection
         self._feature_cols = feature_cols
         self._label_cols = label_cols
         self._weight_col = sample_weight_col
@@ -150,6 +154,10 @@ class DryRun:
                 x, outputs = self._call(columns, stack)
             except Exception as error:
                 called = self._call_otherwise(columns, stack, error)
+                if isinstance(called, str) and has_own_step(self.model):
+                    self._try_step(columns)
+                    self._go_without_call(f"it raised {type(error).__name__}: {error}")
+                    return
                 if isinstance(called, str):
                     remedy = text_remedy(columns, self._inputs)
                     # Numbers that are made of text raise what a missing GPU may raise, too.
@@ -168,10 +176,47 @@ class DryRun:
                 x, outputs = called
             if self.outputs is None:
                 self._take_outputs(outputs)
-            labels = None if self.outputs is None else self.outputs.labels
-            check_rows(outputs, labels, len(next(iter(columns.values()))))
+            self._check_rows(outputs, len(next(iter(columns.values()))))
             if has_any_loss(self.model, x):
                 self._check_loss(x, outputs, columns)
+
+    def _check_rows(self, outputs: Any, rows: int) -> None:
+        flat = keras.tree.flatten(outputs)
+        if self.outputs is not None and self._selection is None:
+            check_rows(flat, self.outputs.labels, rows)
+        else:
+            check_rows(self._selected(outputs), None, rows)
+
+    def _selected(self, outputs: Any) -> list[Any]:
+        """Return the outputs that are selected, or all."""
+        return Outputs.of(self.model, outputs, (), self._selection).select(
+            keras.tree.flatten(outputs)
+        )
+
+    def _try_step(self, columns: Columns) -> None:
+        """Run the user's own training step, which need not call the model as `run` does.
+
+        Raises
+        ------
+        ShapeError
+            If it fails.
+        """
+        assert self._copy is not None
+        trial = self._copy()
+        try:
+            with traceless():
+                self._compile(trial, None)
+                data = keras.tree.map_structure(tf.convert_to_tensor, self.tensors.arrays(columns))
+                trial.train_step(data)
+        except Exception as error:
+            if leave_to_ranks(error, SHAPE_KINDS):
+                return
+            given = ", ".join(f"{name} {array.shape}" for name, array in columns.items())
+            raise ShapeError(
+                f"The model's train_step failed on a batch of {given} with "
+                f"{type(error).__name__}: {error}. Without label_cols it gets x, otherwise (x, y). "
+                "Set feature_cols and label_cols to what it expects."
+            ) from error
 
     def _input_fields(self) -> list[Field]:
         fields: list[Field] = keras.tree.flatten(self._inputs)
@@ -205,6 +250,9 @@ class DryRun:
         tensors = self.tensors
         check_columns(list(tensors.label_fields()), columns, "label_shapes", "label")
         batch = tensors.arrays(columns)
+        if not self._label_cols:
+            check_loss(self.model, None, x, outputs, None, None)
+            return
         labels = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
         weights = None if len(batch) == 2 else tf.convert_to_tensor(batch[2])
         if check_loss(self.model, self.outputs, x, outputs, labels, weights):
@@ -237,12 +285,15 @@ class DryRun:
     def _take_outputs(self, outputs: Any) -> None:
         flat = keras.tree.flatten(outputs)
         try:
-            self.outputs = Outputs.of(self.model, outputs, self._label_cols)
-            flat = self.outputs.select(flat, self._label_cols)
+            if self._label_cols and (self._compares or self._selection is None):
+                self.outputs = Outputs.of(self.model, outputs, self._label_cols, self._selection)
+                flat = self.outputs.select(flat)
+            else:
+                flat = self._selected(outputs)
         except ShapeError:
             # A train step of the user's own, or losses of layers, need not compare labels to
             # outputs.
-            if self._compares:
+            if self._compares or self._selection is not None:
                 raise
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
         self._compile(self.model, self.outputs)

@@ -22,7 +22,6 @@ from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.identity import model_identity
 from hvd_estimators.keras.inputs import input_keys
-from hvd_estimators.keras.losses import has_loss
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
@@ -202,6 +201,7 @@ class KerasEstimator(KerasParams):
             compile_model,
             get("class_weight"),
             self._training_model,
-            compares=has_loss(get("model")) or settings.compares,
+            compares=settings.compares,
+            selection=get("outputs"),
         )
         return dry_run, settings

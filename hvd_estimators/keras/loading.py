@@ -12,7 +12,7 @@ from hvd_estimators.inference.resources import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import input_structure, text_columns
-from hvd_estimators.keras.losses import has_loss, has_own_step
+from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.placement import place
 from hvd_estimators.keras.predictor import KerasPredictor
 from hvd_estimators.keras.serialization import load_uncompiled
@@ -86,7 +86,8 @@ def load_predictor(
             columns,
             list(get("label_columns") or []),
             floatx,
-            _compares(model, compiled),
+            pairs_labels(model, compiled),
+            get("outputs"),
             get("inference_precision") or "float32",
             resources,
         )
@@ -100,12 +101,3 @@ def load_predictor(
         text,
         batch_size,
     )
-
-
-def _compares(model: keras.Model, compiled: Mapping[str, Any] | None) -> bool:
-    """Return whether labels had to pair with outputs; see `hvd_estimators.keras.model`."""
-    if has_own_step(model):
-        return False
-    if compiled is None:
-        return not model.compiled or has_loss(model)
-    return compiled.get("loss") is not None or has_loss(model)

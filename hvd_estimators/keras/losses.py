@@ -5,6 +5,7 @@ Runs on the driver.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import keras
@@ -22,6 +23,7 @@ __all__ = [
     "has_own_step",
     "losses_by_output",
     "may_add_loss",
+    "pairs_labels",
     "weights_by_samples",
 ]
 
@@ -58,6 +60,25 @@ def may_add_loss(model: keras.Model) -> bool:
 def has_own_step(model: keras.Model) -> bool:
     """Return whether a model trains in a way of its own."""
     return type(model).train_step is not keras.Model.train_step
+
+
+def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) -> bool:
+    """Return whether each label had to pair with an output while a model was trained.
+
+    The user's own ``train_step``, ``compute_loss`` and ``add_loss`` compare what they like.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    compiled : mapping, optional
+        What it was compiled with. Default: as it is compiled.
+    """
+    if has_own_step(model):
+        return False
+    if compiled is None:
+        return not model.compiled or model.loss is not None
+    return compiled.get("loss") is not None
 
 
 def weights_by_samples(loss: Any) -> bool | None:

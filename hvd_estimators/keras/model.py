@@ -15,7 +15,7 @@ from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.files import save_plainly
 from hvd_estimators.keras.inputs import input_structure, text_columns
-from hvd_estimators.keras.losses import has_loss, has_own_step
+from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
 from hvd_estimators.keras.serialization import dump, model_document
 from hvd_estimators.keras.trial_calls import call_on_zeros
@@ -123,12 +123,20 @@ class KerasModel(HorovodModel):
         columns = self.getOrDefault("feature_columns") or []
         labels = self.getOrDefault("label_columns") or []
         structure, floatx = self._inputs(), self.getOrDefault("_floatx")
-        compares = _compares(model)
+        compares, selection = pairs_labels(model), self.getOrDefault("outputs")
         precision = self.getOrDefault("inference_precision")
 
         def load(document: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
             return KerasPredictor(
-                document, structure, columns, labels, floatx, compares, precision, resources
+                document,
+                structure,
+                columns,
+                labels,
+                floatx,
+                compares,
+                selection,
+                precision,
+                resources,
             )
 
         return model_document(model, self.getOrDefault("custom_objects")), load
@@ -145,7 +153,8 @@ class KerasModel(HorovodModel):
             )
         outputs = call_on_zeros(model, self._inputs())
         labels = self.getOrDefault("label_columns") or []
-        found = of_labels(model, outputs, labels, _compares(model))
+        selection = self.getOrDefault("outputs")
+        found = of_labels(model, outputs, labels, pairs_labels(model), selection)
         return [tuple(output.shape[1:]) for output in found]
 
     def _inputs(self) -> Any:
@@ -168,8 +177,3 @@ class KerasModel(HorovodModel):
             path = save_plainly(self.getOrDefault("model"), directory)
             with open(path, "rb") as file:
                 return {os.path.basename(path): file.read()}
-
-
-def _compares(model: keras.Model) -> bool:
-    """Return whether labels had to pair with outputs while a model was trained."""
-    return not (has_own_step(model) or (model.compiled and not has_loss(model)))

@@ -40,15 +40,24 @@ class Outputs:
         Name of the layer of each output, where the model tells.
     labels : tuple of (str or None)
         Label of each output, in that order; None for an auxiliary output, which has none.
+    selected : tuple of int
+        Places of the outputs that are predictions: those of the labels, in their order, or what
+        ``outputs`` says, or all.
     """
 
     structure: Any
     names: tuple[str | None, ...]
     layers: tuple[str | None, ...]
     labels: tuple[str | None, ...]
+    selected: tuple[int, ...] = ()
 
     @staticmethod
-    def of(model: keras.Model, outputs: Any, label_cols: Sequence[str]) -> Outputs:
+    def of(
+        model: keras.Model,
+        outputs: Any,
+        label_cols: Sequence[str],
+        selection: Sequence[int | str] | None = None,
+    ) -> Outputs:
         """Find the label for each output.
 
         One output belongs to one label, whatever their names. Outputs in a dict belong to the
@@ -64,12 +73,14 @@ class Outputs:
         outputs : tensor, or nested structure of tensors
             What it returns; symbolic or not.
         label_cols : sequence of str
-            The labels.
+            The labels; none if labels do not pair with outputs.
+        selection : sequence of (int or str), optional
+            Positions or names of the outputs that pair with the labels, in their order.
 
         Raises
         ------
         ShapeError
-            If labels and outputs cannot be told apart.
+            If labels and outputs cannot be told apart, or the model lacks a selected output.
         """
         flat = keras.tree.flatten(outputs)
         places = iter(range(len(flat)))
@@ -79,12 +90,41 @@ class Outputs:
             layers = tuple(getattr(model, "output_names", layers))
         keys = _keys(structure)
         names = (_fields(structure) or layers) if keys is None else keys
-        found = Outputs(structure, names, layers, (None,) * len(flat))
+        found = Outputs(structure, names, layers, (None,) * len(flat), tuple(range(len(flat))))
+        if selection is not None:
+            return found._with_selection(list(label_cols), selection)
         return found._with_labels(list(label_cols), has_keys=keys is not None)
+
+    def _with_selection(self, label_cols: list[str], selection: Sequence[int | str]) -> Outputs:
+        selected = tuple(map(self._place, selection))
+        if label_cols and len(selected) != len(label_cols):
+            raise ShapeError(
+                f"outputs: expected one per label, {len(label_cols)}, found {len(selected)}: "
+                f"{_listed(selection)}. Set outputs in the order of label_cols."
+            )
+        labels: list[str | None] = [None] * len(self.labels)
+        for label, place in zip(label_cols, selected, strict=False):
+            labels[place] = label
+        return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
+
+    def _place(self, given: int | str) -> int:
+        """Return the place of the output at a position, or of a name."""
+        if isinstance(given, int) and given < len(self.names):
+            return given
+        for names in (self.names, self.layers):
+            if isinstance(given, str) and given in names:
+                return names.index(given)
+        named = "" if None in self.names else f" ({_listed(self.names)})"
+        raise ShapeError(
+            f"outputs: found {given!r}, and the model has {len(self.names)} outputs{named}. Set "
+            f"positions from 0 to {len(self.names) - 1}, or names."
+        )
 
     def _with_labels(self, label_cols: list[str], has_keys: bool) -> Outputs:
         def paired(labels: Sequence[str | None]) -> Outputs:
-            return Outputs(self.structure, self.names, self.layers, tuple(labels))
+            places = tuple(labels.index(label) for label in label_cols)
+            selected = places or self.selected
+            return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
 
         count = len(self.names)
         if count == len(label_cols) == 1:
@@ -104,8 +144,8 @@ class Outputs:
             raise ShapeError(
                 f"label_cols: the model has {count} outputs{named}, and there are "
                 f"{len(label_cols)} label columns: {', '.join(label_cols)}. Set one label column "
-                "per output. Where some outputs have no label, let the model return a dict, with "
-                "the label columns among its keys."
+                "per output. If some outputs have no label, set outputs to those that have one, "
+                "such as [0], or let the model return a dict with the label columns as keys."
             )
         displaced = [
             label
@@ -134,9 +174,9 @@ class Outputs:
         """Return a value per output, in the order of their places, in the outputs' structure."""
         return keras.tree.map_structure(lambda place: values[place], self.structure)
 
-    def select(self, flat: Sequence[Any], label_cols: Sequence[str]) -> list[Any]:
-        """Return the labels' values, in their order, from the values of all outputs."""
-        return [flat[self.position(label)] for label in label_cols]
+    def select(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the values of the outputs that are predictions from the values of all."""
+        return [flat[place] for place in self.selected]
 
 
 def per_output(

@@ -103,16 +103,12 @@ class KerasParams(HorovodEstimator):
 
     def _check_params(self) -> None:
         get = self.getOrDefault
-        if not get("label_cols"):
-            raise ParamError(
-                "label_cols is not set. Set label_cols. A model that is compared to no labels can "
-                "be given any column for one, such as a feature column: a train_step of its own "
-                "gets (x, y) and leaves y alone, and losses of add_loss() need no y."
-            )
         require_tensorflow()
         # What else is checked asks the model.
         self._check_model()
         super()._check_params()
+        if not get("label_cols"):
+            self._check_without_labels()
         model = get("model")
         if get("optimizer") is None and not model.compiled:
             raise ParamError("optimizer is not set. Set optimizer, or compile the model with one.")
@@ -131,7 +127,7 @@ class KerasParams(HorovodEstimator):
                 "checkpoint_callback: expected a keras.callbacks.ModelCheckpoint, found "
                 f"{checkpoint!r}."
             )
-        if get("class_weight") and len(get("label_cols")) > 1:
+        if get("class_weight") and len(get("label_cols")) != 1:
             raise ParamError(
                 f"class_weight: expected a single label, found {get('label_cols')}. Set "
                 "sample_weight_col, or weights in the losses."
@@ -141,6 +137,23 @@ class KerasParams(HorovodEstimator):
             raise ParamError(
                 f"label_shapes: expected one shape per label, {len(get('label_cols'))}, found "
                 f"{len(label_shapes)}."
+            )
+
+    def _check_without_labels(self) -> None:
+        """Make sure that a model that trains without labels compares its outputs to none."""
+        get = self.getOrDefault
+        model = get("model")
+        given = get("loss") is not None or bool(get("metrics"))
+        if given or (model.loss is not None and not has_own_step(model)):
+            raise ParamError(
+                "label_cols: found [], and loss or metrics compare outputs to labels. Set "
+                "label_cols (an autoencoder's are its features), or leave them out and give the "
+                "model a train_step() or a compute_loss() of its own, or call add_loss() in it."
+            )
+        if get("sample_weight_col"):
+            raise ParamError(
+                "sample_weight_col: Keras weights the losses of labels, and label_cols is []. Add "
+                "the column to feature_cols and use it in the model's own loss."
             )
 
     def _check_compiled_with(self) -> None:

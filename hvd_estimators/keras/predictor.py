@@ -39,6 +39,8 @@ class KerasPredictor:
         Keras's float type while the model was trained.
     compares : bool
         Whether labels had to pair with outputs then.
+    selection : sequence of (int or str) or None
+        Positions or names of the outputs that are predictions; None for those of the labels.
     precision : str
         What the model computes in, see ``inference_precision``.
     resources : Resources
@@ -58,6 +60,7 @@ class KerasPredictor:
         labels: Sequence[str],
         floatx: str,
         compares: bool,
+        selection: Sequence[int | str] | None,
         precision: str = "float32",
         resources: Resources = FRAMEWORKS_CHOICE,
     ) -> None:
@@ -73,7 +76,7 @@ class KerasPredictor:
         self._structure = structure
         self._columns = tuple(columns)
         self._labels = list(labels)
-        self._compares = compares
+        self._compares, self._selection = compares, selection
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
         """Return the outputs, numbers, for the feature columns of a batch.
@@ -105,7 +108,7 @@ class KerasPredictor:
             if self.overlaps:
                 with naming():
                     found = keras.tree.map_structure(keras.ops.convert_to_numpy, outputs)
-            chosen = of_labels(self._model, found, self._labels, self._compares)
+            chosen = of_labels(self._model, found, self._labels, self._compares, self._selection)
             return [_as_numbers(output) for output in chosen]
 
         return finish
@@ -124,13 +127,21 @@ class KerasPredictor:
         return f"{', '.join(forms)} per row" if known else ""
 
 
-def of_labels(model: keras.Model, outputs: Any, labels: list[str], compares: bool) -> list[Any]:
-    """Return the outputs of the labels, in their order; all of them where they are not paired."""
+def of_labels(
+    model: keras.Model,
+    outputs: Any,
+    labels: list[str],
+    compares: bool,
+    selection: Sequence[int | str] | None = None,
+) -> list[Any]:
+    """Return the outputs that are selected, or those of the labels; all if they do not pair."""
     flat = keras.tree.flatten(outputs)
+    if selection is not None:
+        return Outputs.of(model, outputs, (), selection).select(flat)
     if not labels:
         return list(flat)
     try:
-        return Outputs.of(model, outputs, labels).select(flat, labels)
+        return Outputs.of(model, outputs, labels).select(flat)
     except ShapeError:
         if compares:
             raise

@@ -90,7 +90,7 @@ class TensorSpec:
     ----------
     inputs, labels : Field, or nested structure of Field
         What the model is called with, and what its outputs are compared to, in their structure;
-        `ZEROS` for what is compared to nothing.
+        `ZEROS` for what is compared to nothing. Labels are () if there are none.
     sample_weight_col : str or None
         Weight of each row.
     class_weight : mapping or None
@@ -106,9 +106,11 @@ class TensorSpec:
         """Return the tensors for validation, which has no class weights."""
         return replace(self, class_weight=None)
 
-    def arrays(self, columns: Columns) -> tuple[Any, ...]:
-        """Return inputs, labels and weights (where there are any) of some rows."""
+    def arrays(self, columns: Columns) -> Any:
+        """Return inputs, labels and weights of some rows; the inputs alone without labels."""
         x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs))
+        if self.labels == ():
+            return _alone(x)
         rows = len(next(iter(columns.values())))
         zeros = np.zeros((rows, 1), keras.config.floatx())
         y = keras.tree.map_structure(
@@ -123,12 +125,14 @@ class TensorSpec:
             weight = by_class if weight is None else weight * by_class
         return (x, y) if weight is None else (x, y, weight)
 
-    def tensors(self, columns: dict[str, tf.Tensor]) -> tuple[Any, ...]:
-        """Return inputs, labels and weights (where there are any) of a batch.
+    def tensors(self, columns: dict[str, tf.Tensor]) -> Any:
+        """Return inputs, labels and weights of a batch; the inputs alone without labels.
 
         Lists become tuples, as `Model.fit` makes them: for ``tf.data`` a list is one tensor.
         """
         x = _without_lists(self.inputs, lambda f: f.tensor(columns[f.column]))
+        if self.labels == ():
+            return _alone(x)
         rows = tf.shape(next(iter(columns.values())))[0]
 
         def label(field: Field) -> tf.Tensor:
@@ -154,6 +158,11 @@ class TensorSpec:
     def label_fields(self) -> Iterator[Field]:
         """Yield the fields of the labels, in the order of the structure."""
         yield from (field for field in keras.tree.flatten(self.labels) if field != ZEROS)
+
+
+def _alone(x: Any) -> Any:
+    """Return inputs without labels as ``Model.fit(x)`` gives them to ``train_step``."""
+    return (x,) if keras.tree.is_nested(x) else x
 
 
 def alike(structure: Any) -> Any:

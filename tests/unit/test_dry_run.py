@@ -18,6 +18,7 @@ from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
+from hvd_estimators.fitting.trials import Trial, try_batches
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.lightning.checks import check_step
 from hvd_estimators.torch.checks import check_fit
@@ -214,6 +215,70 @@ def test_a_dry_run_leaves_no_trace(capsys: Any) -> None:
     assert module.calls == light.net.calls == 0
     assert float(layer.calls) == 0
     assert trial.output_shapes == [(1,)]
+
+
+def test_a_few_rows_that_fail_are_tried_again_as_a_batch() -> None:
+    columns = {"x": np.arange(8.0).reshape(2, 4), "text": np.array(["a", "b"], object)}
+    tried: list[int] = []
+
+    def takes(*sizes: int) -> Any:
+        def dry_run(given: Any) -> Trial:
+            tried.append(len(given["x"]))
+            assert given["x"][-1, 0] == 4.0 * ((len(given["x"]) - 1) % 2)
+            if len(given["x"]) not in sizes:
+                raise ShapeError(f"found {len(given['x'])} rows.") from KeyError("x")
+            return Trial([(len(given["x"]),)])
+
+        return dry_run
+
+    for sizes, found in (([11, 6], [11]), ([6], [11, 6]), ([], [11, 6])):
+        tried.clear()
+        if sizes:
+            assert try_batches(takes(*sizes), columns, 6).output_shapes == [(found[-1],)]
+        else:
+            with pytest.raises(
+                ShapeError, match=r"found 6 rows\. dry_run=False leaves out"
+            ) as error:
+                try_batches(takes(), columns, 6)
+            assert isinstance(error.value.__cause__, KeyError)
+        assert tried == found
+    # A batch that takes more memory than a trial may have is not made.
+    tried.clear()
+    with pytest.raises(ShapeError, match="found 11 rows"):
+        try_batches(takes(), columns, 2**26)
+    assert tried == [11]
+
+
+def test_a_keras_model_that_only_its_own_step_can_call_is_tried_by_that(caplog: Any) -> None:
+    class Recurrent(keras.Model):
+        def __init__(self, rows: int) -> None:
+            super().__init__()
+            self.dense = keras.layers.Dense(1)
+            self.dense.build((None, 5))
+            self.rows = rows
+
+        def call(self, x: Any, state: Any) -> Any:
+            return self.dense(keras.ops.concatenate([x, state], axis=1))
+
+        def train_step(self, data: Any) -> dict[str, Any]:
+            return {"loss": keras.ops.mean(self(data, keras.ops.zeros((self.rows, 1))))}
+
+    def compiled(rows: int) -> keras.Model:
+        model = Recurrent(rows)
+        model.compile("sgd")
+        return model
+
+    def dry_run(rows: int) -> DryRun:
+        def copy() -> keras.Model:
+            return compiled(rows)
+
+        return DryRun(compiled(rows), ["x"], [], None, None, copy=copy, compares=False)
+
+    dry_run(3).run(COLUMNS)
+    with pytest.raises(
+        ShapeError, match=r"(?s)train_step failed on a batch of x \(3, 4\), .*Without label_cols"
+    ):
+        dry_run(2).run(COLUMNS)
 
 
 def test_other_threads_print_meanwhile(capsys: Any) -> None:

@@ -21,9 +21,7 @@ def functional(names: list[str], keys: list[str] | None = None) -> keras.Model:
 def widths(model: keras.Model, labels: list[str]) -> list[int]:
     """Return the width of the output of each label, which tells the outputs apart."""
     flat = keras.tree.flatten(model.output)
-    return [
-        tensor.shape[-1] for tensor in Outputs.of(model, model.output, labels).select(flat, labels)
-    ]
+    return [tensor.shape[-1] for tensor in Outputs.of(model, model.output, labels).select(flat)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_labels_belong_to_outputs_by_name_and_else_by_position(
             "dict of outputs 'k', 'l'.*label columns are 'a', 'b'",
         ),
         (["y", "a"], None, ["a", "z"], "named 'y', 'a'.*columns are 'a', 'z'.*different ways"),
-        (["p", "q"], None, ["a"], r"2 outputs \('p', 'q'\), and there are 1 label.*return a dict"),
+        (["p", "q"], None, ["a"], r"2 outputs \('p', 'q'\), and there are 1 label.*\[0\].*a dict"),
         (["p"], None, ["a", "b"], "1 outputs.*2 label columns: a, b"),
     ],
 )
@@ -63,6 +61,26 @@ def test_what_names_do_not_tell_is_refused(
 ) -> None:
     with pytest.raises(ShapeError, match=message):
         widths(functional(names, keys), labels)
+
+
+def test_outputs_are_selected_by_position_and_by_name() -> None:
+    model = functional(["p", "q", "r"])
+
+    def labels_of(labels: list[str], selection: list[int | str]) -> Any:
+        found = Outputs.of(model, model.output, labels, selection)
+        return found.labels, [t.shape[-1] for t in found.select(keras.tree.flatten(model.output))]
+
+    assert labels_of(["a"], [1]) == ((None, "a", None), [2])
+    assert labels_of(["a", "b"], ["r", 0]) == (("b", None, "a"), [3, 1])
+    assert labels_of([], ["q", "p"]) == ((None, None, None), [2, 1])
+    assert Outputs.of(model, model.output, []).selected == (0, 1, 2)
+    with pytest.raises(ShapeError, match=r"outputs: expected one per label, 1, found 2: 'p', 'q'"):
+        labels_of(["a"], ["p", "q"])
+    for wrong in (3, "x"):
+        with pytest.raises(
+            ShapeError, match=f"outputs: found {wrong!r}, .*3 outputs .'p', 'q', 'r'"
+        ):
+            labels_of(["a"], [wrong])
 
 
 def test_outputs_in_structures_without_names_go_by_position() -> None:
@@ -83,7 +101,7 @@ def test_outputs_in_a_named_tuple_belong_to_labels_by_their_fields_or_else_go_by
 
     def found(*labels: str) -> list[int]:
         flat = keras.tree.flatten(outputs)
-        chosen = Outputs.of(model, outputs, labels).select(flat, labels)
+        chosen = Outputs.of(model, outputs, labels).select(flat)
         return [array.shape[1] for array in chosen]
 
     assert found("a", "b") == [2, 1]

@@ -65,9 +65,9 @@ def test_outputs_that_a_model_lacks_are_errors_that_name_those_that_it_has() -> 
     ):
         with pytest.raises(ShapeError, match=message):
             select_outputs(outputs, [], selection)
-    with pytest.raises(ShapeError, match="tuple of NoneType.*outputs"):
+    with pytest.raises(ShapeError, match=r"tuple of NoneType.*outputs"):
         require_tensors(select_outputs((ONE, None), ["y"], [1]), (ONE, None))
-    with pytest.raises(ShapeError, match="none of them is named y. Set outputs"):
+    with pytest.raises(ShapeError, match=r"none of them is named y. Set outputs"):
         select_outputs({"a": ONE, "b": TWO}, ["y"])
 
 
