@@ -31,9 +31,13 @@ class Trial:
     ----------
     output_shapes : sequence of tuple of int, or None
         Shape of one row of each output; None where that is left to the ranks.
+    takes_one_row : bool or None
+        Whether a batch of one row can train, which batch normalization may prevent; None if that
+        is not known.
     """
 
     output_shapes: Sequence[tuple[int, ...]] | None = None
+    takes_one_row: bool | None = None
 
 
 def zeros(specs: Sequence[ColumnSpec]) -> Columns:

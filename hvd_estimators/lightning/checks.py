@@ -13,7 +13,7 @@ from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried
 from hvd_estimators.lightning.flavor import default_flavor, flavor_of, is_lightning
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.torch.checks import torch_traceless
+from hvd_estimators.torch.checks import takes_one_row, torch_traceless
 from hvd_estimators.torch.outputs import select_outputs
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.torch.trial_copies import copied
@@ -85,8 +85,13 @@ def check_shards_of_module(
         )
 
 
-def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:
+def check_step(module: LightningModule, batch: Mapping[str, Any]) -> bool | None:
     """Run a training step on a few rows, on a copy, where it can run without a Trainer.
+
+    Returns
+    -------
+    bool or None
+        Whether a batch of one row can train, see `takes_one_row`.
 
     Raises
     ------
@@ -96,25 +101,29 @@ def check_step(module: LightningModule, batch: Mapping[str, Any]) -> None:
     flavor = flavor_of(module) or default_flavor()
     is_overridden = flavor.get("utilities.model_helpers.is_overridden")
     if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
-        return
+        return None
+    taken = list(inspect.signature(module.training_step).parameters)
     trial = _copied(module)
-    if trial is None:
-        return
-    arguments = {"batch": batch, "batch_idx": 0}
-    taken = list(inspect.signature(trial.training_step).parameters)
-    if "dataloader_iter" in taken:
-        return
+    if trial is None or "dataloader_iter" in taken:
+        return None
+
+    def step(module: Any, given: Mapping[str, Any]) -> None:
+        with torch.enable_grad():
+            module.training_step(*[given, 0][: max(len(taken), 1)])
+
     try:
-        with torch_traceless(), torch.enable_grad():
-            trial.training_step(*list(arguments.values())[: max(len(taken), 1)])
+        with torch_traceless():
+            step(trial, batch)
     except Exception as error:
         if any(word in str(error) for word in ("Trainer", "trainer")) or leave_to_ranks(error):
-            return
+            return None
         raise ShapeError(
             f"The module's training_step failed on a batch of {_describe(batch)} with "
             f"{type(error).__name__}: {error}. Set feature_cols and label_cols to the columns that "
             "it reads, or column_dtypes (such as {'label': 'int64'}) where it expects other dtypes."
         ) from error
+    one = {name: value[:1] for name, value in batch.items()}
+    return takes_one_row(module, lambda module: step(module, one))
 
 
 def row_shapes(

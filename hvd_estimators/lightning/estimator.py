@@ -25,6 +25,7 @@ from hvd_estimators.lightning.trainer import train
 from hvd_estimators.lightning.trainer_checks import adapted_trainer_args
 from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
 from hvd_estimators.parquet.columns import Columns
+from hvd_estimators.torch.checks import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,
     load_module,
@@ -87,10 +88,10 @@ class LightningEstimator(LightningParams):
         get = self.getOrDefault
         module, dtypes = get("model"), get("column_dtypes")
         batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
-        check_step(module, with_dtypes(batch, dtypes))
+        one_row = check_step(module, with_dtypes(batch, dtypes))
         features = get("feature_cols")
         if not set(features) <= set(columns):
-            return Trial()  # a transformation made other fields of them
+            return Trial(None, one_row)  # a transformation made other fields of them
         arrays = [columns[name] for name in features]
         try:
             inputs = forward_inputs(module, arrays, features, get("input_shapes"), dtypes)
@@ -100,7 +101,7 @@ class LightningEstimator(LightningParams):
                 f"{get('input_shapes')} ({error}). Set shapes of as many elements as the columns "
                 "have."
             ) from error
-        return Trial(row_shapes(module, inputs, self._tensor_spec()) or None)
+        return Trial(row_shapes(module, inputs, self._tensor_spec()) or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
         return None  # modules and callbacks log what they like
@@ -122,9 +123,11 @@ class LightningEstimator(LightningParams):
         return identity
 
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
+        get = self.getOrDefault
         if not self._is_lightning:
             super()._check_spec(common, trial)
-        get = self.getOrDefault
+        elif trial.takes_one_row is False and get("train_steps_per_epoch") is None:
+            check_one_row(get("model"), common.data, trial.takes_one_row)
         arguments = get("trainer_args") or {}
         callbacks = [*get("callbacks"), *as_list(arguments.get("callbacks"))]
         check_shards_of_module(get("model"), common.data, arguments, callbacks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,10 @@ __all__ = [
     "check_batches",
     "check_fit",
     "check_modes",
+    "check_one_row",
     "check_own_step",
     "output_shapes",
+    "takes_one_row",
     "torch_traceless",
 ]
 
@@ -232,8 +234,77 @@ def check_own_step(
     return []
 
 
-def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_rows: bool) -> None:
-    """Refuse batches that a model or a training function cannot take.
+def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool | None:
+    """Return whether a batch of one row can train; None if that is not known.
+
+    Batch normalization cannot, unless a row has several values of a channel, as images have.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model; left as it is.
+    call : callable
+        Runs a copy of the module, in training mode, on one row.
+    """
+    if not _batch_norms(module):
+        return True
+    try:
+        trial = copied(without_compile_notes(module))
+        with torch_traceless():
+            call(trial.train())
+    except Exception as error:
+        return False if "Expected more than 1 value per channel" in str(error) else None
+    return True
+
+
+def _batch_norms(module: torch.nn.Module) -> list[torch.nn.Module]:
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return [layer for layer in module.modules() if isinstance(layer, kind)]
+
+
+def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
+    """Make sure that no rank trains on a batch of one row if the model cannot.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    data : DataSpec
+        What is planned; an epoch holds each row once.
+    one_row : bool or None
+        See `takes_one_row`; if that is not known, batch normalization is taken to need more.
+
+    Raises
+    ------
+    DataError
+        If it cannot.
+    """
+    sizes = _batch_sizes(data)
+    if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
+        raise DataError(
+            "Batch normalization cannot train on a batch of one row, and "
+            f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
+            f"{data.train_plan.num_shards} ranks). Set another batch_size."
+        )
+
+
+def _batch_sizes(data: DataSpec) -> list[int]:
+    plan = data.train_plan
+    return [
+        size
+        for shard in range(plan.num_shards)
+        for size in plan.batch_sizes(shard, data.batch_size)
+    ]
+
+
+def check_batches(
+    module: torch.nn.Module,
+    data: DataSpec,
+    own_step: bool,
+    all_rows: bool,
+    one_row: bool | None = None,
+) -> None:
+    """Reject batches that a model or a training function cannot take.
 
     Parameters
     ----------
@@ -245,6 +316,8 @@ def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_r
         Whether the user's function makes the steps.
     all_rows : bool
         Whether an epoch holds each row once, as by default.
+    one_row : bool or None
+        Whether the model can train on one row, see `takes_one_row`.
 
     Raises
     ------
@@ -259,26 +332,15 @@ def check_batches(module: torch.nn.Module, data: DataSpec, own_step: bool, all_r
     # Horovod's, which knows ranks only.
     if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
-    sizes = [
-        size
-        for shard in range(plan.num_shards)
-        for size in plan.batch_sizes(shard, data.batch_size)
-    ]
+    sizes = _batch_sizes(data)
     if own_step and 0 in sizes:
         raise DataError(
             "train_minibatch_fn needs a row on every rank in every step, and there are "
             f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
             "the rows can be shared out."
         )
-    has_batch_norm = any(
-        isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()
-    )
-    if has_batch_norm and 1 in sizes and all_rows:
-        raise DataError(
-            "Batch normalization cannot train on a batch of one row, and "
-            f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
-            f"{plan.num_shards} ranks). Set another batch_size."
-        )
+    if all_rows:
+        check_one_row(module, data, one_row)
 
 
 def _batch(tensors: TensorSpec, columns: Columns) -> Batch:

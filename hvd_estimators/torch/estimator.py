@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.trials import Trial
+from hvd_estimators.fitting.trials import Trial, repeated
 from hvd_estimators.history import as_records
 from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.torch.checks import check_batches, check_fit, check_own_step
+from hvd_estimators.torch.checks import check_batches, check_fit, check_own_step, takes_one_row
 from hvd_estimators.torch.identity import model_identity
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.objective import Metrics
@@ -68,8 +68,11 @@ class TorchEstimator(TorchParams):
             )
             if get("validation") is None:
                 return Trial(shapes or None)
-        tried = check_fit(get("model"), self._loss(), self._tensor_spec(), columns)
-        return Trial(tried or shapes or None)
+        tensors = self._tensor_spec()
+        tried = check_fit(get("model"), self._loss(), tensors, columns)
+        one = tensors.inputs(repeated(columns, 1))
+        one_row = takes_one_row(get("model"), lambda module: tensors.call(module, one))
+        return Trial(tried or shapes or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
         objective = self._objective()
@@ -85,7 +88,8 @@ class TorchEstimator(TorchParams):
     def _check_spec(self, common: TrainSpec, trial: Trial) -> None:
         get = self.getOrDefault
         own_step = get("train_minibatch_fn") is not None
-        check_batches(get("model"), common.data, own_step, get("train_steps_per_epoch") is None)
+        all_rows = get("train_steps_per_epoch") is None
+        check_batches(get("model"), common.data, own_step, all_rows, trial.takes_one_row)
 
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault

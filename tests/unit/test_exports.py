@@ -75,6 +75,11 @@ def test_a_torch_model_becomes_onnx_with_the_columns_names_for_any_number_of_row
             wanted = expected[name].detach().numpy()
             np.testing.assert_allclose(found[f"{name}__output"], wanted, atol=1e-6)
 
+    chosen = model.copy({"label_columns": [], "outputs": ["n"]})
+    chosen.export_onnx(str(tmp_path / "chosen.onnx"))
+    (name,) = run(tmp_path / "chosen.onnx", {"a b": a, "k": k})
+    assert name == "n__output"
+
     with pytest.raises(StoreError, match=r"model\.onnx' exists\. Set overwrite=True"):
         model.export_onnx(str(path))
     before = path.read_bytes()

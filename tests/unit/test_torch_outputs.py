@@ -12,7 +12,12 @@ import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
-from hvd_estimators.torch.checks import check_fit, check_modes, check_own_step
+from hvd_estimators.torch.checks import (
+    check_fit,
+    check_modes,
+    check_own_step,
+    takes_one_row,
+)
 from hvd_estimators.torch.joint_loss import JointLoss, check_joint
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.outputs import require_tensors, select_outputs
@@ -192,6 +197,19 @@ def test_a_dry_run_takes_the_users_own_step_and_changes_nothing() -> None:
 
     with pytest.raises(ShapeError, match=r"train_minibatch_fn failed on .*x \(3, 4\).*y \(3,\)"):
         check_own_step(net, optimizer, objective(fails), COLUMNS, 1)
+
+
+def test_one_row_is_enough_where_batch_normalization_has_several_values() -> None:
+    def takes(module: torch.nn.Module, *shape: int) -> Any:
+        return takes_one_row(module, lambda copy: copy(torch.ones(1, *shape)))
+
+    images = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 3), torch.nn.BatchNorm2d(2))
+    pooled = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.BatchNorm2d(1))
+    assert takes(torch.nn.Linear(4, 1), 4) is True
+    assert takes(torch.nn.BatchNorm1d(4), 4) is False
+    assert (takes(images, 1, 5, 5), takes(pooled, 1, 5, 5)) == (True, False)
+    assert takes(images, 2) is None
+    assert int(images[1].num_batches_tracked) == 0
 
 
 def test_a_copy_to_try_keeps_ties_between_objects() -> None:

@@ -1,0 +1,133 @@
+"""Fine-tuning of a residual network with batch normalization on few rows, as SynapseML does it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from lightning_reference import fit
+from pyarrow import parquet
+from pytorch_lightning import LightningModule
+from reference import assert_same_weights
+
+pytestmark = pytest.mark.integration
+
+F = torch.nn.functional
+ROWS, BATCH, SIZE = 48, 16, 6
+
+
+class Block(torch.nn.Module):
+    """Two convolutions with batch normalization, beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.convolutions = torch.nn.ModuleList(
+            torch.nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)
+        )
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norms[0](self.convolutions[0](x)).relu()
+        return (x + self.norms[1](self.convolutions[1](hidden))).relu()
+
+
+class Residual(LightningModule):
+    """A frozen stem, a block that is tuned, and a head that normalizes its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.stem = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), Block(4)).requires_grad_(False)
+        self.block = Block(4)
+        self.head = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 3))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.stem(image)).mean(dim=(2, 3)))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return F.cross_entropy(self(batch["image"]), batch["label"].long())
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        tuned = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(tuned, lr=0.05, momentum=0.9)
+
+
+def write(store: Any, rows: int) -> dict[str, torch.Tensor]:
+    rng = np.random.default_rng(0)
+    columns = {
+        "image": rng.normal(size=(rows, 3 * SIZE * SIZE)).astype(np.float32),
+        "label": rng.integers(0, 3, rows).astype(np.float32),
+    }
+    table = pa.table({"image": list(columns["image"]), "label": columns["label"]})
+    for path in (store.get_train_data_path(), store.get_val_data_path()):
+        Path(path).mkdir(parents=True)
+        # Of one row each: so few rows are what the first row group holds if files are many.
+        parquet.write_table(table, f"{path}/part-0.parquet", row_group_size=1)
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return {**tensors, "image": tensors["image"].reshape(rows, 3, SIZE, SIZE)}
+
+
+def as_image(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "image": row["image"].reshape(3, SIZE, SIZE)}
+
+
+def tune(backend: Any, store: Any, **params: Any) -> Any:
+    return fit(
+        backend,
+        store,
+        model=Residual(),
+        feature_cols=["image"],
+        transformation_fn=as_image,
+        transformation_edit_fields=[("image", np.float32, (3, SIZE, SIZE), False)],
+        validation=True,
+        **params,
+    )
+
+
+def test_48_rows_train_two_ranks(backend: Any, store: Any) -> None:
+    columns = write(store, ROWS)
+    model = tune(backend, store, batch_size=BATCH, epochs=2)
+
+    # Each rank normalizes its own batches; gradients are the mean over all rows.
+    expected = Residual().train()
+    optimizer = expected.configure_optimizers()
+    statistics = [copy.deepcopy(expected) for _ in range(2)]
+    for _ in range(2):
+        for start, stop in ((0, 16), (16, 24)):
+            gradients = []
+            for rank, own in enumerate(statistics):
+                own.load_state_dict(
+                    {**own.state_dict(), **dict(expected.named_parameters())}, strict=True
+                )
+                rows = slice(24 * rank + start, 24 * rank + stop)
+                own.zero_grad()
+                own.loss({name: column[rows] for name, column in columns.items()}).backward()
+                gradients.append([p.grad for p in own.parameters() if p.requires_grad])
+            tuned = [p for p in expected.parameters() if p.requires_grad]
+            for parameter, *both in zip(tuned, *gradients, strict=True):
+                parameter.grad = sum(both) / 2
+            optimizer.step()
+    assert_same_weights(model.getModel(), expected)
+    assert len({result.weights_digest for result in backend.results}) == 1
+    assert model.getHistory()[-1]["validation"]["val_loss"] > 0
+
+
+def test_a_last_batch_of_one_row_is_rejected_where_it_cannot_train(
+    backend: Any, store: Any
+) -> None:
+    from hvd_estimators.exceptions import DataError
+
+    write(store, 34)
+    with pytest.raises(DataError, match=r"one row, and batch_size=16 leaves one.*34 rows, 2 ranks"):
+        tune(backend, store, batch_size=16)
