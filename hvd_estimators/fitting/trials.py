@@ -76,8 +76,9 @@ def try_batches(dry_run: Callable[[Columns], Trial], columns: Columns, batch_siz
             return dry_run(repeated(columns, batch_size))
         except ShapeError as error:
             failure = error
-    hint = "dry_run=False leaves out this trial on the driver."
-    raise type(failure)(f"{failure} {hint}") from (failure.__cause__ or failure)
+    # It keeps its cause.
+    failure.args = (f"{failure} dry_run=False leaves out this trial on the driver.",)
+    raise failure
 
 
 def repeated(columns: Columns, rows: int) -> Columns:

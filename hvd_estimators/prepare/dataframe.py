@@ -123,7 +123,8 @@ def prepare_data(
     require_store(store)
     require_frame("df", df)
     label_columns = list(label_columns or [])
-    require_columns(df, "label_columns", label_columns)
+    if label_columns:
+        require_columns(df, "label_columns", label_columns)
     extra = [sample_weight_col] if sample_weight_col else []
     if isinstance(validation, str):
         require_columns(df, "validation", [validation])

@@ -241,7 +241,7 @@ def test_custom_train_steps_and_shapes_that_do_not_fit(store: Any) -> None:
 
     with pytest.raises(ShapeError, match=r"'x' has shape \(3,\), and the model's input.*\(4,\)"):
         fit(model=net(4, 1))
-    with pytest.raises(ShapeError, match=r"element by element.*output \(11, 2\), label \(11, 1\)"):
+    with pytest.raises(ShapeError, match=r"element by element.*output \(20, 2\), label \(20, 1\)"):
         fit(model=net(3, 2))
     with pytest.raises(ShapeError, match="1 outputs, and there are 2 label"):
         fit(model=net(3, 1), label_cols=["y", "x"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytorch_lightning import LightningModule
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.fitting.trials import Trial, try_batches
 from hvd_estimators.lightning.checks import check_step, row_shapes
 from hvd_estimators.lightning.flavor import default_flavor, is_lightning
 from hvd_estimators.lightning.loaders import TrainLoader
@@ -35,6 +37,47 @@ def test_a_step_that_cannot_run_is_told_with_the_batch() -> None:
         check_step(Plain(), {"y": torch.zeros(3, 2)})
     with pytest.raises(ShapeError, match="column_dtypes"):
         check_step(Plain(), {"x": torch.zeros(3, 2, dtype=torch.float64)})
+
+
+def test_a_step_for_batches_of_one_size_is_tried_with_that_size() -> None:
+    class Energy(Plain):
+        """Compares real rows to as many that it makes, as a published energy model does."""
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            real, made = self(torch.cat([batch["x"], torch.rand(8, 2)])).chunk(2)
+            return (real**2 + made**2).mean()
+
+    def dry_run(columns: Any) -> Trial:
+        return Trial(None, check_step(Energy(), {"x": torch.from_numpy(columns["x"])}))
+
+    columns = {"x": np.ones((3, 2), np.float32)}
+    assert try_batches(dry_run, columns, 8).takes_one_row is True
+    with pytest.raises(ShapeError, match=r"batch of x \(5, 2\).*dry_run=False leaves out"):
+        try_batches(dry_run, columns, 5)
+
+
+def test_modules_whose_weights_are_computed_are_tried() -> None:
+    class Normalized(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.utils.weight_norm(self.linear)
+
+    module = Normalized()
+    module(torch.zeros(3, 2)).sum().backward()
+    check_step(module, {"x": torch.zeros(3, 2)})
+    assert row_shapes(module, [torch.zeros(3, 2)]) == [(3,)]
+    with pytest.raises(ShapeError, match="training_step failed"):
+        check_step(module, {"x": torch.zeros(3, 5)})
+
+
+def test_batch_normalization_tells_whether_one_row_can_train() -> None:
+    class Normalizing(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Sequential(self.linear, torch.nn.BatchNorm1d(3))
+
+    assert check_step(Plain(), {"x": torch.zeros(3, 2)}) is True
+    assert check_step(Normalizing(), {"x": torch.zeros(3, 2)}) is False
 
 
 def test_what_a_trainer_or_a_hook_provides_is_no_error() -> None:
