@@ -9,10 +9,12 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.lightning.bases import LightningModule
+from hvd_estimators.lightning.collectives import gather_objects
+from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
 from hvd_estimators.torch.serialization import load_optimizer
 from hvd_estimators.torch.tensors import Batch
-from hvd_estimators.training.spec import TrainSpec
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["ModuleAdapter"]
 
@@ -20,8 +22,8 @@ __all__ = ["ModuleAdapter"]
 class ModuleAdapter(LightningModule):
     """Trains a module as `TorchEstimator` does: one tensor per feature column, one loss per label.
 
-    It logs ``train_loss`` and ``val_loss``, and metrics as ``train_group_<i>_<label>`` and
-    ``val_group_<i>_<label>``. `of_flavor` makes it for either of Lightning's packages.
+    It logs ``train_loss`` and ``val_loss``, and metrics as ``train_<name>`` and ``val_<name>``.
+    `of_flavor` makes it for either of Lightning's packages.
 
     Parameters
     ----------
@@ -55,6 +57,7 @@ class ModuleAdapter(LightningModule):
         self._optimizer = optimizer
         self._objective = objective
         self._on_rank: RankObjective | None = None
+        self._states: dict[str, EpochMetricStates] = {}
 
     def forward(self, *inputs: Any, **named: torch.Tensor) -> Any:
         """Return the module's outputs."""
@@ -101,6 +104,25 @@ class ModuleAdapter(LightningModule):
         assert self._on_rank is not None
         return self._on_rank, self._objective.tensors.batch(columns, self.device)
 
+    def on_train_epoch_end(self) -> None:
+        """Log the metrics of torchmetrics over the training rows of all ranks."""
+        self._log_states("train")
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the metrics of torchmetrics over the validation rows of all ranks."""
+        self._log_states("val")
+
+    def _log_states(self, stage: str) -> None:
+        states = self._states.pop(stage, None)
+        assert self._on_rank is not None
+        metrics = self._on_rank.metrics
+        if states is None or not metrics.have_state:
+            return
+        ranks = gather_objects(states.capture())
+        groups = metrics.by_group(states.values([part for rank in ranks for part in rank]))
+        for _, _, name, value in EpochMetrics(0, {"all_metrics": groups}).rows():
+            self.log(f"{stage}_{name}", value)
+
     def _logged(self, stage: str, evaluation: Evaluation) -> torch.Tensor:
         assert self._on_rank is not None
         measured = {"loss": evaluation.loss, **self._on_rank.metrics(evaluation)}
@@ -112,4 +134,9 @@ class ModuleAdapter(LightningModule):
                 on_epoch=True,
                 batch_size=evaluation.rows,
             )
+        if self._on_rank.metrics.have_state:
+            states = self._states.setdefault(stage, EpochMetricStates(self._on_rank.metrics))
+            strategy: Any = self.trainer.strategy
+            if not strategy.has_no_rows:
+                states.update(evaluation)
         return evaluation.loss

@@ -13,7 +13,6 @@ from hvd_estimators.torch.ranks import CARRIED_AS
 
 __all__ = [
     "broadcast_object",
-    "gather_metric_state",
     "gather_objects",
     "gather_tensor",
     "outside_inference_mode",
@@ -67,12 +66,6 @@ def gather_tensor(tensor: torch.Tensor) -> torch.Tensor:
     own = _usable(tensor).to(carried)
     gathered: torch.Tensor = hvd.allgather(own.unsqueeze(0).contiguous())
     return gathered.to(tensor.dtype)
-
-
-@outside_inference_mode
-def gather_metric_state(tensor: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
-    """Return a tensor of every rank, of any shapes; torchmetrics reduces its states with this."""
-    return [value.to(tensor.device) for value in gather_objects(_usable(tensor).cpu())]
 
 
 @outside_inference_mode

@@ -53,11 +53,17 @@ class ExactStrategy(HorovodStrategy):
         self._shards = shards
         self._train = train
         self._validation = validation
+        self._counting: TrainLoader | ValidationLoader | None = None
 
     @property
     def factor(self) -> float:
         """What weights this rank's gradient in the current step."""
         return 1.0 if self._train is None else self._train.share.factor
+
+    @property
+    def has_no_rows(self) -> bool:
+        """Whether the rank has no rows in the current step, whose results leave no trace."""
+        return self._counting is not None and self._counting.share.is_stand_in
 
     @property
     def averager(self) -> BackwardAverager:
@@ -117,11 +123,15 @@ class ExactStrategy(HorovodStrategy):
         results = module.trainer._results
         if results is not None:
             results.batch_size = loader.share.rows
-        if loader.share.is_stand_in:
-            with _no_trace(module, results):
+        self._counting = loader
+        try:
+            if loader.share.is_stand_in:
+                with _no_trace(module, results):
+                    yield
+            else:
                 yield
-        else:
-            yield
+        finally:
+            self._counting = None
 
 
 @contextlib.contextmanager

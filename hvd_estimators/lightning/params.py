@@ -139,10 +139,12 @@ class LightningParams(TorchEstimator):
 
     def _check_training(self) -> None:
         """Check model, optimizer and loss together."""
+        get = self.getOrDefault
         if not self._is_lightning:
             super()._check_training()
+            for callback in get("callbacks"):
+                self._check_monitored_name(getattr(callback, "monitor", None))
             return
-        get = self.getOrDefault
         for name in (
             "optimizer",
             "loss",
@@ -162,6 +164,16 @@ class LightningParams(TorchEstimator):
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "
                 "itself. Leave it out."
             )
+
+    def _check_monitored_name(self, monitor: Any) -> None:
+        """Reject the names that metrics of plain modules had in earlier versions."""
+        for old, new in self._named_metrics().renamed.items():
+            for stage in ("train_", "val_"):
+                if monitor == f"{stage}{old}":
+                    raise ParamError(
+                        f"callbacks: found the monitor {monitor!r}, whose name is now "
+                        f"{stage + new!r}. Set that."
+                    )
 
     def _transformation(self) -> Transformation | None:
         transformation = super()._transformation()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from hvd_estimators.lightning.attributes import Attributes
 from hvd_estimators.lightning.flavor import Flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
-from hvd_estimators.lightning.metric_states import metric_states, restore_metrics
+from hvd_estimators.torch.metric_states import metric_states, restore_metrics
 
 if TYPE_CHECKING:
     import torch

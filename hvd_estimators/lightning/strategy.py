@@ -16,6 +16,7 @@ from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
+    gather_objects,
     gather_tensor,
     outside_inference_mode,
     reduce_tensor,
@@ -29,11 +30,11 @@ from hvd_estimators.lightning.flavor import (
     of_flavor,
     one_flavor,
 )
-from hvd_estimators.lightning.metric_states import connect_metrics
 from hvd_estimators.lightning.results import reduce_results
 from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.metric_states import connect_metrics
 from hvd_estimators.torch.ranks import broadcast_tensors
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class HorovodStrategy(ParallelStrategy):
         assert module is not None
         outside_inference_mode(broadcast_tensors)(module.state_dict())
         if self.world_size > 1:
-            self._disconnect_metrics = connect_metrics(module)
+            self._disconnect_metrics = connect_metrics(module, gather_objects)
         assert self.lightning_flavor is not None
         self._restore_results = reduce_results(
             trainer, self.lightning_flavor, self.reduces_everything

@@ -48,15 +48,20 @@ class CheckpointParams(DeclaredParams):
         return CheckpointOptions(
             framework,
             get("keep_checkpoints"),
-            get("checkpoint_monitor"),
+            self._monitor(),
             get("checkpoint_mode"),
             get("checkpoint_every_n_steps"),
             long_validation=LONG_VALIDATION,
         )
 
+    def _monitor(self) -> str | None:
+        """Return the monitored metric; for subclasses whose metrics have had other names."""
+        monitor: str | None = self.getOrDefault("checkpoint_monitor")
+        return monitor
+
     def _check_checkpoints(self) -> None:
         """Make sure that it can be told which of two values of the monitored metric is better."""
-        monitor = self.getOrDefault("checkpoint_monitor")
+        monitor = self._monitor()
         if monitor is not None:
             mode_of(monitor, self.getOrDefault("checkpoint_mode"))
 
@@ -75,7 +80,7 @@ class CheckpointParams(DeclaredParams):
         ParamError
             If it is not measured.
         """
-        monitor = self.getOrDefault("checkpoint_monitor")
+        monitor = self._monitor()
         if monitor is None:
             return
         if monitor.startswith("val_") and not has_validation:

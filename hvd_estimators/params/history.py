@@ -28,7 +28,7 @@ class HistoryParams(DeclaredParams):
           of what a callback adds in some of them only, the first value is taken for epoch 0's.
         - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
           ``validation``; the latter two hold ``loss`` and ``all_metrics``, a list with a dict per
-          group of metrics, such as ``{"group_0_label": 0.1}``.
+          group of metrics, such as ``{"my_metric": 0.1}``.
         - Lightning: the same list; ``train`` and ``validation`` hold ``loss`` where steps return
           one, and what the module logs by the names that it logs it by.
 

@@ -12,7 +12,6 @@ from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.checks import check_batches, check_fit, check_own_step, takes_one_row
 from hvd_estimators.torch.identity import model_identity
 from hvd_estimators.torch.model import TorchModel
-from hvd_estimators.torch.objective import Metrics
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -75,8 +74,8 @@ class TorchEstimator(TorchParams):
         return Trial(tried or shapes or None, one_row)
 
     def _metric_names(self) -> list[str] | None:
-        objective = self._objective()
-        return ["loss", *Metrics(objective.metrics, objective.tensors.label_cols).names]
+        names = self._named_metrics().names
+        return None if names is None else ["loss", *names]
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault

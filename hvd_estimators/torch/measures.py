@@ -1,21 +1,24 @@
-"""Losses and metrics of an epoch: sums over rows on each rank, one reduction at the end."""
+"""Losses and metrics of an epoch: sums and states on each rank, one reduction at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.torch.objective import Evaluation, Metrics
+from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
+from hvd_estimators.torch.objective import Evaluation
+from hvd_estimators.torch.objects import exchange
 
 __all__ = ["Measures"]
 
 
 class Measures:
     """Adds up the loss and the metrics of batches, each weighted by its rows.
+
+    Metrics of torchmetrics count in states of their own.
 
     Parameters
     ----------
@@ -25,7 +28,8 @@ class Measures:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
-        self._names = metrics.names
+        self._names = metrics.function_names
+        self._states = EpochMetricStates(metrics)
         self._sums: torch.Tensor | None = None
         self._rows = 0
 
@@ -43,29 +47,35 @@ class Measures:
             self._sums += total
         else:  # after a restart
             self._sums = self._sums.to(total.device) + total
+        self._states.update(evaluation)
 
-    def state(self) -> Array:
-        """Return this rank's sums so far."""
-        own: Array = self._own().numpy()
-        return own
+    def state(self) -> dict[str, Any]:
+        """Return this rank's sums and states so far, which `restore` takes."""
+        return {"sums": self._own().numpy(), "metrics": self._states.capture()}
 
-    def restore(self, state: Array) -> None:
-        """Go on from what `state` returned."""
-        rows, *_ = state.tolist()
-        self._rows = int(rows)
-        self._sums = torch.from_numpy(state[1:].copy())
+    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Resume from results of `state`, of the ranks that this rank replaces."""
+        if states:
+            rows, *_ = sums = sum(state["sums"] for state in states)
+            self._rows = int(rows)
+            self._sums = torch.from_numpy(sums[1:].copy())
+        self._states.restore([part for state in states for part in state["metrics"]])
 
     def means(self) -> dict[str, float]:
-        """Return the means over this rank's rows so far."""
+        """Return the means over this rank's rows so far, of the loss and of functions."""
         return self._means(self._own())
 
-    def reduced(self, name: str) -> dict[str, float]:
-        """Return the means over the rows of all ranks; called on all of them at the same time."""
-        return self._means(hvd.allreduce(self._own(), name=f"measures.{name}", op=hvd.Sum))
+    def reduced(self, name: str) -> dict[str, Any]:
+        """Return the values over the rows of all ranks; called on all of them at the same time."""
+        means = self._means(hvd.allreduce(self._own(), name=f"measures.{name}", op=hvd.Sum))
+        if not self._metrics.have_state:
+            return means
+        ranks = exchange.gather(self._states.capture(), f"measures.{name}.states")
+        return {**means, **self._states.values([part for rank in ranks for part in rank])}
 
-    def as_record(self, means: Mapping[str, float]) -> dict[str, Any]:
-        """Return means as an epoch's record: the loss, and a dict per group of metrics."""
-        return {"loss": means["loss"], "all_metrics": self._metrics.by_group(means)}
+    def as_record(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return values as an epoch's record: the loss, and a dict per group of metrics."""
+        return {"loss": values["loss"], "all_metrics": self._metrics.by_group(values)}
 
     def _own(self) -> torch.Tensor:
         counts = torch.tensor([self._rows], dtype=torch.float64)

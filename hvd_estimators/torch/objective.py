@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,10 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.joint_loss import JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.metrics import Metric, Metrics
 from hvd_estimators.torch.tensors import Batch, TensorSpec
 
-__all__ = ["Evaluation", "Metrics", "Objective", "RankObjective"]
-
-Metric = Callable[[torch.Tensor, torch.Tensor], Any]
+__all__ = ["Evaluation", "Objective", "RankObjective"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,8 @@ class Objective:
         Replaces forward pass, backward pass and step.
     joint : bool
         Whether one loss takes all outputs and labels.
+    upstream_names : bool
+        See `Metrics`.
     """
 
     tensors: TensorSpec
@@ -52,6 +53,12 @@ class Objective:
     metrics: tuple[tuple[Metric, ...], ...]
     train_minibatch_fn: Callable[..., tuple[Any, torch.Tensor]] | None
     joint: bool = False
+    upstream_names: bool = False
+
+    @property
+    def named_metrics(self) -> Metrics:
+        """The metrics, by name."""
+        return Metrics(self.metrics, self.tensors.label_cols, self.upstream_names)
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
         """Return what measures batches. Runs on the worker.
@@ -108,54 +115,6 @@ class Evaluation:
     rows: int
 
 
-class Metrics:
-    """Groups of metrics, by name: ``group_<number>_<label>``.
-
-    Parameters
-    ----------
-    groups : sequence of sequence of callable
-        Metrics ``function(output, label)`` that return a mean over a batch. A group of one is
-        applied to every output, any other has one metric per output.
-    label_cols : sequence of str
-        Names of the outputs' labels.
-    """
-
-    def __init__(self, groups: Sequence[Sequence[Metric]], label_cols: Sequence[str]) -> None:
-        self._groups = [
-            dict(
-                zip(
-                    (f"group_{index}_{label}" for label in label_cols),
-                    list(group) * len(label_cols) if len(group) == 1 else group,
-                    strict=True,
-                )
-            )
-            for index, group in enumerate(groups)
-        ]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all metrics."""
-        return [name for group in self._groups for name in group]
-
-    def __call__(self, evaluation: Evaluation) -> dict[str, torch.Tensor]:
-        """Return each metric of a batch, by name."""
-        measured: dict[str, torch.Tensor] = {}
-        if not self._groups:
-            return measured
-        with torch.no_grad():
-            for group in self._groups:
-                for (name, metric), output, label in zip(
-                    group.items(), evaluation.outputs, evaluation.labels, strict=True
-                ):
-                    value = metric(output.detach(), label)
-                    measured[name] = torch.as_tensor(value, device=evaluation.loss.device)
-        return measured
-
-    def by_group(self, means: Mapping[str, float]) -> list[dict[str, float]]:
-        """Return means as a dict per group."""
-        return [{name: means[name] for name in group} for group in self._groups]
-
-
 class RankObjective:
     """An objective with its losses, on a rank's device. Runs on the worker.
 
@@ -169,7 +128,7 @@ class RankObjective:
         self._tensors = objective.tensors
         self._loss = loss
         self._train_minibatch_fn = objective.train_minibatch_fn
-        self.metrics = Metrics(objective.metrics, objective.tensors.label_cols)
+        self.metrics = objective.named_metrics
 
     @property
     def has_own_step(self) -> bool:

@@ -16,6 +16,7 @@ from hvd_estimators.params import declare, functions, one_of, shapes
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.outputs import selection
@@ -81,6 +82,9 @@ class TorchParams(HorovodEstimator):
         default={},
         convert=_dtypes,
     )
+
+    # Metrics are named "group_0_label", as horovod.spark does.
+    _upstream_names = False
 
     _run_settings = (
         *HorovodEstimator._run_settings,
@@ -245,6 +249,7 @@ class TorchParams(HorovodEstimator):
             metrics=self._metric_groups(),
             train_minibatch_fn=self.getOrDefault("train_minibatch_fn"),
             joint=self._is_joint,
+            upstream_names=self._upstream_names,
         )
 
     def _loss(self) -> Loss | JointLoss | None:
@@ -287,12 +292,17 @@ class TorchParams(HorovodEstimator):
         return tuple(functions(name, given) if self._is_joint else self._per_label(name))
 
     def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
-        """Return metrics as groups; a function that stands alone is a group of one."""
+        """Return metrics as groups; a metric that stands alone is a group of one."""
         labels = len(self.getOrDefault("label_cols"))
         groups = []
         given = self.getOrDefault("metrics")
+        if callable(given):
+            given = [given]
         if not isinstance(given, (list, tuple)):
-            raise ParamError(f"metrics: expected a list of functions, found {given!r}.")
+            raise ParamError(
+                "metrics: expected a list of functions, or of metrics of torchmetrics, found "
+                f"{given!r}."
+            )
         for group in given:
             members = functions("metrics", group)
             if len(members) not in (1, labels):
@@ -300,8 +310,33 @@ class TorchParams(HorovodEstimator):
                     f"metrics: expected groups of 1 or of one per label, {labels}, found a group "
                     f"of {len(members)}."
                 )
+            for member in members:
+                if isinstance(member, type) and issubclass(member, torch.nn.Module):
+                    raise ParamError(
+                        f"metrics: found the class {member.__name__}. Set an object of it, "
+                        f"{member.__name__}()."
+                    )
             groups.append(tuple(members))
         return tuple(groups)
+
+    def _named_metrics(self) -> Metrics:
+        """Return the metrics, by name; none for a model that logs what it likes."""
+        columns = self.getOrDefault("label_cols")
+        return Metrics(self._metric_groups(), columns, self._upstream_names)
+
+    def _monitor(self) -> str | None:
+        """Return the monitored metric, with its name of today."""
+        monitor = super()._monitor()
+        for old, new in self._named_metrics().renamed.items():
+            for stage in ("", "val_"):
+                if monitor == f"{stage}{old}":
+                    logger.warning(
+                        "checkpoint_monitor: the name of %r is now %r. Set that.",
+                        monitor,
+                        f"{stage}{new}",
+                    )
+                    return f"{stage}{new}"
+        return monitor
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         return dump_torch_param(self.getOrDefault("model"), name, value)

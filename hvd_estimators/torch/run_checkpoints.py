@@ -8,7 +8,6 @@ from typing import IO, Any
 
 import torch
 
-from hvd_estimators.parquet.columns import Array
 from hvd_estimators.torch.checkpoint import (
     ShardBuffers,
     copied,
@@ -76,6 +75,7 @@ class RunCheckpoints:
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
         self._held = HeldStates({})
         self._saved: dict[str, Any] = {}
+        self._metric_states: list[Any] = []
         self.state = self._load()
         self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
 
@@ -108,13 +108,16 @@ class RunCheckpoints:
         random = self.state.random
         self.shards.for_each(lambda shard: self._streams.restore(random[shard]))
 
-    def measured(self) -> Array | None:
-        """Return what this rank is to go on adding up in an epoch; None if nothing."""
+    def measured(self) -> list[dict[str, Any]]:
+        """Return the measured states of the ranks that this rank replaces within an epoch.
+
+        With fewer ranks than before there are several, with more ranks possibly none.
+        """
         assert self.state is not None
-        # Where there are fewer ranks than there were, each goes on with the sums of several. Where
-        # there are more, some have none.
-        sums = self.state.parts["measures"][self._rank :: self._size]
-        return sum(sums[1:], sums[0]) if sums else None
+        sums = self.state.parts["measures"]
+        states = self._metric_states or [[] for _ in sums]
+        found = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
+        return found[self._rank :: self._size]
 
     def save(
         self,
@@ -122,7 +125,7 @@ class RunCheckpoints:
         batches: int,
         history: tuple[EpochMetrics, ...],
         output_shapes: Any,
-        measured: Array | None,
+        measured: Mapping[str, Any] | None,
         is_adding_up: bool,
     ) -> bool:
         """Save the run after so many epochs, and batches of the next one. Called by all ranks.
@@ -135,8 +138,8 @@ class RunCheckpoints:
             Of the epochs that are done.
         output_shapes : list or None
             What `TrainResult.output_shapes` is made of.
-        measured : ndarray or None
-            What this rank has added up in the epoch.
+        measured : mapping or None
+            What this rank has measured in the epoch, see `Measures.state`.
         is_adding_up : bool
             Whether this rank has gradients that no step has used, which are not saved.
 
@@ -166,10 +169,14 @@ class RunCheckpoints:
             data.num_shards,
             history,
             of_shards(of_streams, data.num_shards),
-            {"output_shapes": output_shapes, "measures": list(of_measured)},
+            {
+                "output_shapes": output_shapes,
+                "measures": [m["sums"] for m in of_measured if m is not None],
+            },
         )
         saved: Any = {**self.content(), "buffers": unequal, "held": self._held.capture()}
         if batches:
+            saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved = copied(saved)
         self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
         return True
@@ -188,6 +195,7 @@ class RunCheckpoints:
             if not spec.callbacks:
                 del saved["model"]
             self._optimizer.load_state_dict(saved.pop("optimizer"))
+            self._metric_states = saved.pop("metrics", [])
 
         state = restore(spec.store, spec.run, exchange, self._rank, load)
         if state is None:

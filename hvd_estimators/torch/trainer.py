@@ -39,6 +39,7 @@ from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.long_validation import LongValidation
+from hvd_estimators.training.monitoring import shown_values
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
@@ -111,7 +112,10 @@ class _Trainer:
         self.output_shapes: list[list[int]] | None = None
         self.restored = self.checkpoints.state
         if self.restored is not None:
-            self.history = list(self.restored.history)
+            self.history = [
+                spec.objective.named_metrics.with_names_of_today(record)
+                for record in self.restored.history
+            ]
             self.output_shapes = self.restored.parts["output_shapes"]
         broadcast_tensors(self.plain.state_dict())
         if spec.scale_learning_rate:
@@ -187,15 +191,13 @@ class _Trainer:
         self.progress.start_epoch(epoch, done)
         self._train_epoch(epoch, batches, train, done)
         average_shards(self.plain, self.shards)
-        means = train.reduced("train")
-        record = EpochMetrics(epoch, train.as_record(means))
+        record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         if self.spec.data.val_plan is not None:
             with self.long_validation.measure():
                 validation = self._validate(data)
-                val_means = validation.reduced("validation")
-            record = EpochMetrics(epoch, record.train, validation.as_record(val_means))
-            means = {**means, **{f"val_{name}": value for name, value in val_means.items()}}
-        self.progress.end_epoch(means)
+                values = validation.reduced("validation")
+            record = EpochMetrics(epoch, record.train, validation.as_record(values))
+        self.progress.end_epoch(shown_values(record))
         return record
 
     def _begin(self) -> None:
@@ -222,9 +224,7 @@ class _Trainer:
             self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
             self._callbacks("on_epoch_begin", epoch=epoch)
             return measures, 0
-        measured = self.checkpoints.measured()
-        if measured is not None:
-            measures.restore(measured)
+        measures.restore(self.checkpoints.measured())
         self.checkpoints.restore_streams()
         assert self.restored is not None
         return measures, self.spec.data.batches_before(epoch, self.restored.rows)

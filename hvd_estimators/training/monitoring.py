@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.training.spec import EpochMetrics
 
-__all__ = ["check_monitor", "measured", "mode_of", "monitored"]
+__all__ = ["check_monitor", "measured", "mode_of", "monitored", "shown_values"]
 
 _VALIDATION = "val_"
 
@@ -25,6 +26,21 @@ def measured(record: EpochMetrics) -> dict[str, float]:
         name if stage == "train" else f"{_VALIDATION}{name.removeprefix(_VALIDATION)}": value
         for _, stage, name, value in record.rows()
     }
+
+
+def shown_values(record: EpochMetrics) -> dict[str, float]:
+    """Return the numbers of an epoch that are shown while it trains: no members of arrays."""
+    return measured(
+        EpochMetrics(record.epoch, _scalars(record.train), _scalars(record.validation or {}))
+    )
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [
+        {name: value for name, value in group.items() if isinstance(value, (int, float))}
+        for group in values.get("all_metrics", ())
+    ]
+    return {**values, "all_metrics": groups}
 
 
 def monitored(monitor: str | None, names: Collection[str]) -> str | None:

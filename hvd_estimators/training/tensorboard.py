@@ -122,11 +122,5 @@ def _scalars_in(path: Path) -> Iterator[tuple[tuple[str, int], float]]:
 
 
 def epoch_scalars(record: EpochMetrics) -> dict[str, float]:
-    """Return the scalars of an epoch by tag: its losses and everything in its groups of metrics."""
-    scalars = {}
-    for stage, values in (("train", record.train), ("validation", record.validation or {})):
-        for group in values.get("all_metrics", []):
-            scalars.update({f"{stage}/{name}": value for name, value in group.items()})
-        if "loss" in values:
-            scalars[f"{stage}/loss"] = values["loss"]
-    return scalars
+    """Return the numbers of an epoch by tag, such as ``train/loss``."""
+    return {f"{stage}/{name}": value for _, stage, name, value in record.rows()}

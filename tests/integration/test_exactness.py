@@ -128,7 +128,7 @@ def test_validation_loss_is_that_of_one_process(store: Any, rows: int, weighted:
     measured = model.getHistory()[-1]["validation"]
     weights = held_out["weight"] if weighted else np.ones(rows)
     assert measured["loss"] == pytest.approx(float((weights * errors**2).mean()), rel=1e-5)
-    assert measured["all_metrics"][0]["group_0_label"] == pytest.approx(
+    assert measured["all_metrics"][0]["l1_loss"] == pytest.approx(
         float(np.abs(errors).mean()), rel=1e-5
     )
 

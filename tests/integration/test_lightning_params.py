@@ -58,7 +58,7 @@ def test_a_plain_module_trains_under_callbacks_and_metrics(backend: Any, store: 
     measured = model.getHistory()[-1]["validation"]
     weighted = (errors**2 * held_out["weight"]).mean()
     assert measured["val_loss"] == pytest.approx(weighted, rel=1e-4)
-    assert measured["val_group_0_label"] == pytest.approx(errors.mean(), rel=1e-4)
+    assert measured["val_l1_loss"] == pytest.approx(errors.mean(), rel=1e-4)
 
 
 def test_a_minibatch_function_trains_a_plain_module(backend: Any, store: Any) -> None:

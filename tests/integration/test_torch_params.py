@@ -125,8 +125,8 @@ def test_event_files_hold_the_losses_of_the_history(store: Any) -> None:
     for tag, values in (
         ("train/loss", [r["train"]["loss"] for r in model.getHistory()]),
         (
-            "train/group_0_label",
-            [r["train"]["all_metrics"][0]["group_0_label"] for r in model.getHistory()],
+            "train/l1_loss",
+            [r["train"]["all_metrics"][0]["l1_loss"] for r in model.getHistory()],
         ),
     ):
         assert [event.value for event in logs.Scalars(tag)] == pytest.approx(values, rel=1e-6)

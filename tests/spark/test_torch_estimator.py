@@ -93,7 +93,7 @@ def test_a_pipeline_fits_predicts_and_survives_saving(
     history = model.getHistory()
     assert [record["epoch"] for record in history] == list(range(40))
     assert history[-1]["validation"]["loss"] < 1e-3 < history[0]["validation"]["loss"]
-    assert set(history[0]["train"]["all_metrics"][0]) == {"group_0_y"}
+    assert set(history[0]["train"]["all_metrics"][0]) == {"l1_loss"}
 
     predicted = fitted.transform(frame)
     assert dict(predicted.dtypes)["y__output"] == "double"

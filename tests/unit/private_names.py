@@ -115,8 +115,9 @@ TABLE = (
     ),
     Private(
         "torchmetrics.Metric",
-        "_reductions",
-        "what metrics had counted within an epoch, when it is gone on with on fewer ranks",
+        "_reductions _sync_dist",
+        "states of all ranks, or of those that a resumed rank replaces, are merged as torchmetrics "
+        "merges them",
     ),
     # Lightning
     Private(

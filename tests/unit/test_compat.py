@@ -48,12 +48,12 @@ NAMES = [
     (".torch.estimator", "HorovodModel", "hvd_estimators.model"),
     (".keras", "KerasEstimator", "hvd_estimators.keras.estimator"),
     (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
-    (".lightning", "TorchEstimator", "hvd_estimators.lightning.estimator"),
+    (".lightning", "TorchEstimator", "hvd_estimators.compat.spark.lightning.estimator"),
     (".lightning.estimator", "TorchModel", "hvd_estimators.lightning.model"),
     (".task", "get_available_devices", "hvd_estimators.launch.gpu"),
     (".task.task_info", "get_available_devices", "hvd_estimators.launch.gpu"),
     (".torch", "TorchModel", "hvd_estimators.torch.model"),
-    (".torch.estimator", "TorchEstimator", "hvd_estimators.torch.estimator"),
+    (".torch.estimator", "TorchEstimator", "hvd_estimators.compat.spark.torch.estimator"),
 ]
 
 

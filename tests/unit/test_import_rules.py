@@ -71,7 +71,7 @@ SPARK_FILES = (
 
 FRAMEWORKS = {
     "torch": ("torch", "lightning", "compat"),
-    "torchmetrics": ("lightning",),
+    "torchmetrics": ("lightning", "torch"),
     "lightning": ("lightning", "compat"),
     "pytorch_lightning": ("lightning", "compat"),
     "lightning_fabric": ("lightning",),

@@ -15,8 +15,8 @@ from torchmetrics import MeanSquaredError, MetricCollection
 from hvd_estimators.lightning.attributes import Attributes
 from hvd_estimators.lightning.flavor import FLAVORS, of_flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
-from hvd_estimators.lightning.metric_states import metric_states, restore_metrics
 from hvd_estimators.lightning.results import RankResults
+from hvd_estimators.torch.metric_states import metric_states, restore_metrics
 
 FLAVOR = FLAVORS[1]
 

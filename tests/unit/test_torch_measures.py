@@ -11,7 +11,8 @@ import torch
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.loss import Loss
 from hvd_estimators.torch.measures import Measures
-from hvd_estimators.torch.objective import Evaluation, Metrics
+from hvd_estimators.torch.metrics import Metrics
+from hvd_estimators.torch.objective import Evaluation
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 
@@ -56,8 +57,8 @@ def test_means_are_those_over_all_rows_whatever_the_batches():
     difference = np.concatenate([output - label for output, label, _ in data])
     expected = {
         "loss": (difference**2).mean(),
-        "group_0_y": np.abs(difference).mean(),
-        "group_1_y": difference.mean(),
+        "mae": np.abs(difference).mean(),
+        "bias": difference.mean(),
     }
     assert measures.means() == pytest.approx(expected)
     assert measures.reduced("test") == pytest.approx(expected)
@@ -76,7 +77,7 @@ def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metri
     assert measures.reduced("weighted") == pytest.approx(
         {
             "loss": (difference**2 * weights).sum() / len(weights),
-            "group_0_y": np.abs(difference).mean(),
+            "mae": np.abs(difference).mean(),
         }
     )
 
@@ -90,16 +91,16 @@ def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each()
     means = measures.means()
     assert means == {
         "loss": 0.5,
-        "group_0_a": 1.0,
-        "group_0_b": 3.0,
-        "group_1_a": 1.0,
-        "group_1_b": -3.0,
+        "a_mae": 1.0,
+        "b_mae": 3.0,
+        "a_mae_2": 1.0,
+        "b_bias": -3.0,
     }
     assert measures.as_record(means) == {
         "loss": 0.5,
         "all_metrics": [
-            {"group_0_a": 1.0, "group_0_b": 3.0},
-            {"group_1_a": 1.0, "group_1_b": -3.0},
+            {"a_mae": 1.0, "b_mae": 3.0},
+            {"a_mae_2": 1.0, "b_bias": -3.0},
         ],
     }
 
@@ -115,7 +116,7 @@ def test_without_metrics_the_record_holds_the_loss():
 def test_without_batches_means_are_not_numbers():
     means = Measures(Metrics([[mae]], ["y"])).reduced("empty")
 
-    assert list(means) == ["loss", "group_0_y"]
+    assert list(means) == ["loss", "mae"]
     assert all(math.isnan(value) for value in means.values())
 
 

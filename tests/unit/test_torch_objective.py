@@ -56,10 +56,10 @@ def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
     loss = (weights * blue**2).sum() / 3 + 0.25 * (weights * amber.abs()).sum() / 3
     expected = {
         "loss": loss,
-        "group_0_blue": blue.mean(),
-        "group_0_amber": amber.mean(),
-        "group_1_blue": blue.abs().mean(),
-        "group_1_amber": amber.mean(),
+        "blue_bias": blue.mean(),
+        "amber_bias": amber.mean(),
+        "blue_l1_loss": blue.abs().mean(),
+        "amber_bias_2": amber.mean(),
     }
 
     objective = make().on_rank(torch.device("cpu"))

@@ -1,0 +1,327 @@
+"""The metrics of a torch module: functions, and objects of torchmetrics. Used on both sides.
+
+Values of functions are averaged over rows. Objects of torchmetrics count in their states, which are
+merged over the ranks at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hvd_estimators.torch.metric_states import has_state, merge_metrics, metric_states
+from hvd_estimators.training.spec import EpochMetrics
+
+__all__ = ["EpochMetricStates", "Metric", "Metrics"]
+
+Metric = Callable[..., Any]
+
+_LOSS = "loss"
+_VALIDATION = "val_"
+
+
+class Compared(Protocol):
+    """What metrics look at in a batch."""
+
+    @property
+    def outputs(self) -> Sequence[torch.Tensor]:
+        """Outputs, one per label."""
+
+    @property
+    def labels(self) -> Sequence[torch.Tensor]:
+        """Labels."""
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A metric of one output.
+
+    Attributes
+    ----------
+    metric : callable
+        The function or object.
+    index : int
+        The output's position.
+    prefix : str
+        The start of the names of its values, where these have names.
+    keys : mapping or None
+        The names of a collection's values by their names in it; None for one metric.
+    """
+
+    metric: Metric
+    index: int
+    prefix: str
+    keys: Mapping[str, str] | None
+
+
+class Metrics:
+    """Groups of metrics, by name.
+
+    A name is that of the function, or of the metric's class; a collection has a name for each of
+    its metrics. With several labels it starts with the label: ``<label>_<name>``. A name that is
+    already taken gets a number. A lambda is ``metric_<number of the group>``.
+
+    Parameters
+    ----------
+    groups : sequence of sequence of callable
+        Functions ``function(output, label)`` that return a mean over a batch, or metrics of
+        torchmetrics. A group of one is applied to every output, any other has one metric per
+        output.
+    label_cols : sequence of str
+        Names of the outputs' labels.
+    upstream_names : bool, default False
+        Name metrics ``group_<number>_<label>``, as ``horovod.spark`` does.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[Sequence[Metric]],
+        label_cols: Sequence[str],
+        upstream_names: bool = False,
+    ) -> None:
+        self._upstream = [
+            [f"group_{number}_{label}" for label in label_cols] for number in range(len(groups))
+        ]
+        self._taken = {_LOSS}
+        self._groups: list[dict[str, _Member]] = []
+        for number, group in enumerate(groups):
+            members: dict[str, _Member] = {}
+            for index, label in enumerate(label_cols):
+                metric = group[0] if len(group) == 1 else group[index]
+                prefix = f"{label}_" if len(label_cols) > 1 else ""
+                wanted = prefix + (_name_of(metric) or f"metric_{number}")
+                if upstream_names:
+                    wanted = self._upstream[number][index]
+                    prefix = f"{wanted}_"
+                keys = None
+                if isinstance(metric, torch.nn.ModuleDict):
+                    keys = {key: _free(prefix + key, self._taken) for key in metric}
+                members[_free(wanted, self._taken)] = _Member(metric, index, prefix, keys)
+            self._groups.append(members)
+
+    @property
+    def function_names(self) -> list[str]:
+        """Names of the metrics that are functions, whose values are averaged."""
+        return [name for name, member in self._members() if not has_state(member.metric)]
+
+    @property
+    def names(self) -> list[str] | None:
+        """Names of all values; None where only their results tell."""
+        names: list[str] = []
+        for name, member in self._members():
+            if has_state(member.metric) and not _has_scalar_values(member.metric):
+                return None
+            names += [name] if member.keys is None else member.keys.values()
+        return names
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Names of ``horovod.spark``, and of earlier versions, with the names of today."""
+        return {
+            old: new
+            for olds, group in zip(self._upstream, self._groups, strict=True)
+            for old, (new, member) in zip(olds, group.items(), strict=True)
+            if member.keys is None and old != new
+        }
+
+    def __call__(self, evaluation: Compared) -> dict[str, torch.Tensor]:
+        """Return the value of each function for a batch, by name."""
+        measured: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            for name, member in self._members():
+                if not has_state(member.metric):
+                    output, label = _compared(evaluation, member)
+                    measured[name] = torch.as_tensor(
+                        member.metric(output, label), device=output.device
+                    )
+        return measured
+
+    @property
+    def have_state(self) -> bool:
+        """Whether there are metrics of torchmetrics among them."""
+        return any(has_state(member.metric) for _, member in self._members())
+
+    def with_state(self) -> Iterator[tuple[str, Any, int]]:
+        """Yield name, metric and position of the output of each metric of torchmetrics."""
+        for name, member in self._members():
+            if has_state(member.metric):
+                yield name, member.metric, member.index
+
+    def by_group(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return values as a dict per group, with each of a metric's named values by its name."""
+        taken = set(self._taken)
+        groups = []
+        for group in self._groups:
+            found: dict[str, Any] = {}
+            for name, member in group.items():
+                if name not in values:
+                    continue
+                value = values[name]
+                if not isinstance(value, Mapping):
+                    found[name] = value
+                    continue
+                for key, entry in value.items():
+                    known = None if member.keys is None else member.keys.get(key)
+                    found[known or _free(member.prefix + key, taken)] = entry
+            groups.append(found)
+        return groups
+
+    def with_names_of_today(self, record: EpochMetrics) -> EpochMetrics:
+        """Return an epoch of a run that may have begun with an earlier version."""
+        train, validation = (
+            None if stage is None else self._renamed_stage(stage)
+            for stage in (record.train, record.validation)
+        )
+        return EpochMetrics(record.epoch, train or {}, validation)
+
+    def _renamed_stage(self, stage: Mapping[str, Any]) -> dict[str, Any]:
+        groups = [
+            {self.renamed.get(name, name): value for name, value in group.items()}
+            for group in stage.get("all_metrics", ())
+        ]
+        return {**stage, "all_metrics": groups}
+
+    def _members(self) -> Iterator[tuple[str, _Member]]:
+        return ((name, member) for group in self._groups for name, member in group.items())
+
+
+class EpochMetricStates:
+    """What the metrics of torchmetrics have counted in an epoch on this rank.
+
+    Parameters
+    ----------
+    metrics : Metrics
+        The metrics; their own states are left alone.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._counting: dict[str, Any] = {}
+        self._earlier: list[Mapping[str, Any]] = []
+        self._device = torch.device("cpu")
+
+    def update(self, evaluation: Compared) -> None:
+        """Count a batch."""
+        with torch.no_grad():
+            for name, metric, index in self._metrics.with_state():
+                output, label = evaluation.outputs[index].detach(), evaluation.labels[index]
+                if name not in self._counting:
+                    self._device = output.device
+                    self._counting[name] = _new(metric).to(self._device)
+                if _takes_class_numbers(metric):
+                    label = _as_class_numbers(name, label)
+                self._counting[name].update(output, label)
+
+    def capture(self) -> list[Mapping[str, Any]]:
+        """Return the states of this rank, and those that it has resumed from."""
+        own = {name: metric_states(metric) for name, metric in self._counting.items()}
+        return [*self._earlier, own] if own else list(self._earlier)
+
+    def restore(self, parts: Sequence[Mapping[str, Any]]) -> None:
+        """Resume from results of `capture`: merged with this rank's states when all are."""
+        self._earlier = list(parts)
+
+    def values(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the value of each metric over the states of all ranks.
+
+        Parameters
+        ----------
+        parts : sequence of mapping
+            What `capture` returned on all ranks, in their order.
+
+        Returns
+        -------
+        dict
+            Numbers, or lists and dicts of numbers for metrics with several values.
+        """
+        values: dict[str, Any] = {}
+        for name, metric, _ in self._metrics.with_state():
+            found = [part[name] for part in parts if name in part]
+            if not found:
+                values[name] = float("nan")
+                continue
+            merged = _new(metric).to(self._device)
+            merge_metrics(merged, found)
+            values[name] = _plain(merged.compute())
+        return values
+
+
+def _new(metric: Any) -> Any:
+    copied = copy.deepcopy(metric)
+    copied.reset()
+    return copied
+
+
+def _compared(evaluation: Compared, member: _Member) -> tuple[torch.Tensor, torch.Tensor]:
+    return evaluation.outputs[member.index].detach(), evaluation.labels[member.index]
+
+
+def _name_of(metric: Any) -> str | None:
+    """Return the name of a function, or of an object's class; None for a lambda."""
+    while isinstance(metric, functools.partial):
+        metric = metric.func
+    for attribute in ("__name__", "name", "original_name"):
+        name = getattr(metric, attribute, None)
+        if isinstance(name, str) and name:
+            break
+    else:
+        name = type(metric).__name__
+    # "val_" in front of a name stands for validation.
+    return None if name == "<lambda>" else name.removeprefix(_VALIDATION) or name
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """Return a name, with a number where it is taken, and take it."""
+    free, number = name, 2
+    while free in taken:
+        free, number = f"{name}_{number}", number + 1
+    taken.add(free)
+    return free
+
+
+def _has_scalar_values(metric: Any) -> bool:
+    """Return whether each metric has one value, as far as attributes tell."""
+    members = metric.values() if isinstance(metric, torch.nn.ModuleDict) else [metric]
+    return all(
+        not any(has_state(part) for part in member.children())
+        and getattr(member, "average", "") not in (None, "none")
+        for member in members
+    )
+
+
+def _takes_class_numbers(metric: Any) -> bool:
+    """Return whether all metrics of an object take labels as integers."""
+    leaves = [
+        part
+        for part in metric.modules()
+        if has_state(part) and not any(has_state(child) for child in part.children())
+    ]
+    return all(type(leaf).__module__.startswith("torchmetrics.classification") for leaf in leaves)
+
+
+def _as_class_numbers(name: str, label: torch.Tensor) -> torch.Tensor:
+    """Return labels as integers: a loss may need them as floats."""
+    if not label.is_floating_point():
+        return label
+    numbers = label.long()
+    different = label[numbers != label]
+    if different.numel():
+        raise ValueError(
+            f"metrics: {name} takes numbers of classes as labels, found {different[0].item()}. "
+            "Set another metric, or a function that rounds the labels."
+        )
+    return numbers
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, and lists and dicts of numbers, of what a metric has computed."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,263 @@
+"""Names of metrics, and torchmetrics' metrics whose states are merged over imagined ranks."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from sklearn.metrics import f1_score, precision_score, roc_auc_score
+from torchmetrics import wrappers
+
+from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
+from hvd_estimators.torch.objective import Evaluation
+from hvd_estimators.training.spec import EpochMetrics
+
+CLASSES = 4
+# The batches of three ranks, one of which has no rows.
+SIZES = ((7, 3, 1), (5,), ())
+
+
+def my_mae(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return (output - label).abs().mean()
+
+
+def loss(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+    return my_mae(output, label)
+
+
+class Squared:
+    def __call__(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label) ** 2).mean()
+
+
+def collection(**options: Any) -> torchmetrics.MetricCollection:
+    return torchmetrics.MetricCollection(
+        [
+            torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"),
+            torchmetrics.Precision("multiclass", num_classes=CLASSES, average="macro"),
+        ],
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "labels", "names"),
+    [
+        ([[my_mae]], ["y"], ["my_mae"]),
+        ([[my_mae]], ["a", "b"], ["a_my_mae", "b_my_mae"]),
+        ([[my_mae, Squared()]], ["a", "b"], ["a_my_mae", "b_Squared"]),
+        # Names that are taken, among them that of the loss.
+        ([[my_mae], [my_mae], [loss]], ["y"], ["my_mae", "my_mae_2", "loss_2"]),
+        ([[my_mae], [lambda a, b: a.mean()]], ["y"], ["my_mae", "metric_1"]),
+        ([[functools.partial(functools.partial(my_mae))]], ["y"], ["my_mae"]),
+        ([[torch.nn.functional.l1_loss], [torch.nn.L1Loss()]], ["y"], ["l1_loss", "L1Loss"]),
+        ([[torchmetrics.MeanSquaredError()]], ["y"], ["MeanSquaredError"]),
+        ([[collection()]], ["y"], ["MulticlassF1Score", "MulticlassPrecision"]),
+        (
+            [[my_mae, collection(prefix="of_")], [collection(prefix="of_")]],
+            ["a", "b"],
+            [
+                "a_my_mae",
+                "b_of_MulticlassF1Score",
+                "b_of_MulticlassPrecision",
+                "a_of_MulticlassF1Score",
+                "a_of_MulticlassPrecision",
+                "b_of_MulticlassF1Score_2",
+                "b_of_MulticlassPrecision_2",
+            ],
+        ),
+    ],
+)
+def test_metrics_are_named_after_functions_and_classes(
+    groups: Any, labels: list[str], names: list[str]
+) -> None:
+    assert Metrics(groups, labels).names == names
+
+
+def test_names_of_horovod_spark_and_of_earlier_runs() -> None:
+    groups = [[my_mae], [collection()]]
+    upstream = Metrics(groups, ["y"], upstream_names=True)
+    assert upstream.names == [
+        "group_0_y",
+        "group_1_y_MulticlassF1Score",
+        "group_1_y_MulticlassPrecision",
+    ]
+    assert not upstream.renamed
+
+    earlier = EpochMetrics(0, {"loss": 1.0, "all_metrics": [{"group_0_y": 0.5}]})
+    today = Metrics(groups, ["y"]).with_names_of_today(earlier)
+    assert today == EpochMetrics(0, {"loss": 1.0, "all_metrics": [{"my_mae": 0.5}]})
+    assert Metrics(groups, ["y"]).with_names_of_today(today) == today
+    assert upstream.with_names_of_today(earlier) == earlier
+
+
+def rows(rng: np.random.Generator, size: int, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs that tell something of their labels; labels are floats, as columns are."""
+    label = torch.from_numpy(rng.integers(0, max(classes, 2), size)).float()
+    if classes:
+        output = torch.from_numpy(rng.normal(size=(size, classes))).float()
+        output += torch.nn.functional.one_hot(label.long(), classes)
+        return output.softmax(1), label
+    return torch.sigmoid(label - 0.5 + torch.from_numpy(rng.normal(size=size)).float()), label
+
+
+def batches(classes: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    rng = np.random.default_rng(3)
+    return [[rows(rng, size, classes) for size in of_rank] for of_rank in SIZES]
+
+
+class Largest(torchmetrics.Metric):
+    """States with each of torchmetrics' reductions, and one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("most", torch.tensor(-torch.inf), dist_reduce_fx="max")
+        self.add_state("least", torch.tensor(torch.inf), dist_reduce_fx="min")
+        self.add_state("seen", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("all", [], dist_reduce_fx="cat")
+        self.add_state("parts", [], dist_reduce_fx=None)
+        self.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda stacked: stacked.prod(0))
+
+    def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+        self.most = torch.maximum(self.most, output.max())
+        self.least = torch.minimum(self.least, output.min())
+        self.seen = self.seen + len(output)
+        self.all.append(output)
+        self.parts.append(label)
+        self.product = self.product * (1 + output.mean())
+
+    def compute(self) -> dict[str, torch.Tensor]:
+        joined = torchmetrics.utilities.dim_zero_cat(self.all)
+        return {
+            "most": self.most,
+            "least": self.least,
+            "seen": self.seen,
+            "sum": joined.sum(),
+            "labels": torch.cat(self.parts).sum(),
+            "product": self.product,
+        }
+
+
+METRICS = {
+    "AUROC": (lambda: torchmetrics.AUROC("binary"), 0),
+    "AUROC by bins": (lambda: torchmetrics.AUROC("binary", thresholds=20), 0),
+    "AUROC of classes": (lambda: torchmetrics.AUROC("multiclass", num_classes=CLASSES), CLASSES),
+    "F1": (lambda: torchmetrics.F1Score("multiclass", num_classes=CLASSES, average="macro"), 4),
+    "precision": (
+        lambda: torchmetrics.Precision("multiclass", num_classes=CLASSES, average="macro"),
+        CLASSES,
+    ),
+    "of each class": (
+        lambda: torchmetrics.Recall("multiclass", num_classes=CLASSES, average=None),
+        CLASSES,
+    ),
+    "confusion": (lambda: torchmetrics.ConfusionMatrix("multiclass", num_classes=CLASSES), 4),
+    "collection": (collection, CLASSES),
+    "by class": (
+        lambda: wrappers.ClasswiseWrapper(
+            torchmetrics.Accuracy("multiclass", num_classes=CLASSES, average=None)
+        ),
+        CLASSES,
+    ),
+    "composed": (lambda: torchmetrics.MeanSquaredError() + torchmetrics.MeanAbsoluteError(), 0),
+    # Its states are not reduced, but combined when it is computed.
+    "Pearson": (torchmetrics.PearsonCorrCoef, 0),
+    "Spearman": (torchmetrics.SpearmanCorrCoef, 0),
+    "all reductions": (Largest, 0),
+}
+
+
+def evaluation(output: torch.Tensor, label: torch.Tensor) -> Evaluation:
+    return Evaluation(torch.zeros(()), [output], [label])
+
+
+@pytest.mark.parametrize("name", METRICS)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_states_of_ranks_with_unequal_rows_give_the_value_of_one_process(
+    name: str, resumed: bool
+) -> None:
+    make, classes = METRICS[name]
+    alone = make()
+    metrics = Metrics([[make()]], ["y"])
+    ranks = []
+    for of_rank in batches(classes):
+        states = EpochMetricStates(metrics)
+        for index, (output, label) in enumerate(of_rank):
+            if resumed and index == 2:
+                captured, states = states.capture(), EpochMetricStates(metrics)
+                states.restore(captured)
+            states.update(evaluation(output, label))
+            alone.update(output, label.long() if classes or "AUROC" in name else label)
+        ranks.append(states.capture())
+    if resumed:
+        # One rank replaces the first and the last, another one is new.
+        lone = EpochMetricStates(metrics)
+        lone.restore([*ranks[0], *ranks[2]])
+        ranks = [lone.capture(), ranks[1], EpochMetricStates(metrics).capture()]
+    parts = [part for rank in ranks for part in rank]
+    (found,) = EpochMetricStates(metrics).values(parts).values()
+    expected = alone.compute()
+    if isinstance(expected, dict):
+        assert found == pytest.approx({key: float(v) for key, v in expected.items()}, rel=1e-5)
+    else:
+        assert np.array(found) == pytest.approx(expected.numpy(), rel=1e-5)
+
+
+def test_values_are_those_of_scikit_learn_and_not_means_over_batches() -> None:
+    metrics = Metrics([[torchmetrics.AUROC("binary")]], ["y"])
+    parts, outputs, labels, means = [], [], [], []
+    for of_rank in batches(0):
+        states = EpochMetricStates(metrics)
+        for output, label in of_rank:
+            states.update(evaluation(output, label))
+            outputs.append(output)
+            labels.append(label)
+            means.append(float(torchmetrics.functional.auroc(output, label.long(), "binary")))
+        parts += states.capture()
+    values = EpochMetricStates(metrics).values(parts)
+    expected = roc_auc_score(torch.cat(labels), torch.cat(outputs))
+    assert values == {"BinaryAUROC": pytest.approx(expected, rel=1e-6)}
+    assert abs(np.mean(means) - expected) > 0.01
+
+    metrics = Metrics([[collection()]], ["y"])
+    parts, outputs, labels = [], [], []
+    for of_rank in batches(CLASSES):
+        states = EpochMetricStates(metrics)
+        for output, label in of_rank:
+            states.update(evaluation(output, label))
+            outputs.append(output.argmax(1))
+            labels.append(label)
+        parts += states.capture()
+    (group,) = metrics.by_group(EpochMetricStates(metrics).values(parts))
+    truth, guess = torch.cat(labels), torch.cat(outputs)
+    assert group == {
+        "MulticlassF1Score": pytest.approx(f1_score(truth, guess, average="macro"), rel=1e-6),
+        "MulticlassPrecision": pytest.approx(
+            precision_score(truth, guess, average="macro"), rel=1e-6
+        ),
+    }
+
+
+def test_labels_of_a_metric_are_integers_only_where_they_are_classes() -> None:
+    seen = []
+
+    class Noting(torchmetrics.MeanMetric):
+        def update(self, output: torch.Tensor, label: torch.Tensor) -> None:
+            seen.append(label.dtype)
+
+    states = EpochMetricStates(Metrics([[Noting()]], ["y"]))
+    states.update(evaluation(torch.zeros(2), torch.zeros(2)))
+    assert seen == [torch.float32]
+    states = EpochMetricStates(Metrics([[torchmetrics.AUROC("binary")]], ["y"]))
+    with pytest.raises(ValueError, match=r"BinaryAUROC takes numbers of classes .* found 0\.5"):
+        states.update(evaluation(torch.zeros(2), torch.tensor([1.0, 0.5])))
+
+
+def test_without_rows_a_value_is_not_a_number() -> None:
+    values = EpochMetricStates(Metrics([[collection()]], ["y"])).values([])
+    assert all(map(math.isnan, values.values()))
