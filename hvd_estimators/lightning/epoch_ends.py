@@ -68,7 +68,9 @@ class EpochEnds(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Keep what a training step has returned."""
-        if outputs is not None and self._hooks["training_epoch_end"] is not None:
+        if outputs is None or _has_no_rows(trainer):
+            return
+        if self._hooks["training_epoch_end"] is not None:
             self._trained.append(_detached(outputs))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,7 +96,7 @@ class EpochEnds(Callback):
         """Keep what a validation step has returned."""
         if self._hooks["validation_epoch_end"] is not None:
             of_loader = self._validated.setdefault(dataloader_idx, [])
-            if outputs is not None:
+            if outputs is not None and not _has_no_rows(trainer):
                 of_loader.append(_detached(outputs))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,6 +106,10 @@ class EpochEnds(Callback):
             outputs = [self._validated[index] for index in sorted(self._validated)]
             hook(outputs[0] if len(outputs) == 1 else outputs)
         self._validated = {}
+
+
+def _has_no_rows(trainer: Trainer) -> bool:
+    return bool(getattr(trainer.strategy, "has_no_rows", False))
 
 
 def _detached(outputs: Any) -> Any:

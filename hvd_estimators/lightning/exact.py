@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +11,10 @@ from torchmetrics import Metric
 
 from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ResultCollection
+from hvd_estimators.lightning.checks import takes_tuple
 from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
+from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.lightning.strategy import HorovodStrategy
 from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.training.shards import ShardStates
@@ -35,6 +37,8 @@ class ExactStrategy(HorovodStrategy):
         Tell what their batches count for; without one, batches count for the same.
     shards : ShardStates
         The canonical shards, of which the rank plays one or several.
+    batch_hint : str
+        Added to the error of a step that takes the batch for a tuple.
     **kwargs
         See `HorovodStrategy`.
     """
@@ -47,13 +51,16 @@ class ExactStrategy(HorovodStrategy):
         validation: ValidationLoader | None = None,
         *,
         shards: ShardStates,
+        batch_hint: str = "",
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
+        self._batch_hint = batch_hint
         self._shards = shards
         self._train = train
         self._validation = validation
-        self._counting: TrainLoader | ValidationLoader | None = None
+        self._current: TrainLoader | ValidationLoader | None = None
+        self._grown: list[tuple[list[Any], int]] = []
 
     @property
     def factor(self) -> float:
@@ -62,8 +69,8 @@ class ExactStrategy(HorovodStrategy):
 
     @property
     def has_no_rows(self) -> bool:
-        """Whether the rank has no rows in the current step, whose results leave no trace."""
-        return self._counting is not None and self._counting.share.is_stand_in
+        """Whether the rank has no rows in the current batch, whose results leave no trace."""
+        return self._current is not None and self._current.share.is_stand_in
 
     @property
     def averager(self) -> BackwardAverager:
@@ -115,6 +122,8 @@ class ExactStrategy(HorovodStrategy):
 
     @contextlib.contextmanager
     def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
+        self._settle()
+        self._current = loader
         if loader is None:
             yield
             return
@@ -123,15 +132,68 @@ class ExactStrategy(HorovodStrategy):
         results = module.trainer._results
         if results is not None:
             results.batch_size = loader.share.rows
-        self._counting = loader
-        try:
-            if loader.share.is_stand_in:
-                with _no_trace(module, results):
-                    yield
-            else:
+        if loader.share.is_stand_in:
+            callbacks: Any = module.trainer
+            self._grown = [*_lists_of_modules(module), *_lists_of(_of_users(callbacks.callbacks))]
+            with _no_trace(module, results), self._hinting():
                 yield
-        finally:
-            self._counting = None
+        else:
+            with self._hinting():
+                yield
+
+    @contextlib.contextmanager
+    def _hinting(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            # Python 3.10 has no notes.
+            if self._batch_hint and takes_tuple(error) and hasattr(error, "add_note"):
+                error.add_note(self._batch_hint)
+            raise
+
+    def _rows_of(self, batch: Any) -> int:
+        return super()._rows_of(batch) if self._current is None else self._current.share.rows
+
+    def _settle(self) -> None:
+        """Take what steps and hooks have added to lists for a batch without rows off them.
+
+        A rank without any rows in the epoch keeps it: hooks would fail with nothing, and what they
+        log does not count.
+        """
+        module = self.lightning_module
+        results = None if module is None else module.trainer._results
+        if isinstance(results, RankResults) and results.rows_of_epoch:
+            for grown, length in self._grown:
+                del grown[length:]
+        self._grown = []
+
+
+def _lists_of_modules(module: torch.nn.Module) -> Iterator[tuple[list[Any], int]]:
+    return _lists_of(part for part in module.modules() if not isinstance(part, Metric))
+
+
+def _of_users(callbacks: Iterable[Any]) -> Iterator[Any]:
+    """Yield the callbacks that are not Lightning's and not this package's."""
+    for callback in callbacks:
+        home = type(callback).__module__.partition(".")[0]
+        if home not in ("lightning", "pytorch_lightning", "hvd_estimators"):
+            yield callback
+
+
+def _lists_of(owners: Iterable[Any]) -> Iterator[tuple[list[Any], int]]:
+    """Yield the lists in attributes, also those in lists and dicts, with their lengths."""
+    for owner in owners:
+        attributes = getattr(owner, "__dict__", {})
+        yield from _lists_in([v for v in attributes.values() if isinstance(v, (list, dict))], 2)
+
+
+def _lists_in(values: Iterable[Any], depth: int) -> Iterator[tuple[list[Any], int]]:
+    for value in values:
+        if isinstance(value, list):
+            yield value, len(value)
+        if depth and isinstance(value, (list, dict)):
+            inner = value.values() if isinstance(value, dict) else value
+            yield from _lists_in([v for v in inner if isinstance(v, (list, dict))], depth - 1)
 
 
 @contextlib.contextmanager

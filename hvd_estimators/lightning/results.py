@@ -37,6 +37,9 @@ class RankResults(ResultCollection):
         Rows of the batch for which a value was last logged.
     of_last_steps : dict
         Values that are logged for steps only, of the last step that was reduced.
+    rows_of_epoch : int
+        Rows of this rank since the epoch, or the validation, began. They weight what hooks log for
+        the epoch as a whole.
     """
 
     everything = False
@@ -45,10 +48,26 @@ class RankResults(ResultCollection):
         super().__init__(training)
         self.rows: dict[str, int] = {}
         self.of_last_steps: dict[str, torch.Tensor] = {}
+        self.rows_of_epoch = 0
+        self._of_epoch: set[str] = set()
+        self._is_of_epoch = False
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """Take a value, and note whether it was logged outside of batches, for the epoch."""
+        self._is_of_epoch = self.batch is None and kwargs.get("batch_size") is None
+        super().log(*args, **kwargs)
+
+    def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
+        """Begin a new epoch, unless only some values are reset."""
+        super().reset(metrics, fx)
+        if metrics is None and fx is None:
+            self.rows_of_epoch = 0
+            self._of_epoch.clear()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Take a value that was logged for a batch of so many rows."""
         super().update_metrics(key, value, batch_size)
+        (self._of_epoch.add if self._is_of_epoch else self._of_epoch.discard)(key)
         self.rows[key] = batch_size if self.batch_size is None else self.batch_size
 
     def reduce(self, only_steps: bool = False) -> None:
@@ -100,7 +119,8 @@ class RankResults(ResultCollection):
             elif not only_steps and metric._computed is None and self._is_shared(metric):
                 own[key] = None
                 if metric.is_tensor:
-                    own[key] = _number(metric.value), _weight(metric)
+                    rows = self.rows_of_epoch if key in self._of_epoch else None
+                    own[key] = _number(metric.value), _weight(metric), rows
         return own
 
     def _is_shared(self, metric: _ResultMetric) -> bool:
@@ -143,14 +163,24 @@ def _weight(metric: _ResultMetric) -> Any:
     return metric.cumulated_batch_size.item() if metric.meta.is_mean_reduction else 1
 
 
-def _combined(metric: _ResultMetric, parts: Sequence[tuple[torch.Tensor, Any]]) -> torch.Tensor:
-    values = torch.stack([value for value, _ in parts])
+def _combined(
+    metric: _ResultMetric, parts: Sequence[tuple[torch.Tensor, Any, int | None]]
+) -> torch.Tensor:
+    """Return the value over all ranks, given each rank's value, its weight, and rows of its epoch.
+
+    A value of an epoch weighs as many rows as the rank has had; without rows it does not count.
+    """
+    if any(rows for _, _, rows in parts):
+        parts = [part for part in parts if part[2]]
+        if metric.meta.is_mean_reduction:
+            parts = [(value / weight * (rows or 0), rows, rows) for value, weight, rows in parts]
+    values = torch.stack([value for value, _, _ in parts])
     if metric.meta.is_max_reduction:
         return values.amax(dim=0)
     if metric.meta.is_min_reduction:
         return values.amin(dim=0)
     total = values.sum(dim=0)
-    return total / sum(weight for _, weight in parts) if metric.meta.is_mean_reduction else total
+    return total / sum(weight for _, weight, _ in parts) if metric.meta.is_mean_reduction else total
 
 
 def _alone(metric: _ResultMetric) -> Any:
@@ -172,7 +202,9 @@ def _never() -> bool:
     return False
 
 
-def reduce_results(trainer: Trainer, flavor: Flavor, everything: bool) -> Callable[[], None]:
+def reduce_results(
+    trainer: Trainer, flavor: Flavor, everything: bool, before_end: Callable[[], None]
+) -> Callable[[], None]:
     """Make a trainer reduce what is logged at the end of each epoch, before and after the hooks.
 
     Parameters
@@ -183,6 +215,8 @@ def reduce_results(trainer: Trainer, flavor: Flavor, everything: bool) -> Callab
         Its package.
     everything : bool
         See `RankResults`.
+    before_end : callable
+        Called before the hooks of an epoch's end.
 
     Returns
     -------
@@ -208,8 +242,12 @@ def reduce_results(trainer: Trainer, flavor: Flavor, everything: bool) -> Callab
             fit._results.reduce(only_steps=True)
             connector._callback_metrics.update(fit._results.last_steps())
 
+    def reach_end() -> None:
+        before_end()
+        reduce()
+
     undo = contextlib.ExitStack()
-    undo.enter_context(wrapped(connector, "epoch_end_reached", before=reduce))
+    undo.enter_context(wrapped(connector, "epoch_end_reached", before=reach_end))
     # Hooks log, too. In training, callbacks that monitor a value come between these two.
     undo.enter_context(wrapped(connector, "on_epoch_end", before=reduce))
     undo.enter_context(wrapped(module, "on_train_epoch_end", after=reduce))

@@ -30,7 +30,8 @@ from hvd_estimators.lightning.flavor import (
     of_flavor,
     one_flavor,
 )
-from hvd_estimators.lightning.results import reduce_results
+from hvd_estimators.lightning.results import RankResults, reduce_results
+from hvd_estimators.lightning.stopping import agree_on_stopping
 from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.torch.learning_rate import StepRate
@@ -104,6 +105,7 @@ class HorovodStrategy(ParallelStrategy):
         self._step_hooks: list[Any] = []
         self._disconnect_metrics: Callable[[], None] = _nothing
         self._restore_results: Callable[[], None] | None = None
+        self._stop_apart: Callable[[], None] = _nothing
 
     def set_world_ranks(self) -> None:
         """Connect to the other ranks, before Lightning asks which one this is."""
@@ -144,10 +146,12 @@ class HorovodStrategy(ParallelStrategy):
             self._disconnect_metrics = connect_metrics(module, gather_objects)
         assert self.lightning_flavor is not None
         self._restore_results = reduce_results(
-            trainer, self.lightning_flavor, self.reduces_everything
+            trainer, self.lightning_flavor, self.reduces_everything, self._settle
         )
         if trainer.state.fn != "fit":
             return
+        if self.world_size > 1:
+            self._stop_apart = agree_on_stopping(trainer)
         self._averager = BackwardAverager(module, self._compression)
         if not module.automatic_optimization:
             self._averager.note_unused()
@@ -164,6 +168,21 @@ class HorovodStrategy(ParallelStrategy):
         if self.root_device.type == "cuda":
             torch.cuda.set_device(self.root_device)
         self.model.to(self.root_device)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's training step."""
+        self._count_rows(args[0] if args else None)
+        return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's validation step."""
+        self._count_rows(args[0] if args else None)
+        return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's test step."""
+        self._count_rows(args[0] if args else None)
+        return super().test_step(*args, **kwargs)
 
     def backward(
         self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
@@ -284,6 +303,8 @@ class HorovodStrategy(ParallelStrategy):
             rate.remove()
         self._disconnect_metrics()
         self._disconnect_metrics = _nothing
+        self._stop_apart()
+        self._stop_apart = _nothing
         if self._restore_results is not None:
             self._restore_results()
             self._restore_results = None
@@ -301,6 +322,25 @@ class HorovodStrategy(ParallelStrategy):
             with averager.averaging(self.optimizers):
                 pass
         averager.used(optimizer)
+
+    def _count_rows(self, batch: Any) -> None:
+        """Count the rows of a step, by which values of the epoch are weighted."""
+        module = self.lightning_module
+        results = None if module is None else module.trainer._results
+        if isinstance(results, RankResults):
+            results.rows_of_epoch += self._rows_of(batch)
+
+    def _rows_of(self, batch: Any) -> int:
+        assert self.lightning_flavor is not None
+        utilities = self.lightning_flavor.get("utilities.data.extract_batch_size")
+        try:
+            rows: int = utilities(batch)
+        except Exception:  # Lightning finds no tensor in the batch.
+            return 1
+        return rows
+
+    def _settle(self) -> None:
+        """Undo what batches without rows have left behind; there are none here."""
 
     @property
     def _learning_rate_scale(self) -> int:
