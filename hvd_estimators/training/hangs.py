@@ -1,44 +1,59 @@
-"""A word to the driver where ranks make no progress for long, which may be right. In the ranks."""
+"""Warn the driver when a rank makes no progress, with the place where it waits. In the ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 
-from hvd_estimators.launch.rank.liveness import seconds_without_progress
+from hvd_estimators.launch.rank.liveness import leave_stack, seconds_without_progress
+from hvd_estimators.launch.rank.stalls import hang_limit
 
-__all__ = ["warning_of_hangs"]
+__all__ = ["stack_of", "warning_of_hangs"]
 
-# As long as no first batch, validation or checkpoint takes, mostly.
-_SECONDS = 1800.0
+# Most steps and validation batches take less; Horovod warns of stalled ranks after a minute.
+_SECONDS = 120.0
 _LOOK_SECONDS = 10.0
-_FRAMES = 6
+_FRAMES = 8
 
 
 @contextlib.contextmanager
-def warning_of_hangs(tell: Callable[[str], None]) -> Iterator[None]:
-    """Tell once, in the block, of each time that this rank makes no progress for half an hour.
+def warning_of_hangs(rank: int, notify: Callable[[str], None]) -> Iterator[None]:
+    """Report once, in the block, each time that this rank makes no progress for two minutes.
+
+    The stack of the main thread is also left for the parent, which adds it to its error if it ends
+    the rank.
 
     Parameters
     ----------
-    tell : callable
-        Called with a text, from another thread: for how long, and where the main thread is.
+    rank : int
+        This rank.
+    notify : callable
+        Called with a text, from another thread.
     """
     ended = threading.Event()
     main = threading.get_ident()
+    # Before the parent ends the rank.
+    patience = min(_SECONDS, hang_limit(os.environ) / 2)
 
     def watch() -> None:
-        is_told = False
-        while not ended.wait(min(_LOOK_SECONDS, _SECONDS / 2)):
+        is_reported = False
+        while not ended.wait(min(_LOOK_SECONDS, patience / 2)):
             silent = seconds_without_progress()
-            if silent < _SECONDS:
-                is_told = False
-            elif not is_told:
-                is_told = True
-                tell(_text(silent, main))
+            if silent < patience:
+                is_reported = False
+                continue
+            stack = stack_of(main)
+            leave_stack(stack)
+            if silent >= _SECONDS and not is_reported:
+                is_reported = True
+                notify(
+                    f"Rank {rank} has made no progress for {silent:.0f} s: there was no batch and "
+                    f"no end of an epoch. It waits here, the innermost call last:\n{stack}"
+                )
 
     thread = threading.Thread(target=watch, name="hvd_estimators hangs", daemon=True)
     thread.start()
@@ -49,10 +64,8 @@ def warning_of_hangs(tell: Callable[[str], None]) -> Iterator[None]:
         thread.join()
 
 
-def _text(silent: float, thread: int) -> str:
+def stack_of(thread: int) -> str:
+    """Return the innermost calls of a thread, given its identifier."""
     frame = sys._current_frames().get(thread)
-    stack = "" if frame is None else "".join(traceback.format_stack(frame)[-_FRAMES:])
-    return (
-        f"Rank 0 has made no progress for {silent:.0f} s: there was no batch and no end of an "
-        f"epoch. It is here, the innermost call last:\n{stack.rstrip()}"
-    )
+    calls = [] if frame is None else traceback.format_stack(frame)[-_FRAMES:]
+    return "".join(calls).rstrip()

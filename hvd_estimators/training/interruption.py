@@ -11,22 +11,29 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
+import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import TrainingInterruptedError
 from hvd_estimators.launch.rank.grace import asking_for_grace, mute_if_unheard
+from hvd_estimators.launch.rank.liveness import seconds_without_progress
+from hvd_estimators.training.hangs import stack_of
 
 __all__ = ["StopRequest", "interrupted"]
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN = 1.0
+# Schedulers that preempt leave 15 seconds or more; a step with no progress for so long is lost.
+_SECONDS_HUNG = 8.0
 # Two numbers in one sum, which float64 holds exactly for 65,535 ranks.
 _MOST_STEPS = 2**16
 _ASKED = 2.0**32
@@ -66,12 +73,15 @@ class StopRequest:
         self._stack = contextlib.ExitStack()
         self._distance = self._left = 1
         self._agreed_at = time.monotonic()
+        self._settled = threading.Event()
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             with contextlib.suppress(ValueError):  # this is not the main thread
                 before = signal.signal(signal.SIGTERM, self._take)
                 stack.callback(signal.signal, signal.SIGTERM, before or signal.SIG_DFL)
+                self._settled.clear()
+                stack.enter_context(_ending_if_hung(self._settled))
                 stack.enter_context(asking_for_grace())
             self._stack = stack.pop_all()
         self._agreed_at = time.monotonic()
@@ -108,6 +118,7 @@ class StopRequest:
         self._distance = self._left = max(int(steps) // self._ranks, 1)
         self._agreed_at = time.monotonic()
         if asked:
+            self._settled.set()
             mute_if_unheard()
         return asked > 0
 
@@ -115,6 +126,74 @@ class StopRequest:
         self._asked = True
         # Who asks may be gone, and with them who read what is printed.
         mute_if_unheard()
+
+
+@contextlib.contextmanager
+def _ending_if_hung(settled: threading.Event) -> Iterator[None]:
+    """End this process if it gets SIGTERM and makes no progress, as in a call that never returns.
+
+    Python calls its signal handlers between two of its own instructions. A main thread that waits
+    in a call of Horovod gets to none. Whatever it does, Python writes the signal's number to a
+    pipe, from which a thread reads.
+
+    Parameters
+    ----------
+    settled : threading.Event
+        Set when the ranks have agreed to end: what follows, such as a checkpoint, may take longer.
+    """
+    main = threading.get_ident()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while numbers := os.read(reading, 512):
+            if before != -1:
+                with contextlib.suppress(OSError):
+                    os.write(before, numbers)
+            if signal.SIGTERM in numbers:
+                break
+        else:
+            return
+        asked_at = time.monotonic()
+        deadline = asked_at + _SECONDS_HUNG
+        while not settled.wait(max(deadline - time.monotonic(), 0)):
+            now = time.monotonic()
+            last = now - seconds_without_progress()
+            if last <= asked_at:
+                _end_by_sigterm(main)
+            deadline = max(last + _SECONDS_HUNG, now + 0.5)
+
+    thread = threading.Thread(target=watch, name="hvd_estimators SIGTERM", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        settled.set()
+        os.close(writing)
+        thread.join()
+        os.close(reading)
+
+
+def _end_by_sigterm(main: int) -> NoReturn:
+    """End this process as SIGTERM does, from another thread than the main one."""
+    with contextlib.suppress(OSError, ValueError):  # There may be no reader.
+        mute_if_unheard()
+        print(
+            f"Asked to end (SIGTERM), and no progress for {_SECONDS_HUNG:g} s. This process ends "
+            f"in:\n{stack_of(main)}",
+            file=sys.stderr,
+            flush=True,
+        )
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        # Python sets handlers in the main thread only.
+        ctypes.CDLL(None).signal(int(signal.SIGTERM), 0)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1.0)
+    os._exit(128 + signal.SIGTERM)
 
 
 def interrupted(epoch: int, step: int, saved: bool) -> TrainingInterruptedError:

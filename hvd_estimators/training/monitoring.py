@@ -12,6 +12,7 @@ from hvd_estimators.training.spec import EpochMetrics
 __all__ = ["check_monitor", "measured", "mode_of", "monitored", "shown_values"]
 
 _VALIDATION = "val_"
+_CAPITALIZED = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z][a-z]*\d*")
 
 _LESS = ("loss", "error", "mse", "mae", "rmse", "mape", "msle", "perplexity", "crossentropy")
 _MORE = (
@@ -90,7 +91,9 @@ def mode_of(monitor: str, mode: str) -> str:
     """
     if mode != "auto":
         return mode
+    # Of names such as val_accuracy, and of classes such as MulticlassF1Score.
     words = re.split(r"[^a-z0-9]+", monitor.lower())
+    words += [word.lower() for word in _CAPITALIZED.findall(monitor)]
     less = any(word in _LESS or word.endswith("loss") for word in words)
     more = any(word in _MORE for word in words)
     if less == more:

@@ -24,12 +24,12 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN = 0.25
 
 
-def tell_driver(line: str, verbose: int) -> None:
-    """Log a line, and show it on the driver unless that is to be silent. Called by rank 0."""
+def tell_driver(line: str, verbose: int, rank: int = 0) -> None:
+    """Log a line of a rank, and show it on the driver unless that is to be silent."""
     logger.info(line)
     if verbose > 0:
         with contextlib.closing(EventSender()) as sender:
-            sender.send(RankOutput(0, f"{line}\n"))
+            sender.send(RankOutput(rank, f"{line}\n"))
 
 
 class Progress:
@@ -49,6 +49,7 @@ class Progress:
     """
 
     def __init__(self, spec: TrainSpec, rank: int) -> None:
+        self._rank = rank
         self._sender = EventSender() if rank == 0 else None
         self._verbose = spec.verbose
         self._stack = contextlib.ExitStack()
@@ -63,8 +64,7 @@ class Progress:
         if self._sender is not None:
             self._sender.ask_to_wait(grace_seconds(os.environ))
         self._stack.enter_context(leaving_signs())
-        if self._sender is not None:
-            self._stack.enter_context(warning_of_hangs(self._warn))
+        self._stack.enter_context(warning_of_hangs(self._rank, self._warn))
         return self
 
     def __exit__(
@@ -112,7 +112,7 @@ class Progress:
             self._sender.send(RankEpoch(0, record.epoch, [row[1:] for row in record.rows()]))
 
     def _warn(self, text: str) -> None:
-        tell_driver(text, self._verbose)
+        tell_driver(text, self._verbose, self._rank)
 
     def _report(self, step: int, means: Mapping[str, float], done: bool) -> None:
         if self._sender is None or not self._is_shown:

@@ -100,6 +100,9 @@ def test_torch_knows_beforehand_what_is_measured(
     [
         *((name, "min") for name in ("loss", "val_loss", "train_loss", "mae", "val_mean_error")),
         *((name, "max") for name in ("val_acc", "accuracy", "binary_accuracy", "val/AUC", "f1")),
+        # Classes of torchmetrics.
+        *((name, "max") for name in ("val_MulticlassAUROC", "BinaryF1Score", "R2Score")),
+        *((name, "min") for name in ("MeanSquaredError", "L1Loss", "y_MeanAbsoluteError")),
     ],
 )
 def test_the_name_tells_whether_less_is_better(name: str, expected: str) -> None:

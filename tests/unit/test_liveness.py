@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import threading
+import time
 
 import pytest
 
@@ -60,23 +61,32 @@ def test_the_driver_is_told_where_a_rank_is_that_makes_no_progress(monkeypatch):
     def waits_for_something() -> str:
         return told.get(timeout=60)
 
-    with leaving_signs(), hangs.warning_of_hangs(told.put):
+    with leaving_signs(), hangs.warning_of_hangs(3, told.put):
         text = waits_for_something()
-    assert "no progress" in text
+    assert text.startswith("Rank 3 has made no progress for ")
     assert "in waits_for_something" in text
-    with hangs.warning_of_hangs(told.put), pytest.raises(queue.Empty):
+    with hangs.warning_of_hangs(3, told.put), pytest.raises(queue.Empty):
         # Who does not train makes no progress.
         told.get(timeout=1)
 
 
 def test_ranks_that_all_hang_while_they_train_are_ended():
     def work():
-        with leaving_signs():
+        from hvd_estimators.training import hangs
+
+        def waits_for_the_others():
             threading.Event().wait()
 
-    with pytest.raises(WorkerFailedError, match="has made no progress for 2 s") as raised:
-        LocalBackend(2, env={HANG_VARIABLE: "2"}).run(work)
+        with leaving_signs(), hangs.warning_of_hangs(0, print):
+            waits_for_the_others()
+
+    with pytest.raises(WorkerFailedError, match="has made no progress for 3 s") as raised:
+        LocalBackend(2, env={HANG_VARIABLE: "3"}).run(work)
     assert raised.value.cause == "stalled"
+    # The error shows where each rank is.
+    for rank in range(2):
+        assert f"Rank {rank} waits here:" in str(raised.value)
+    assert str(raised.value).count("in waits_for_the_others") == 2
 
 
 def test_ranks_that_do_not_train_are_left_alone():
@@ -100,3 +110,28 @@ def test_ranks_that_are_all_stopped_are_ended():
     with pytest.raises(WorkerFailedError, match="has been stopped for 2 s") as raised:
         LocalBackend(2, env=env).run(work)
     assert raised.value.cause == "stalled"
+
+
+def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
+    def work():
+        import horovod.torch as hvd
+        import torch
+
+        from hvd_estimators.training import interruption
+
+        interruption._SECONDS_HUNG = 2.0
+        hvd.init()
+        with leaving_signs(), interruption.StopRequest(float, hvd.size()):
+            threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            if hvd.rank() == 0:
+                hvd.allreduce(torch.ones(1), name="only rank 0 waits for this")
+            while True:
+                time.sleep(0.1)  # Python handles the signal, and the rank hangs all the same.
+
+    began = time.monotonic()
+    with pytest.raises(WorkerFailedError, match="SIGTERM") as raised:
+        LocalBackend(2).run(work)
+    assert raised.value.cause == "killed"
+    assert "Asked to end (SIGTERM), and no progress for 2 s" in raised.value.output_tail
+    assert "in work" in raised.value.output_tail
+    assert time.monotonic() - began < 60

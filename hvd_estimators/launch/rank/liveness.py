@@ -17,9 +17,18 @@ from pathlib import Path
 from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.stalls import HANG_VARIABLE
 
-__all__ = ["HangWatch", "leaving_signs", "made_progress", "seconds_without_progress", "sign_left"]
+__all__ = [
+    "HangWatch",
+    "leave_stack",
+    "leaving_signs",
+    "made_progress",
+    "seconds_without_progress",
+    "sign_left",
+    "stack_left",
+]
 
 _FILE = "progress"
+_STACK_FILE = "stack"
 _SECONDS_BETWEEN = 1.0
 
 
@@ -65,6 +74,21 @@ def made_progress() -> None:
 def seconds_without_progress() -> float:
     """Return for how long this process has left no sign; 0 where it is to leave none."""
     return time.monotonic() - _Signs.last if _Signs.wanted else 0.0
+
+
+def leave_stack(stack: str) -> None:
+    """Leave the calls that this rank waits in for its parent."""
+    if _Signs.path is not None:
+        with contextlib.suppress(OSError):
+            _Signs.path.with_name(_STACK_FILE).write_text(stack)
+
+
+def stack_left(directory: str) -> str:
+    """Return the calls that a rank waits in, given its directory; empty if it has left none."""
+    try:
+        return Path(directory, _STACK_FILE).read_text()
+    except OSError:
+        return ""
 
 
 def sign_left(directory: str) -> str | None:

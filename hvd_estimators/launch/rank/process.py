@@ -26,7 +26,7 @@ from hvd_estimators.launch.rank.folder import make_rank_folder
 from hvd_estimators.launch.rank.forked import ForkedRank
 from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
-from hvd_estimators.launch.rank.liveness import HangWatch, sign_left
+from hvd_estimators.launch.rank.liveness import HangWatch, sign_left, stack_left
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import OutputReader
 from hvd_estimators.launch.rank.stalls import (
@@ -164,6 +164,11 @@ class RankProcess:
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
         stopped = self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
         return stopped or self._hangs.look(sign_left(self._directory), now)
+
+    @property
+    def waits_in(self) -> str:
+        """The calls in which the rank has waited without progress; empty if there are none."""
+        return stack_left(self._directory)
 
     def abort(
         self, error_type: str = "aborted", error: str = "Ended because another rank had failed."

@@ -59,7 +59,7 @@ def _supervise(
             elif failed_before is not None and now > deadline:
                 outcome = _ended_by(failed_before, process.abort())
             elif stall := process.stalled():
-                outcome = process.abort("stalled", stall)
+                outcome = process.abort("stalled", f"{stall}{_waiting(ranks)}")
             else:
                 continue
             outcomes[process.rank] = outcome
@@ -79,6 +79,12 @@ def failure_of(outcome: RankOutcome) -> Failure:
         return Failure(outcome.rank, outcome.host, f"has lost touch: {outcome.error}")
     last_line = (outcome.error.rstrip().splitlines() or [""])[-1]
     return Failure(outcome.rank, outcome.host, f"had failed ({last_line[:200]})")
+
+
+def _waiting(ranks: Sequence[RankProcess]) -> str:
+    """Return where ranks wait that have made no progress."""
+    stacks = [(process.rank, process.waits_in) for process in ranks]
+    return "".join(f"\nRank {rank} waits here:\n{stack}" for rank, stack in stacks if stack)
 
 
 def _ended_by(failure: Failure, outcome: RankOutcome) -> RankOutcome:
