@@ -67,7 +67,8 @@ def trainer_arguments(
         "profiler": make_profiler(objects.profiler, logs_path, spec.flavor),
         "accumulate_grad_batches": passes,
         "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
-        "enable_progress_bar": False,
+        # Lightning rejects callbacks of a kind that is disabled.
+        "enable_progress_bar": any(is_lightning(c, "callbacks.ProgressBar") for c in callbacks),
         "enable_model_summary": spec.verbose > 1,
         "num_sanity_val_steps": 0,
         "use_distributed_sampler": False,

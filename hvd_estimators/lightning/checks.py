@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,13 @@ from hvd_estimators.torch.trial_copies import copied
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
 
-__all__ = ["check_shards_of_module", "check_step", "row_shapes"]
+__all__ = [
+    "check_shards_of_module",
+    "check_step",
+    "row_shapes",
+    "takes_tuple",
+    "unpacking_hint",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +91,12 @@ def check_shards_of_module(
         )
 
 
-def check_step(module: LightningModule, batch: Mapping[str, Any]) -> bool | None:
+def check_step(
+    module: LightningModule,
+    batch: Mapping[str, Any],
+    feature_cols: Sequence[str] = (),
+    label_cols: Sequence[str] = (),
+) -> bool | None:
     """Run a training step on a few rows, on a copy, where it can run without a Trainer.
 
     Returns
@@ -111,19 +122,61 @@ def check_step(module: LightningModule, batch: Mapping[str, Any]) -> bool | None
         with torch.enable_grad():
             module.training_step(*[given, 0][: max(len(taken), 1)])
 
+    watched = WatchedBatch(batch)
     try:
         with torch_traceless():
-            step(trial, batch)
+            step(trial, watched)
     except Exception as error:
-        if any(word in str(error) for word in ("Trainer", "trainer")) or leave_to_ranks(error):
+        if any(word in str(error) for word in ("Trainer", "trainer")):
+            return None
+        failed = (
+            f"The module's training_step failed on a batch of {_describe(batch)} with "
+            f"{type(error).__name__}: {error}."
+        )
+        if takes_tuple(error) or (watched.is_taken_as_tuple and not leave_to_ranks(error)):
+            raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
+        if leave_to_ranks(error):
             return None
         raise ShapeError(
-            f"The module's training_step failed on a batch of {_describe(batch)} with "
-            f"{type(error).__name__}: {error}. Set feature_cols and label_cols to the columns that "
+            f"{failed} Set feature_cols and label_cols to the columns that "
             "it reads, or column_dtypes (such as {'label': 'int64'}) where it expects other dtypes."
         ) from error
     one = {name: value[:1] for name, value in batch.items()}
     return takes_one_row(module, lambda module: step(module, one))
+
+
+class WatchedBatch(dict[str, Any]):
+    """A batch that notes whether it is unpacked, as ``x, y = batch`` does."""
+
+    is_taken_as_tuple = False
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_taken_as_tuple = True
+        return super().__iter__()
+
+
+def takes_tuple(error: BaseException) -> bool:
+    """Return whether an error looks like that of ``x, y = batch`` or ``batch[0]`` for a dict."""
+    if isinstance(error, KeyError):
+        return bool(error.args) and isinstance(error.args[0], int)
+    signs = ("not str", "'str' object", "to unpack")
+    return isinstance(error, (TypeError, ValueError, AttributeError)) and any(
+        sign in str(error) for sign in signs
+    )
+
+
+def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
+    """Return what to write instead of ``x, y = batch``."""
+    features, labels = (
+        ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
+    )
+    x = f"({features})" if len(feature_cols) > 1 else features
+    y = f"({labels})" if len(label_cols) > 1 else labels
+    line = f"x, y = {x}, {y}" if labels else f"x = {x}"
+    return (
+        "The batch is a dict of column name to tensor, and no tuple. Instead of 'x, y = batch' "
+        f"write: {line}"
+    )
 
 
 def row_shapes(

@@ -15,8 +15,13 @@ from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import named
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_records
-from hvd_estimators.lightning.checks import check_shards_of_module, check_step, row_shapes
-from hvd_estimators.lightning.loaders import with_dtypes
+from hvd_estimators.lightning.checks import (
+    check_shards_of_module,
+    check_step,
+    row_shapes,
+    unpacking_hint,
+)
+from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
 from hvd_estimators.lightning.predictor import forward_inputs
@@ -88,7 +93,15 @@ class LightningEstimator(LightningParams):
         get = self.getOrDefault
         module, dtypes = get("model"), get("column_dtypes")
         batch = {name: torch.from_numpy(array.copy()) for name, array in columns.items()}
-        one_row = check_step(module, with_dtypes(batch, dtypes))
+        try:
+            batch = dict(BatchForm(dtypes, self._batch_shapes()).apply(batch))
+        except RuntimeError as error:
+            raise ShapeError(
+                f"input_shapes, label_shapes: the columns cannot be reshaped to "
+                f"{self._batch_shapes()} ({error}). Set shapes of as many elements as the columns "
+                "have."
+            ) from error
+        one_row = check_step(module, batch, get("feature_cols"), get("label_cols"))
         features = get("feature_cols")
         if not set(features) <= set(columns):
             return Trial(None, one_row)  # a transformation made other fields of them
@@ -156,7 +169,12 @@ class LightningEstimator(LightningParams):
             flavor=flavor,
             module=module_file(self._lightning_module(flavor)),
             objects=cloudpickle.dumps(objects),
-            dtypes=get("column_dtypes") if self._is_lightning else {},
+            form=(
+                BatchForm(get("column_dtypes"), self._batch_shapes())
+                if self._is_lightning
+                else BatchForm({})
+            ),
+            batch_hint=unpacking_hint(get("feature_cols"), get("label_cols")),
             log_every_n_steps=get("log_every_n_steps"),
             users_data=UsersDataOptions(
                 num_reader_epochs=get("loader_num_epochs"),

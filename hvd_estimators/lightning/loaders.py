@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
-__all__ = ["Share", "TrainLoader", "ValidationLoader", "make_loaders", "with_dtypes"]
+__all__ = ["BatchForm", "Share", "TrainLoader", "ValidationLoader", "make_loaders"]
 
 TensorBatch = Mapping[str, torch.Tensor]
 
@@ -47,22 +47,41 @@ class Share:
         return self.rows == 0
 
 
-def with_dtypes(batch: TensorBatch, dtypes: Mapping[str, str]) -> TensorBatch:
-    """Return a batch with columns in the dtypes given, and all others as they are stored."""
-    if not dtypes:
-        return batch
-    return {
-        name: tensor.to(getattr(torch, dtypes[name])) if name in dtypes else tensor
-        for name, tensor in batch.items()
-    }
+@dataclass(frozen=True)
+class BatchForm:
+    """How the columns of a batch become the tensors that a LightningModule gets.
+
+    Attributes
+    ----------
+    dtypes : mapping
+        Column name to the name of a torch dtype, where it is not the stored one.
+    shapes : mapping
+        Column name to a shape, of which the first dimension stands for the rows.
+    """
+
+    dtypes: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def apply(self, batch: TensorBatch) -> TensorBatch:
+        """Return a batch in this form."""
+        if not self.dtypes and not self.shapes:
+            return batch
+        return {name: self._tensor(name, tensor) for name, tensor in batch.items()}
+
+    def _tensor(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in self.dtypes:
+            tensor = tensor.to(getattr(torch, self.dtypes[name]))
+        if name in self.shapes:
+            tensor = tensor.reshape(len(tensor), *self.shapes[name][1:])
+        return tensor
 
 
 class _Loader:
     """A loader that tells what the batch it gave last counts for."""
 
-    def __init__(self, dtypes: Mapping[str, str], steps: int) -> None:
+    def __init__(self, form: BatchForm, steps: int) -> None:
         self.share = Share(0)
-        self._dtypes = dtypes
+        self._form = form
         self._steps = steps
         self._stand_in: TensorBatch | None = None
 
@@ -92,7 +111,7 @@ class _Loader:
         else:
             raise RuntimeError("A data module gave this rank no rows at all.")
         self.share = Share(rows, factor)
-        return with_dtypes(batch, self._dtypes)
+        return self._form.apply(batch)
 
 
 Window = Sequence[tuple[TensorBatch, float]]
@@ -105,8 +124,8 @@ class TrainLoader(_Loader):
     ----------
     batches : WeightedBatches
         The rank's batches, weighted for steps of one backward pass.
-    dtypes : mapping
-        Column name to torch dtype, where it is not the stored one.
+    form : BatchForm
+        The tensors that the module gets.
     steps : int
         Batches of an epoch, of all shards that the rank plays.
     passes_per_step : callable
@@ -122,14 +141,14 @@ class TrainLoader(_Loader):
     def __init__(
         self,
         batches: WeightedBatches,
-        dtypes: Mapping[str, str],
+        form: BatchForm,
         steps: int,
         passes_per_step: Callable[[], int],
         shards: ShardStates,
         same: bool = False,
         done: int = 0,
     ) -> None:
-        super().__init__(dtypes, steps)
+        super().__init__(form, steps)
         self._done = done
         self._position = 0 if same else done
         self._kept: list[Window] | None = [] if same else None
@@ -184,8 +203,8 @@ class ValidationLoader(_Loader):
     ----------
     data : DataModule
         Gives the batches.
-    dtypes : mapping
-        Column name to torch dtype, where it is not the stored one.
+    form : BatchForm
+        The tensors that the module gets.
     steps : int
         Batches of a pass.
     device : torch.device or str
@@ -195,11 +214,11 @@ class ValidationLoader(_Loader):
     def __init__(
         self,
         data: DataModule,
-        dtypes: Mapping[str, str],
+        form: BatchForm,
         steps: int,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(dtypes, steps)
+        super().__init__(form, steps)
         self._data = data
         self._device = device
 
@@ -223,7 +242,7 @@ class ValidationLoader(_Loader):
 def make_loaders(
     module: DataModule,
     data: DataSpec,
-    dtypes: Mapping[str, str],
+    form: BatchForm,
     shards: ShardStates,
     size: int,
     passes_per_step: Callable[[], int],
@@ -239,7 +258,7 @@ def make_loaders(
         Begins behind the batches that are done; with ``same``, with the first epoch.
     data : DataSpec
         What the ranks are told about data.
-    dtypes, shards, passes_per_step, same
+    form, shards, passes_per_step, same
         See `TrainLoader`.
     size : int
         The number of ranks.
@@ -254,7 +273,7 @@ def make_loaders(
     turns = data.passes_per_batch
     train = TrainLoader(
         WeightedBatches(batches, sizes, size, 1, sum_over_ranks),
-        dtypes,
+        form,
         data.train_steps_per_epoch * turns,
         passes_per_step,
         shards,
@@ -264,7 +283,7 @@ def make_loaders(
     if data.val_plan is None:
         return train, None
     steps = data.validation_steps_per_epoch * turns
-    validation = ValidationLoader(module, dtypes, steps, device)
+    validation = ValidationLoader(module, form, steps, device)
     of_ranks = [played_shards(data.num_shards, rank, size) for rank in range(size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
         validation.lend_rows()

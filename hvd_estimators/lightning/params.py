@@ -115,7 +115,8 @@ class LightningParams(TorchEstimator):
             )
         flavor = self._flavor()
         check_objects(get("logger"), get("profiler"))
-        check_trainer_args(adapted_trainer_args(get("trainer_args"), flavor), flavor)
+        arguments = adapted_trainer_args(get("trainer_args"), flavor)
+        check_trainer_args(arguments, flavor, get("callbacks"))
         if self._is_lightning:
             check_modes(get("model"))
             check_module(get("model"), flavor)
@@ -159,6 +160,7 @@ class LightningParams(TorchEstimator):
                     f"{name}: a LightningModule brings its own. Leave {name} out, or give a plain "
                     "torch.nn.Module."
                 )
+        self._batch_shapes()
         if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
             raise ParamError(
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "
@@ -181,6 +183,27 @@ class LightningParams(TorchEstimator):
             return transformation
         # What a LightningModule takes from a batch is its own affair.
         return replace(transformation, all_needed=False)
+
+    def _batch_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a LightningModule's columns, as input_shapes and label_shapes say.
+
+        Raises
+        ------
+        ParamError
+            If there are not as many as columns.
+        """
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, columns in (("input_shapes", "feature_cols"), ("label_shapes", "label_cols")):
+            given, named = self.getOrDefault(name), self.getOrDefault(columns)
+            if given is None:
+                continue
+            if len(given) != len(named):
+                raise ParamError(
+                    f"{name}: expected one shape per column of {columns}, {len(named)}, found "
+                    f"{len(given)}."
+                )
+            shapes.update(zip(named, map(tuple, given), strict=True))
+        return shapes
 
     def _lightning_module(self, flavor: Flavor) -> LightningModule:
         """Return the module that trains: the user's, or an adapter around it."""

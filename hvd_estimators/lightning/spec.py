@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_estimators.lightning.flavor import Flavor
+from hvd_estimators.lightning.loaders import BatchForm
 from hvd_estimators.lightning.users_data import UsersDataOptions
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.training.spec import TrainSpec
@@ -51,8 +52,10 @@ class LightningTrainSpec(TrainSpec):
         The LightningModule, see `module_file`.
     objects : bytes
         A pickled `TrainerObjects`.
-    dtypes : mapping
-        Column name to the name of a torch dtype, where it is not the stored one.
+    form : BatchForm
+        The tensors that a LightningModule gets.
+    batch_hint : str
+        What to write in a step that takes the batch for a tuple.
     log_every_n_steps : int
         Steps between two entries of the loggers.
     users_data : UsersDataOptions
@@ -62,6 +65,7 @@ class LightningTrainSpec(TrainSpec):
     flavor: Flavor
     module: LocalFile
     objects: bytes
-    dtypes: Mapping[str, str]
+    form: BatchForm
+    batch_hint: str
     log_every_n_steps: int
     users_data: UsersDataOptions

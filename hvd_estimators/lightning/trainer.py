@@ -133,7 +133,7 @@ class _Trainer:
             loaders = make_loaders(
                 stack.enter_context(module),
                 spec.data,
-                spec.dtypes,
+                spec.form,
                 self.shards,
                 self.size,
                 self._passes_per_step,
@@ -150,6 +150,7 @@ class _Trainer:
             scale_learning_rate=spec.scale_learning_rate,
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
+            batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
         )
         callbacks = [*self.objects.callbacks]
         if has_epoch_ends(self.module):

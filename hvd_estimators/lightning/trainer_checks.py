@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
@@ -46,6 +46,11 @@ _GONE = {
 
 # What the Trainer can be tried with anywhere: plain values that do not ask for a device.
 _PLAIN = (bool, int, float, str, type(None))
+_KINDS = {
+    "enable_progress_bar": "callbacks.ProgressBar",
+    "enable_checkpointing": "callbacks.Checkpoint",
+}
+"""Arguments that disable kinds of callbacks."""
 _OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
 
 
@@ -89,7 +94,9 @@ def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, 
     return adapted
 
 
-def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
+def check_trainer_args(
+    arguments: Mapping[str, Any], flavor: Flavor, callbacks: Sequence[Any] = ()
+) -> None:
     """Make sure that the Trainer takes its arguments, those that are plain values, and callbacks.
 
     Raises
@@ -98,11 +105,18 @@ def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
         If it does not.
     """
     given = arguments.get("callbacks") or []
-    for callback in given if isinstance(given, (list, tuple)) else [given]:
+    for callback in _as_list(given):
         if isinstance(callback, type) or not is_lightning(callback, "Callback"):
             raise ParamError(
                 "trainer_args: callbacks: expected instances of Lightning's Callback, found "
                 f"{callback!r}."
+            )
+    for name, kind in _KINDS.items():
+        found = [c for c in [*callbacks, *_as_list(given)] if is_lightning(c, kind)]
+        if arguments.get(name) is False and found:
+            raise ParamError(
+                f"trainer_args: {name}=False, and callbacks has a {type(found[0]).__name__}. Leave "
+                "one of them out."
             )
     plain = {
         name: value
@@ -134,6 +148,10 @@ def check_trainer_args(arguments: Mapping[str, Any], flavor: Flavor) -> None:
             ) from error
 
 
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
 def check_objects(loggers: Any, profiler: Any) -> None:
     """Make sure that loggers and a profiler are such.
 
@@ -142,7 +160,7 @@ def check_objects(loggers: Any, profiler: Any) -> None:
     ParamError
         If they are not.
     """
-    for entry in loggers if isinstance(loggers, (list, tuple)) else [loggers]:
+    for entry in _as_list(loggers):
         is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
         if not (entry is None or isinstance(entry, bool) or is_one):
             raise ParamError(

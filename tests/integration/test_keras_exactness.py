@@ -15,7 +15,8 @@ from keras_reference import (
     make_net,
     train_alone,
 )
-from reference import global_batches, write_rows
+from reference import WIDTH, global_batches, write_rows
+from sklearn.metrics import f1_score, precision_score
 
 pytestmark = pytest.mark.integration
 
@@ -188,3 +189,65 @@ def test_the_users_model_and_optimizer_are_left_alone_and_go_on_from_their_state
     assert_same_weights(model, net)
     assert type(model.optimizer) is keras.optimizers.SGD
     assert int(model.optimizer.iterations) == 2
+
+
+def classifier_metrics() -> list[keras.metrics.Metric]:
+    return [
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.F1Score(average="macro", threshold=0.5, name="f1"),
+        keras.metrics.Precision(name="precision"),
+        "accuracy",
+    ]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_metrics_with_states_are_those_of_one_process_and_of_scikit_learn(
+    store: Any, is_compiled: bool
+) -> None:
+    def make() -> keras.Model:
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [keras.Input((WIDTH,)), keras.layers.Dense(1, activation="sigmoid")]
+        )
+
+    columns = {}
+    for path, rows, stage in (
+        (store.get_train_data_path(), 41, ""),
+        (store.get_val_data_path(), 17, "val_"),
+    ):
+        written = write_rows(Path(path), rows, seed=rows)
+        columns[stage] = written["features"], (written["label"] > 0.5).astype(np.float32)
+
+    def binary(row_batch: Any) -> Any:
+        return {**row_batch, "label": (row_batch["label"] > 0.5).astype(np.float32)}
+
+    model, settings = make(), {"optimizer": keras.optimizers.SGD(0.0), "loss": "mse"}
+    given: dict[str, Any] = {**settings, "metrics": classifier_metrics()}
+    if is_compiled:
+        model.compile(**given)
+        given = dict.fromkeys(given)
+    history = (
+        make_estimator(
+            store,
+            2,
+            model=model,
+            **given,
+            transformation_batch_fn=binary,
+            validation=0.3,
+            batch_size=8,
+            val_batch_size=8,
+            epochs=1,
+        )
+        .fit_on_parquet()
+        .getHistory()
+    )
+    alone = make()
+    alone.compile(**settings, metrics=classifier_metrics())
+    for stage, (features, label) in columns.items():
+        expected = alone.evaluate(features, label[:, None], verbose=0, return_dict=True)
+        guess = alone.predict(features, verbose=0)[:, 0] > 0.5
+        for name, value in expected.items():
+            assert history[f"{stage}{name}"] == [pytest.approx(value, rel=1e-5)], (stage, name)
+        assert history[f"{stage}f1"] == [pytest.approx(f1_score(label, guess), rel=1e-5)]
+        precision = pytest.approx(precision_score(label, guess), rel=1e-5)
+        assert history[f"{stage}precision"] == [precision]

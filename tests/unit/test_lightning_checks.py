@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning import LightningModule
+from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.trials import Trial, try_batches
 from hvd_estimators.lightning.checks import check_step, row_shapes
 from hvd_estimators.lightning.flavor import default_flavor, is_lightning
-from hvd_estimators.lightning.loaders import TrainLoader
-from hvd_estimators.lightning.trainer_checks import adapted_trainer_args
+from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
+from hvd_estimators.lightning.trainer_checks import adapted_trainer_args, check_trainer_args
 from hvd_estimators.training.shards import ShardStates
 
 
@@ -80,6 +81,45 @@ def test_batch_normalization_tells_whether_one_row_can_train() -> None:
     assert check_step(Normalizing(), {"x": torch.zeros(3, 2)}) is False
 
 
+@pytest.mark.parametrize(
+    ("take", "batch"),
+    [
+        (lambda batch: torch.nn.functional.mse_loss(*_unpacked(batch)), {"x": 2, "y": 1}),
+        (lambda batch: _unpacked(batch), {"x": 2, "y": 1, "w": 1}),
+        (lambda batch: batch[0].mean(), {"x": 2, "y": 1}),
+    ],
+)
+def test_a_step_that_takes_the_batch_for_a_tuple_is_told_the_line_to_write(
+    take: Any, batch: dict[str, int]
+) -> None:
+    class Unpacks(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return take(batch)
+
+    columns = {name: torch.zeros(3, width) for name, width in batch.items()}
+    with pytest.raises(ShapeError) as raised:
+        check_step(Unpacks(), columns, ["x", "w"], ["y"])
+    assert "The batch is a dict of column name to tensor" in str(raised.value)
+    assert str(raised.value).endswith('x, y = (batch["x"], batch["w"]), batch["y"]')
+
+
+def _unpacked(batch: Any) -> Any:
+    x, y = batch
+    return x, y
+
+
+def test_kinds_of_callbacks_that_are_disabled_are_rejected() -> None:
+    flavor = default_flavor()
+    check_trainer_args({}, flavor, [RichProgressBar(), ModelCheckpoint()])
+    for name, callback in (
+        ("enable_progress_bar", RichProgressBar()),
+        ("enable_checkpointing", ModelCheckpoint()),
+    ):
+        for arguments, callbacks in (({}, [callback]), ({"callbacks": [callback]}, [])):
+            with pytest.raises(ParamError, match=f"{name}=False, and callbacks has a "):
+                check_trainer_args({name: False, **arguments}, flavor, callbacks)
+
+
 def test_what_a_trainer_or_a_hook_provides_is_no_error() -> None:
     class NeedsTrainer(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -133,7 +173,11 @@ class Batches:
 
 def test_a_rank_without_rows_goes_along_with_some_that_count_for_nothing() -> None:
     batches: Any = Batches()
-    loader = TrainLoader(batches, {"x": "float64"}, 3, lambda: 2, ShardStates(1, 0, 1))
+    loader = TrainLoader(
+        batches, BatchForm({"x": "float64"}, {"x": (-1, 1)}), 3, lambda: 2, ShardStates(1, 0, 1)
+    )
     taken = [(len(batch["x"]), loader.share.rows, loader.share.factor) for batch in loader]
     assert taken == [(4, 4, 0.8), (1, 1, 0.2), (1, 0, 0.0)]
-    assert all(batch["x"].dtype == torch.float64 for batch in loader)
+    batches = list(loader)
+    assert all(batch["x"].dtype == torch.float64 for batch in batches)
+    assert [batch["x"].shape for batch in batches] == [(4, 1), (1, 1), (1, 1)]
