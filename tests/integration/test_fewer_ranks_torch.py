@@ -9,6 +9,7 @@ import pytest
 import torch
 from fewer_ranks import FourShards, fits_of_the_same_steps, note
 from reference import WIDTH, RecordingBackend, write_rows
+from torchmetrics import MeanAbsoluteError, PearsonCorrCoef, SpearmanCorrCoef
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import TorchEstimator
@@ -60,6 +61,8 @@ def fit(
         "model": net,
         "optimizer": torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9),
         "loss": squared_error,
+        # States that are added up, kept in lists, and combined.
+        "metrics": [MeanAbsoluteError(), SpearmanCorrCoef(), PearsonCorrCoef()],
         "feature_cols": ["features", "id"],
         "label_cols": ["label"],
         "validation": 0.5,
@@ -81,6 +84,9 @@ def assert_same(model: Any, expected: Any, told: str) -> None:
     for epoch, same_epoch in zip(expected.getHistory(), model.getHistory(), strict=True):
         for stage in ("train", "validation"):
             assert same_epoch[stage]["loss"] == pytest.approx(epoch[stage]["loss"], rel=1e-6), told
+            pairs = zip(same_epoch[stage]["all_metrics"], epoch[stage]["all_metrics"], strict=True)
+            for found, wanted in pairs:
+                assert found == pytest.approx(wanted, rel=1e-4, nan_ok=True), told
 
 
 def test_fewer_ranks_train_the_same(store: Any, tmp_path: Path) -> None:

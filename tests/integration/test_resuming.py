@@ -17,6 +17,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.plugins import MixedPrecision
 from reference import fit, write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
+from torchmetrics import SpearmanCorrCoef
 
 from hvd_estimators.training.state import read_state
 
@@ -94,6 +95,7 @@ def torch_run(store: Any, backend: Any, run_id: str, epochs: int = 3, **params: 
         "optimizer": torch.optim.AdamW(net.parameters(), lr=0.01, amsgrad=True),
         "backend": backend,
         "callbacks": [Plateaus(), Stepping()],
+        "metrics": [torch.nn.functional.l1_loss, SpearmanCorrCoef()],
         "shuffle": True,
         "scale_learning_rate": True,
         # Seven steps; the ranks' last batches differ.
