@@ -173,7 +173,7 @@ METRICS = {
 
 
 def evaluation(output: torch.Tensor, label: torch.Tensor) -> Evaluation:
-    return Evaluation(torch.zeros(()), [output], [label])
+    return Evaluation(torch.zeros(()), [output], [label], len(label))
 
 
 @pytest.mark.parametrize("name", METRICS)
