@@ -210,7 +210,7 @@ class HorovodEstimator(EstimatorHooks):
             with ending_by_sigterm(), self._record(spec, found) as record, tidied:
                 with (
                     handover.naming_what_is_kept(trained=False),
-                    show_progress(spec) as shown,
+                    show_progress(spec, max(found.checkpoints, default=None)) as shown,
                 ):
                     restarts = self._restarts(spec, held, record, found)
                     handler = restarts.reached.handler(record.handler(shown))

@@ -19,6 +19,7 @@ from hvd_estimators.launch.events.stream import (
     RankOutput,
     RankProgress,
 )
+from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["show_progress"]
@@ -30,7 +31,7 @@ _shown: set[object] = set()
 
 
 @contextlib.contextmanager
-def show_progress(spec: TrainSpec) -> Iterator[Handler]:
+def show_progress(spec: TrainSpec, newest: Position | None = None) -> Iterator[Handler]:
     """Show what ranks report until the block ends. Runs on the driver.
 
     In a notebook the fit is a live bar, on a terminal each epoch is one; elsewhere each epoch is a
@@ -42,6 +43,8 @@ def show_progress(spec: TrainSpec) -> Iterator[Handler]:
     spec : TrainSpec
         The training job; ``verbose`` 0 shows nothing but messages of ranks, and the lines that
         they print if the backend is to show them.
+    newest : Position, optional
+        The checkpoint that the run resumes from. A line names it.
 
     Yields
     ------
@@ -51,6 +54,8 @@ def show_progress(spec: TrainSpec) -> Iterator[Handler]:
     if spec.verbose <= 0:
         yield print_event
         return
+    if newest is not None:
+        _write_line(_resuming(spec, newest))
     with contextlib.closing(_display(spec)) as shown:
 
         def handle(event: Event) -> None:
@@ -184,11 +189,24 @@ class _Lines(_Display):
     def show(self, event: RankProgress) -> None:
         if not event.done:
             return
-        line = f"{self._title(event.epoch, event.epochs)}: {_describe(event)}"
-        if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
-            logger.info(line)
-        else:
-            print(line, file=sys.stderr, flush=True)
+        _write_line(f"{self._title(event.epoch, event.epochs)}: {_describe(event)}")
+
+
+def _write_line(line: str) -> None:
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
+        logger.info(line)
+    else:
+        _write(f"{line}\n", sys.stderr)
+
+
+def _resuming(spec: TrainSpec, newest: Position) -> str:
+    """Return the line that says where a run resumes."""
+    name = spec.run.run_id
+    if newest.epoch >= spec.epochs:
+        return f"Run {name!r} is complete; returning its model."
+    steps = spec.data.batches_before(newest.epoch, newest.rows)
+    within = f", after step {steps:,}" if newest.rows else ""
+    return f"Resuming run {name!r} at epoch {newest.epoch + 1} of {spec.epochs}{within}."
 
 
 def _describe(event: RankProgress) -> str:

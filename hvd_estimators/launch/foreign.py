@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
@@ -27,7 +28,8 @@ def as_backend(given: Any) -> Backend:
         A `Backend`, or an object with ``run(fn, args, kwargs, env)``, which returns the ranks'
         results in the order of the ranks, and ``num_processes()``. Such a one may call the
         function in this process. It may also have a ``Backend``'s other methods. Its ranks report
-        to ``driver_host()``, 127.0.0.1 by default, as variables in ``env`` tell them.
+        to ``driver_host()``, 127.0.0.1 by default. The address and the secret for that are
+        arguments of the function, because Horovod's own runner logs the environment.
 
     Raises
     ------
@@ -44,6 +46,32 @@ def as_backend(given: Any) -> Backend:
     if isinstance(given, Backend) and "on_event" in inspect.signature(given.run).parameters:
         return given
     return _Foreign(given)
+
+
+def _call_reporting(
+    events: Mapping[str, str],
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Call a function that can send events to the driver. Runs on the rank."""
+    with _environment(events):
+        return fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for the duration of the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class _Foreign(Backend):
@@ -89,7 +117,10 @@ class _Foreign(Backend):
             if on_event is not None:
                 events = stack.enter_context(receive_events(on_event, self.driver_host()))
             results = self._given.run(
-                fn, args=args, kwargs=dict(kwargs or {}), env={**events, **(env or {})}
+                _call_reporting,
+                args=(events, fn, tuple(args), dict(kwargs or {})),
+                kwargs={},
+                env=dict(env or {}),
             )
         if not isinstance(results, Sequence) or len(results) != self.num_processes():
             found = f"{len(results)} results" if isinstance(results, Sequence) else repr(results)

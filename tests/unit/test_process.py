@@ -1,5 +1,6 @@
 """One rank's process, seen from its parent."""
 
+import argparse
 import os
 import pickle
 import signal
@@ -15,6 +16,7 @@ from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
 from hvd_estimators.launch.rank.first_rank import of_first_rank
+from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
@@ -53,14 +55,29 @@ def test_a_call_which_may_hold_secrets_is_in_no_file():
     def look(secret):
         # The parent writes it when this process runs already.
         until = time.monotonic() + 60
-        while not Path(sys.argv[1], "rank.pid").exists() and time.monotonic() < until:
+        folder = Path(os.environ[DIRECTORY_VARIABLE])
+        while not Path(folder, "rank.pid").exists() and time.monotonic() < until:
             time.sleep(0.01)
-        files = {path.name: path.read_text() for path in Path(sys.argv[1]).iterdir()}
+        files = {path.name: path.read_text() for path in folder.iterdir()}
         return secret, sorted(files), "mark" in str(files), sys.stdin.read()
 
     call = run(look, "mark")
 
     assert pickle.loads(call.result) == ("mark", ["owner.json", "rank.pid"], False, "")
+
+
+def test_a_main_function_that_parses_arguments_finds_those_of_the_driver(monkeypatch):
+    def main():
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--lr", type=float, default=0.1)
+        return parser.parse_args().lr
+
+    monkeypatch.setattr(sys, "argv", ["train.py", "--lr", "0.5"])
+    assert pickle.loads(run(main).result) == 0.5
+
+    # A notebook's kernel has arguments of its own, and no file.
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    assert pickle.loads(run(main).result) == 0.1
 
 
 def test_results_may_be_of_classes_that_only_the_main_program_knows():

@@ -14,6 +14,7 @@ from tqdm.auto import tqdm
 
 from hvd_estimators.fitting.progress import show_progress
 from hvd_estimators.launch.events.stream import RankMessage, RankOutput, RankProgress
+from hvd_estimators.store.checkpoint_names import Position
 
 
 class Terminal(io.StringIO):
@@ -44,7 +45,9 @@ def spec(run_id: str = "mine", verbose: int = 1, epochs: int = 3) -> Any:
         verbose=verbose,
         epochs=epochs,
         run=types.SimpleNamespace(run_id=run_id),
-        data=types.SimpleNamespace(train_steps_per_epoch=4),
+        data=types.SimpleNamespace(
+            train_steps_per_epoch=4, batches_before=lambda epoch, rows: rows // 25
+        ),
     )
 
 
@@ -139,3 +142,21 @@ def test_who_is_silent_hears_messages_and_lines_alone(place: str) -> None:
 
         assert shown() == "[1] hello\n"
         assert sys.stdout.getvalue() == "message\n"  # type: ignore[attr-defined]
+
+
+@PLACES
+def test_a_line_names_where_a_run_resumes(place: str) -> None:
+    expected = {
+        Position(2): "Resuming run 'mine' at epoch 3 of 3.",
+        Position(1, 50): "Resuming run 'mine' at epoch 2 of 3, after step 2.",
+        Position(3): "Run 'mine' is complete; returning its model.",
+    }
+    for newest, line in expected.items():
+        with showing_in(place):
+            with show_progress(spec(), newest):
+                pass
+            assert line in shown().splitlines()
+    with showing_in(place):
+        with show_progress(spec(verbose=0), Position(2)):
+            pass
+        assert not shown()

@@ -50,13 +50,15 @@ _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.E
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """Pickle a call for a rank; functions and classes of ``__main__`` go by value.
 
+    The driver's command line goes with it: a ``main()`` that parses arguments finds them on ranks.
+
     Raises
     ------
     ParamError
         If it cannot be pickled.
     """
     try:
-        return cloudpickle.dumps((*first_imports(), fn, tuple(args), dict(kwargs)))
+        return cloudpickle.dumps((*first_imports(), _argv(), fn, tuple(args), dict(kwargs)))
     except Exception as error:
         # What we wrap around it is not what a user knows.
         is_ours = str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
@@ -66,6 +68,12 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
             f"{name} and its arguments are sent to the ranks with cloudpickle, which fails: "
             f"{type(error).__name__}: {error}. Make what cannot be sent within the function."
         ) from error
+
+
+def _argv() -> list[str]:
+    """Return a script's ``sys.argv``; in a notebook or shell, the name alone."""
+    is_script = hasattr(sys.modules.get("__main__"), "__file__")
+    return sys.argv[: None if is_script else 1]
 
 
 class RankProcess:

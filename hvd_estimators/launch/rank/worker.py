@@ -45,7 +45,7 @@ def main(directory: str) -> int:
         with open(0, "rb", closefd=False) as file:
             call = file.read()
         empty_stdin()
-        *_, fn, args, kwargs = cloudpickle.loads(call)
+        *_, sys.argv, fn, args, kwargs = cloudpickle.loads(call)
         del call
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
