@@ -10,7 +10,13 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError, StoreError
+from hvd_estimators.exceptions import (
+    ColumnError,
+    ParamError,
+    ShapeError,
+    StoreError,
+    WorkerFailedError,
+)
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
 from hvd_estimators.fitting.launching import Launch, warming_up
@@ -144,7 +150,11 @@ class HorovodEstimator(EstimatorHooks):
                 self._check_spec(common, tried)
                 return self._make_spec(common, tried)
 
-            return self._run(backend, spec_for, tried, held, found)
+            try:
+                return self._run(backend, spec_for, tried, held, found)
+            except WorkerFailedError as error:
+                # Its message holds the rank's traceback. The driver's frames would bury it.
+                raise error.with_traceback(None) from None
 
     def _check_weights(self, manifest: DatasetManifest) -> None:
         """Make sure that weights of rows are a number each, where no transformation makes them."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +14,13 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.launch.gpu import gpu_hint
+from hvd_estimators.launch.rank.error_report import ErrorReport
 from hvd_estimators.launch.rank.stalls import stalled_ranks
 from hvd_estimators.unpickling import loads
 
 __all__ = ["ABORTED", "NOT_STARTED", "RankOutcome", "results_in_order"]
+
+logger = logging.getLogger(__name__)
 
 ABORTED = "aborted"
 """Error type of a rank that was ended, or not started, because of another one."""
@@ -55,6 +59,8 @@ class RankOutcome:
         Rank and host of the one that could not be reached, where the error type is ``"lost"``.
     timeline : (str, bytes or int), optional
         The file of Horovod's timeline and its content, or its size where it has too much.
+    report : ErrorReport, optional
+        The exception that left the function, if one did.
     """
 
     rank: int
@@ -66,6 +72,7 @@ class RankOutcome:
     ended_at: float = 0.0
     lost: tuple[int, str] | None = None
     timeline: tuple[str, bytes | int] | None = None
+    report: ErrorReport | None = None
 
     @property
     def failed(self) -> bool:
@@ -112,20 +119,40 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         )
     if first.error_type not in _CAUSES or first.error_type == "aborted":
         _raise_if_stalled(outcomes, first)
-    others = [str(o.rank) for o in failed if o is not first and o.error_type != ABORTED]
-    also = f" (ranks {', '.join(others)} failed after it)" if others else ""
-    # A rank prints its traceback too, as the last thing it does.
-    output = first.output_tail.removesuffix(first.error).rstrip()
+    lines = [f"Rank {first.rank} on {first.host} failed: {_headline(first)}"]
+    lines += [f"{_ranks(ranks)} {how}." for how, ranks in _others(failed, first) if ranks]
+    if first.report is not None:
+        logger.info("The traceback of rank %d:\n%s", first.rank, first.report.full_traceback)
+        lines.append(first.report.traceback.rstrip())
+    lines.append(gpu_hint(first.error).strip())
+    if first.output_tail.strip():
+        lines += ["The end of its output:", first.output_tail.rstrip()]
     raise WorkerFailedError(
-        f"Rank {first.rank} on {first.host} failed{also}:\n{first.error.rstrip()}"
-        f"{gpu_hint(first.error)}\n"
-        f"The end of its output:\n{output or '(none)'}",
+        "\n".join(line for line in lines if line),
         rank=first.rank,
         host=first.host,
         output_tail=first.output_tail,
         cause=_CAUSES.get(first.error_type, "raised"),
         error_type="" if first.error_type in _CAUSES else first.error_type,
     )
+
+
+def _headline(outcome: RankOutcome) -> str:
+    return outcome.error.rstrip() if outcome.report is None else outcome.report.headline
+
+
+def _others(failed: Sequence[RankOutcome], first: RankOutcome) -> Iterator[tuple[str, list[int]]]:
+    """Yield how other ranks failed, and which of them; equal errors are named once."""
+    others = [o for o in failed if o is not first and o.error_type != ABORTED]
+    alike = [o.rank for o in others if _headline(o) == _headline(first)]
+    yield "failed in the same way", alike
+    yield "failed after it", [o.rank for o in others if o.rank not in alike]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(str(rank) for rank in sorted(ranks)[:10])
+    more = f" and {len(ranks) - 10} more" if len(ranks) > 10 else ""
+    return f"{'Rank' if len(ranks) == 1 else 'Ranks'} {names}{more}"
 
 
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -206,10 +207,11 @@ class RankProcess:
         if not path.exists():
             how = "killed" if _signal_of(status) else "exit"
             return self._failure(how, f"The process {_describe_exit(status)}.", ended_at)
-        kind, *values = pickle.loads(path.read_bytes())
+        kind, value = pickle.loads(path.read_bytes())
         if kind == "error":
-            return self._failure(values[0], values[1], path.stat().st_mtime)
-        return RankOutcome(self.rank, self.host, values[0], ended_at=ended_at)
+            failure = self._failure(value.error_type, value.full_traceback, path.stat().st_mtime)
+            return replace(failure, report=value)
+        return RankOutcome(self.rank, self.host, value, ended_at=ended_at)
 
     def _start(self, lifeline: int, call: IO[bytes]) -> None:
         takers = {"output": self._on_lines}

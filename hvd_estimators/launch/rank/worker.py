@@ -9,20 +9,18 @@ neither PySpark nor a framework.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
 import os
 import pickle
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import cloudpickle
 
+from hvd_estimators.launch.rank.error_report import ErrorReport, report_error
 from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
-from hvd_estimators.launch.rank.output import shortened
 
 __all__ = ["OUTCOME_FILE", "main"]
 
@@ -33,14 +31,14 @@ def main(directory: str) -> int:
     """Run the call that standard input holds, and write its outcome to a directory.
 
     The outcome is a pickled tuple: ``("result", bytes)`` with the cloudpickled return value, or
-    ``("error", type name, traceback)``.
+    ``("error", ErrorReport)``. The driver shows the error; this process prints none of it.
 
     Returns
     -------
     int
         The exit status: 0, or 1 if the function raised.
     """
-    outcome: tuple[str, ...] | tuple[str, bytes]
+    outcome: tuple[str, bytes | ErrorReport]
     try:
         with open(0, "rb", closefd=False) as file:
             call = file.read()
@@ -49,11 +47,7 @@ def main(directory: str) -> int:
         del call
         outcome = ("result", cloudpickle.dumps(fn(*args, **kwargs)))
     except BaseException as error:
-        # A message may hold a whole batch, or model.
-        text = shortened(traceback.format_exc())
-        with contextlib.suppress(Exception):
-            sys.stderr.write(text)
-        outcome = ("error", type(error).__name__, text)
+        outcome = ("error", report_error(error))
     partial = Path(directory) / f"{OUTCOME_FILE}.partial"
     partial.write_bytes(pickle.dumps(outcome))
     os.replace(partial, Path(directory) / OUTCOME_FILE)

@@ -228,4 +228,5 @@ def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Lin
         ) as process,
     ):
         (outcome,) = supervise([process], link.failure)
+        output.log_error(outcome)
     return outcome

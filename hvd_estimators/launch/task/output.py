@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import Self
 
 from hvd_estimators.launch.events.stream import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.relay import Allowance, Relay, lines_left_out
 
 if TYPE_CHECKING:
@@ -54,6 +55,11 @@ class TaskOutput:
         self.on_error_lines = self._taker("stderr") if self._job.apart else None
         """Takes lines of standard error; None where they are among the others."""
         return self
+
+    def log_error(self, outcome: RankOutcome) -> None:
+        """Write the whole traceback of a rank's exception into the log of a remote executor."""
+        if outcome.report is not None and not self._job.one_machine:
+            self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
     def __exit__(
         self,

@@ -1,0 +1,112 @@
+"""A rank's exception, as its user reads it."""
+
+from __future__ import annotations
+
+import pickle
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pyspark.sql.types as spark_types
+import pytest
+
+import hvd_estimators.launch.rank.error_report as error_report
+from hvd_estimators.exceptions import WorkerFailedError
+from hvd_estimators.launch.rank.error_report import ErrorReport, fold_frames, report_error
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+
+
+def caught(function: Any, *args: Any) -> Exception:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def users_loss(value: float) -> None:
+    raise ValueError(f"odd label {value}\nsecond line")
+
+
+def through_spark() -> None:
+    class Bad(spark_types.DataType):
+        @classmethod
+        def typeName(cls) -> str:
+            return str(users_loss(0.5))
+
+    spark_types.DataType.simpleString(Bad())
+
+
+def test_the_headline_names_the_users_line() -> None:
+    report = report_error(caught(users_loss, 1.5))
+
+    line = users_loss.__code__.co_firstlineno + 1
+    assert report.headline == f"ValueError: odd label 1.5 ({__file__}:{line}, in users_loss)"
+    assert report.error_type == "ValueError"
+    assert report.full_traceback.endswith("ValueError: odd label 1.5\nsecond line\n")
+    assert pickle.loads(pickle.dumps(report)) == report
+
+
+def test_frames_of_this_package_and_spark_are_folded_and_counted() -> None:
+    error = caught(through_spark)
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    spark = [path for path in frames if "pyspark" in path.parts]
+    assert spark, "the test must pass through PySpark"
+    report = report_error(error)
+
+    assert "pyspark" not in report.traceback
+    assert "pyspark" in report.full_traceback
+    assert f"[frames of hvd_estimators or PySpark: {len(spark)}]" in report.traceback
+    assert "in users_loss\n" in report.traceback
+    assert "in through_spark\n" in report.traceback
+
+
+def test_both_exceptions_of_a_chain_stay() -> None:
+    def chained() -> None:
+        try:
+            users_loss(2.5)
+        except ValueError as error:
+            raise RuntimeError("the step failed") from error
+
+    report = report_error(caught(chained))
+    assert report.headline.startswith("RuntimeError: the step failed (")
+    assert "odd label 2.5" in report.traceback
+    assert "direct cause" in report.traceback
+
+
+def test_an_error_without_a_users_frame_has_no_place(monkeypatch: Any) -> None:
+    monkeypatch.setattr(error_report, "_OWN", str(Path(__file__).parents[2]))
+    assert report_error(caught(users_loss, 1.5)).headline == "ValueError: odd label 1.5"
+    assert fold_frames("no traceback\n") == "no traceback\n"
+
+
+def failure(rank: int, report: ErrorReport | None, error: str = "", **more: Any) -> RankOutcome:
+    error_type = report.error_type if report else "killed"
+    return RankOutcome(rank, "here", None, error_type, error, report=report, **more)
+
+
+def test_equal_errors_of_ranks_are_named_once() -> None:
+    report = report_error(caught(users_loss, 1.5))
+    other = report_error(caught(users_loss, 2.5))
+    outcomes = [
+        failure(0, report, ended_at=2.0),
+        failure(1, report, ended_at=1.0, output_tail="epoch 1\n"),
+        failure(2, other, ended_at=3.0),
+        failure(3, report, ended_at=3.0),
+    ]
+
+    with pytest.raises(WorkerFailedError) as raised:
+        results_in_order(outcomes)
+
+    lines = str(raised.value).splitlines()
+    assert lines[0] == f"Rank 1 on here failed: {report.headline}"
+    assert lines[1:3] == ["Ranks 0, 3 failed in the same way.", "Rank 2 failed after it."]
+    assert lines[-2:] == ["The end of its output:", "epoch 1"]
+    assert str(raised.value).count("in users_loss\n") == 1
+    assert raised.value.error_type == "ValueError"
+
+
+def test_a_process_that_ended_is_described_in_the_first_line() -> None:
+    with pytest.raises(WorkerFailedError) as raised:
+        results_in_order([failure(0, None, "The process was killed by SIGKILL.")])
+    assert str(raised.value) == "Rank 0 on here failed: The process was killed by SIGKILL."
