@@ -103,9 +103,9 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
         raise DependencyError(f"Rank {first.rank} on {first.host} {first.error}")
     if first.error_type == UnreachableError.__name__:
         raise UnreachableError(first.error)
-    if first.error_type == GpuError.__name__ and not first.output_tail:
+    if first.error_type == GpuError.__name__ and first.report is None:
         raise GpuError(first.error)
-    if first.error_type == DependencyError.__name__ and not first.output_tail:
+    if first.error_type == DependencyError.__name__ and first.report is None:
         raise DependencyError(first.error)
     if first.lost is not None:
         rank, host = first.lost

@@ -109,7 +109,7 @@ def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
 def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
     """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
     outcome = _run_rank(BarrierTaskContext.get(), job)
-    document = pickle.dumps(asdict(_within(outcome, job.max_bytes)))
+    document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
     starts = range(0, len(document), _CHUNK_BYTES)
     for chunk, start in enumerate(starts):
         yield pa.RecordBatch.from_pydict(
