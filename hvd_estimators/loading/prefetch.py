@@ -69,8 +69,12 @@ class Prefetch(Generic[T]):
                     break
         except BaseException as error:
             self._error = error
-        finally:
+        try:
             close = getattr(self._source, "close", None)
             if close is not None:
                 close()
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            # The consumer waits for this, whatever happened before.
             self._items.put(_END)

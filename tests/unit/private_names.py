@@ -214,7 +214,8 @@ TABLE = (
     Private("petastorm.workers_pool.thread_pool.WorkerThread", "_ventilator_queue", "the same"),
     Private(
         "petastorm.workers_pool.process_pool.ProcessPool",
-        "_workers _results_receiver_poller _ventilated_items _ventilator_send",
-        "an error where a worker process has died",
+        "_workers _results_receiver_poller _ventilated_items _ventilator_send "
+        "_wait_for_workers_to_start _results_receiver _context",
+        "an error where a worker process has died, or does not start",
     ),
 )

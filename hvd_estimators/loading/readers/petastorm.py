@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+import pickle
 import tempfile
 import threading
 import warnings
@@ -13,6 +14,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from types import TracebackType
 from typing import Any
 
+import cloudpickle
 import pyarrow as pa
 from pyarrow import parquet
 
@@ -25,11 +27,13 @@ with warnings.catch_warnings():
     from petastorm.local_disk_cache import LocalDiskCache
     from petastorm.reader import Reader
     from petastorm.workers_pool import EmptyResultError
+    from petastorm.workers_pool.thread_pool import WorkerTerminationRequested
     from petastorm.workers_pool.ventilator import Ventilator
 
+from hvd_estimators.exceptions import ReaderError
 from hvd_estimators.loading.readers.files import RangeFiles
 from hvd_estimators.loading.readers.mixing import Bundle, in_turns
-from hvd_estimators.loading.readers.petastorm_pools import make_pool
+from hvd_estimators.loading.readers.petastorm_pools import Failure, make_pool
 from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.readers.ranges import Slices, range_tables
 from hvd_estimators.parquet.columns import Columns, table_to_columns
@@ -116,13 +120,14 @@ class PetastormDataModule(PlannedDataModule):
         """Return what workers are told; it is drawn from some items ahead."""
         # A worker with threads looks ahead for itself, and what is on disk need not be fetched.
         announced = self.reader_pool_type == "thread" and not threads and not self._cached_parts
+        shared = _pickled(files) if self.reader_pool_type == "process" else files
         for sequence, bundles in enumerate(work):
             ranges = [slices for bundle in bundles for slices in bundle]
             if announced:
                 for slices in ranges:
                     files.announce(slices)
             yield {
-                "files": files,
+                "files": shared,
                 # Processes come and go. This one reads each footer once, and tells them.
                 "tails": files.tails(ranges) if self.reader_pool_type == "process" else {},
                 "bundles": bundles,
@@ -177,6 +182,26 @@ def _in_sequence(
             wanted = following
 
 
+def _pickled(files: RangeFiles) -> bytes:
+    """Serialize the open files' store and columns, once for all ranges.
+
+    Petastorm itself uses plain pickle, which takes neither lambdas nor classes of a script.
+
+    Raises
+    ------
+    ReaderError
+        If the store cannot be serialized.
+    """
+    try:
+        return cloudpickle.dumps(files)
+    except Exception as error:
+        raise ReaderError(
+            "reader_pool_type: 'process' sends the store to worker processes with cloudpickle, "
+            f"which fails: {type(error).__name__}: {error}. Set reader_pool_type='thread', or "
+            "let the store open what cannot be pickled when it is needed."
+        ) from error
+
+
 def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
     sequence, part = table.schema.metadata[key].split()
     return int(sequence), int(part)
@@ -219,7 +244,10 @@ class _RangeVentilator(Ventilator):
         self._ventilated = 0
         self._processed = 0
         self._all_ventilated = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="hvd_estimators row ranges", daemon=True
+        )
 
     def start(self) -> None:
         self._thread.start()
@@ -232,8 +260,13 @@ class _RangeVentilator(Ventilator):
         self._room.release()
 
     def completed(self) -> bool:
-        # Pools that are out of work ask this, and stop reading if it is so. They may have asked
-        # before they got the last range: it has to be processed as well.
+        """Return whether all ranges were read; raise what ended the thread.
+
+        Pools that are out of work ask this, and stop reading if it is so. They may have asked
+        before they got the last range, which must be processed as well.
+        """
+        if self._error is not None:
+            raise self._error
         return self._all_ventilated and self._processed == self._ventilated
 
     def stop(self) -> None:
@@ -242,6 +275,12 @@ class _RangeVentilator(Ventilator):
         self._thread.join()
 
     def _run(self) -> None:
+        try:
+            self._hand_out()
+        except BaseException as error:
+            self._error = error
+
+    def _hand_out(self) -> None:
         upcoming = next(self._items, None)
         self._all_ventilated = upcoming is None
         while (item := upcoming) is not None:
@@ -266,16 +305,26 @@ class _RangeWorker(ArrowReaderWorker):
     def new_results_queue_reader() -> _TableQueueReader:
         return _TableQueueReader()
 
-    def process(
+    def process(self, **item: Any) -> None:
+        try:
+            self._process(**item)
+        except WorkerTerminationRequested:
+            raise
+        except BaseException as error:
+            # Petastorm loses the traceback, takes `queue.Empty` for a lack of work, and waits
+            # forever for a thread that raises anything but an `Exception`.
+            self.publish_func(Failure(error))
+
+    def _process(
         self,
-        files: RangeFiles,
+        files: RangeFiles | bytes,
         tails: Mapping[str, bytes],
         bundles: Sequence[Bundle],
         threads: int,
         sequence: int,
     ) -> None:
-        # That of the first item, since in another process each item comes with one of its own.
-        self._files = self._files or files
+        if self._files is None:
+            self._files = pickle.loads(files) if isinstance(files, bytes) else files
         self._files.footers.add(tails)
         upcoming = iter(bundles)
         if threads and isinstance(self._local_cache, NullCache):
@@ -334,6 +383,9 @@ class _TableQueueReader:
 
     def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> pa.Table:
         try:
-            return workers_pool.get_results()
+            found = workers_pool.get_results()
         except EmptyResultError:
             raise StopIteration from None
+        if isinstance(found, Failure):
+            raise found.as_error()
+        return found

@@ -1,13 +1,19 @@
 """What is left behind when reading stops early or fails."""
 
+import itertools
+import pickle
+import queue
 import threading
+import traceback
 
 import pyarrow as pa
 import pytest
 from numbered_rows import Dataset, module, take
 from pyarrow import parquet
 
-from hvd_estimators.exceptions import StoreError
+from hvd_estimators.exceptions import ReaderError, StoreError
+from hvd_estimators.loading.prefetch import Prefetch
+from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -76,3 +82,105 @@ def test_a_row_group_that_became_shorter_since_the_plan_raises(tmp_path):
 
     with pytest.raises(StoreError, match=r"part-001\.parquet' does not hold the planned rows"):
         take(dataset, 5)
+
+
+def failing_store(folder, error, after):
+    """Return a store of a class that no process can import; opening files fails after a while."""
+
+    class TwoArguments(Exception):
+        """Has other arguments than those that it was made with, as botocore's errors have."""
+
+        def __init__(self, code, message):
+            super().__init__(f"{code}: {message}")
+
+    class OwnStore(LocalStore):
+        opened = 0
+
+        def local_path(self, path):
+            OwnStore.opened += 1
+            if OwnStore.opened > after:
+                raise TwoArguments(403, error) if error == "forbidden" else error
+            return super().local_path(path)
+
+    return OwnStore(str(folder))
+
+
+ERRORS = [OSError("no such host"), queue.Empty(), StopIteration(), SystemExit(3), "forbidden"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "error"),
+    [
+        *itertools.product(["thread", "dummy"], ERRORS),
+        ("process", SystemExit(3)),
+        ("process", "forbidden"),
+    ],
+    ids=repr,
+)
+def test_whatever_a_worker_raises_ends_reading_with_its_traceback(dataset, pool, error):
+    store = failing_store(dataset.folder, error, after=2)
+
+    with pytest.raises((Exception, SystemExit)) as raised:
+        take(dataset, 50, reader_pool_type=pool, store=store)
+
+    told = "".join(traceback.format_exception(raised.value))
+    assert "in local_path" in told
+    assert (type(error).__name__ if error != "forbidden" else "TwoArguments: 403") in told
+    assert str(error) in told
+
+
+@pytest.mark.parametrize("pool", ["thread", "process", "dummy"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_whatever_ends_the_thread_that_plans_the_reading_ends_reading(
+    dataset, monkeypatch, pool, after
+):
+    with module(dataset, reader_pool_type=pool) as data:
+        planned = data._train_passes
+
+        def plan_badly(first_pass):
+            yield from itertools.islice(planned(first_pass), after)
+            raise SystemExit("the plan failed")
+
+        monkeypatch.setattr(data, "_train_passes", plan_badly)
+        with pytest.raises(SystemExit, match="the plan failed") as raised:
+            for _ in data.train_data():
+                pass
+
+    assert "in plan_badly" in "".join(traceback.format_exception(raised.value))
+
+
+def test_a_source_that_fails_while_it_is_closed_ends_reading():
+    class Source:
+        def __next__(self):
+            raise StopIteration
+
+        def __iter__(self):
+            return self
+
+        def close(self):
+            raise OSError("the connection is lost")
+
+    with pytest.raises(OSError, match="connection is lost"):
+        next(Prefetch(Source(), 1, "rows"))
+
+
+def test_processes_read_through_a_store_that_plain_pickle_does_not_take(dataset):
+    store = failing_store(dataset.folder, None, after=10**6)
+    store.get_train_data_path = lambda index=None: store.folder
+
+    with pytest.raises((pickle.PicklingError, AttributeError)):
+        pickle.dumps(store)
+    expected = take(dataset, 20)
+    assert take(dataset, 20, reader_pool_type="process", store=store) == expected
+
+
+def test_a_store_that_nothing_can_send_to_processes_is_an_error(dataset, reader):
+    """Only Petastorm starts processes."""
+    store = LocalStore(str(dataset.folder))
+    store.connection = threading.Lock()
+
+    if reader == "arrow":
+        assert take(dataset, 2, reader_pool_type="process", store=store) == take(dataset, 2)
+        return
+    with pytest.raises(ReaderError, match="reader_pool_type: 'process' sends the store"):
+        take(dataset, 2, reader_pool_type="process", store=store)
