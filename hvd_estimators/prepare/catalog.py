@@ -142,10 +142,9 @@ def manifest_path(store: Store, index: str) -> str:
 
 
 def split_path(store: Store, index: str) -> str:
-    """Return where the rows of a dataset with validation lie, each side in a folder.
+    """Return where Spark writes a dataset with validation, each side in a folder.
 
-    Not in that of the manifest: who reads that folder as if it held the rows to train on, as it
-    does without validation, is not to get those to validate on with them.
+    The folders are then moved to the paths that the store reports for the two sides.
     """
     return store.get_train_data_path(index) + _SPLIT
 
@@ -169,11 +168,19 @@ def hold_paths(store: Store, index: str) -> list[str]:
 
 def dataset_paths(store: Store, index: str) -> tuple[str, ...]:
     """Return all paths of a dataset: the manifest's folder first, the owner's file last."""
-    return (
-        store.get_train_data_path(index),
-        split_path(store, index),
-        owner_path(store, index),
-    )
+    train, val = store.get_train_data_path(index), store.get_val_data_path(index)
+    if val == store.get_val_data_path() and not _validates_in(store, index, val):
+        # The store reports one path for all datasets, and the files there are not this one's.
+        return train, split_path(store, index), owner_path(store, index)
+    return train, val, split_path(store, index), owner_path(store, index)
+
+
+def _validates_in(store: Store, index: str, path: str) -> bool:
+    try:
+        manifest = load_manifest(store, index)
+    except StoreError:
+        return False
+    return manifest.validation is not None and manifest.validation.path == path
 
 
 def _numbered(store: Store, path: str) -> Iterator[str]:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from hvd_estimators.exceptions import StoreError
 from hvd_estimators.owners import Owner
 from hvd_estimators.prepare.catalog import (
     dataset_paths,
@@ -21,6 +22,7 @@ from hvd_estimators.prepare.catalog import (
     manifest_path,
     new_hold_path,
     owner_path,
+    split_path,
     stored_indices,
 )
 from hvd_estimators.prepare.lineage import SourcePlan
@@ -87,6 +89,7 @@ class Registry:
                 entry = self._find(source, options)
                 if entry is None:
                     index = uuid.uuid4().hex[:12]
+                    self._make_way(store, index)
                     heartbeat = Heartbeat(store, owner_path(store, index))
                     entry = Entry(store, index, source, options, weakref.ref(loan), heartbeat)
                     loan.entry = entry
@@ -206,6 +209,29 @@ class Registry:
         alike = (e for e in self._entries if e.options == options and e.source is not None)
         return next((e for e in alike if e.source and e.source.same_as(source)), None)
 
+    def _make_way(self, store: Store, index: str) -> None:
+        """Make sure that nothing lies where a dataset is about to be written.
+
+        Stores report other paths for each index, unless the user's own report one path for all.
+        """
+        path = store.get_train_data_path(index)
+        if path != store.get_train_data_path():
+            return
+        for entry in list(self._entries):
+            if entry.store.get_train_data_path(entry.index) == path and not (
+                self._in_use(entry.index) or _is_held(store, entry.index, StoreClock(store))
+            ):
+                self._remove(entry)
+        store.delete(split_path(store, index))
+        for taken in (path, store.get_val_data_path(index)):
+            if store.exists(taken):
+                raise StoreError(
+                    f"store: there are files in {taken!r}, where the rows are to be written. The "
+                    "store's get_train_data_path and get_val_data_path return one path for all "
+                    "datasets. Delete or move these files, train on them with fit_on_parquet(), or "
+                    "let the store return other paths for each index."
+                )
+
     def _drop_abandoned(self, waiting: threading.Thread | None = None) -> None:
         """Forget and delete what nobody is writing any more; a waiting thread is not writing."""
         for entry in [entry for entry in self._entries if not entry.written]:
@@ -273,8 +299,8 @@ def _delete(store: Store, index: str) -> bool:
 def _delete_files(store: Store, index: str) -> None:
     # The manifest first: who is interrupted leaves nothing that looks whole. The owner's file last,
     # so that what is left is recognised.
-    paths = [manifest_path(store, index), *hold_paths(store, index), *dataset_paths(store, index)]
-    for path in paths:
+    of_dataset = dataset_paths(store, index)
+    for path in (manifest_path(store, index), *hold_paths(store, index), *of_dataset):
         store.delete(path)
 
 

@@ -92,9 +92,9 @@ def write_dataset(
 ) -> DatasetManifest:
     """Write a DataFrame's columns, and the manifest last, which names the files.
 
-    The sides of a split stay in the folders in which Spark's one job puts them: a row is on one
-    side, also where a task that is run again would decide otherwise, and no folder is renamed,
-    which on an object store would be a copy.
+    One job of Spark's writes both sides of a split, so that a row is on one side, even if a task
+    that is run again would decide otherwise. Each side is then moved to the path that the store
+    reports for it.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def write_dataset(
         observed = _told(observation)
     else:
         path, split = split_path(store, index), _own_name(_SPLIT, columns)
-        train_path, val_path = f"{path}/{split}=false", f"{path}/{split}=true"
+        sides = f"{path}/{split}=false", f"{path}/{split}=true"
         with several_open_files(df.sparkSession, _SIDES):
             writer.partitionBy(split).parquet(spark_url(df.sparkSession, store, path))
         observed = _told(observation)
@@ -148,14 +148,15 @@ def write_dataset(
                 f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
                 "true or false, or a number, in every row."
             )
-        if _has_rows(observed) and not (store.exists(train_path) or store.exists(val_path)):
+        if _has_rows(observed) and not any(map(store.exists, sides)):
             raise _not_found(path)
-        for side, purpose in ((train_path, "to train on"), (val_path, "to validate on")):
+        for side, purpose in zip(sides, ("to train on", "to validate on"), strict=True):
             if not store.exists(side):
                 raise DataError(
                     f"validation: there are no rows {purpose}. Choose a fraction or a column that "
                     "leaves rows on both sides."
                 )
+        train_path, val_path = _moved(store, index, sides)
     specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
     if validation is None and _has_rows(observed) and not store.exists(train_path):
         raise _not_found(train_path)
@@ -168,6 +169,15 @@ def write_dataset(
     manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
     store.write_text(manifest_path(store, index), manifest.to_json())
     return manifest
+
+
+def _moved(store: Store, index: str, sides: tuple[str, str]) -> tuple[str, str]:
+    """Move both sides of a split to the paths that the store reports, and return these."""
+    targets = store.get_train_data_path(index), store.get_val_data_path(index)
+    for side, target in zip(sides, targets, strict=True):
+        store.move_folder(side, target)
+    store.delete(split_path(store, index))
+    return targets
 
 
 def _frame(

@@ -269,6 +269,34 @@ class Files(ABC):
 
         self._retried(remove, f"deleting {path!r}")
 
+    def move_folder(self, source: str, target: str) -> None:
+        """Move a folder to a path where nothing is yet.
+
+        One rename where the storage renames folders. Object stores copy the files, several at the
+        same time, so that others may see a part of them for a while.
+
+        Raises
+        ------
+        StoreError
+            If a file cannot be moved.
+        """
+        fs = self.fs
+        renames = type(fs).mv is not fsspec.AbstractFileSystem.mv
+        files = [] if renames else self.find(source)
+
+        def move() -> None:
+            self._forget_listings(source)
+            if not renames:
+                copies = [target + file.removeprefix(source) for file in files]
+                fs.copy(files, copies)
+            elif self._info(source) is not None:  # an earlier try may have moved it
+                fs.makedirs(posixpath.dirname(self._path_in_fs(target)), exist_ok=True)
+                fs.mv(source, target, recursive=True)
+
+        self._retried(move, f"moving {source!r} to {target!r}")
+        if not renames:
+            self.delete(source)
+
     def delete_empty(self, path: str) -> None:
         """Delete a directory if there is nothing in it."""
         info = self._info(path)

@@ -101,15 +101,14 @@ class StorePaths(Files):
         return posixpath.dirname(self._train_path)
 
     def get_train_data_path(self, idx: str | None = None) -> str:
-        """Return where the training part of a dataset lies.
+        """Return the folder of the Parquet files to train on.
 
-        With ``idx`` that is a prepared dataset's manifest, and its rows if it has no validation
-        part; `list_prepared_data` tells the folders of both parts.
+        With ``idx``, of the dataset that `prepare_data` yielded; its manifest lies there, too.
         """
         return _numbered("train_path", self._train_path, idx)
 
     def get_val_data_path(self, idx: str | None = None) -> str:
-        """Return where the validation part of a dataset lies that `prepare_data` did not write."""
+        """Return the folder of the Parquet files to validate on; with ``idx``, of that dataset."""
         return _numbered("val_path", self._val_path, idx)
 
     def get_test_data_path(self, idx: str | None = None) -> str:

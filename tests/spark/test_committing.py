@@ -9,11 +9,13 @@ from hvd_estimators import Store, clear_prepared_data, prepare_data
 pytestmark = [pytest.mark.spark, pytest.mark.timeout(180)]
 
 
-@pytest.mark.parametrize(("shuffled", "copies"), [(True, 1), (False, 2)])
-def test_a_file_is_copied_once_where_a_task_that_runs_again_writes_the_same(
+@pytest.mark.parametrize(("shuffled", "copies"), [(True, 2), (False, 3)])
+def test_a_file_is_copied_once_less_where_a_task_that_runs_again_writes_the_same(
     spark, s3a, shuffled, copies
 ):
-    """Renaming is copying there: by tasks, and by the driver unless it is told otherwise."""
+    """Renaming is copying there: by tasks, by Spark's driver unless it is told otherwise, and
+    to the paths that the store reports.
+    """
     store = Store.create(f"{s3a.url}/{shuffled}", storage_options=s3a.storage_options)
     option = "mapreduce.fileoutputcommitter.algorithm.version"
     before = len(s3a.requests())
@@ -27,8 +29,13 @@ def test_a_file_is_copied_once_where_a_task_that_runs_again_writes_the_same(
         written = collections.Counter(
             path.rpartition("/")[2] for path in puts if path.endswith(".parquet")
         )
-        stored = s3a.objects(f"{store.get_train_data_path(index)}.split")
+        stored = [
+            path
+            for side in (store.get_train_data_path(index), store.get_val_data_path(index))
+            for path in s3a.objects(side)
+        ]
         files = [path for path in stored if path.endswith(".parquet")]
+        assert not s3a.objects(f"{store.get_train_data_path(index)}.split")
     clear_prepared_data(store)
     # Both sides of a task have one name. A file is uploaded, and then copied.
     assert sum(written.values()) == len(files) * (1 + copies)

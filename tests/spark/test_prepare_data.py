@@ -219,28 +219,75 @@ def test_rows_that_are_not_the_same_twice_are_on_one_side_only(
             assert val["noise"].max() < 0.3 <= train["noise"].min()
 
 
-def test_both_sides_lie_where_one_job_wrote_them_and_the_manifest_names_them(
-    spark: Any, store: Any, monkeypatch: Any
-) -> None:
-    monkeypatch.setattr(type(store.fs), "mv", None)
+def test_both_sides_lie_at_the_paths_that_the_store_reports(spark: Any, store: Any) -> None:
     frame, option = numbers(spark), "spark.sql.maxConcurrentOutputFileWriters"
     with prepare_data(1, store, frame, ["id"], ["x"], validation="held_out") as index:
         assert spark.conf.get(option, None) in (None, "0")
+        paths = [store.get_train_data_path(index), store.get_val_data_path(index)]
         (dataset,) = [dataset for dataset in list_prepared_data(store) if dataset.index == index]
-        sides = [
-            spark.read.parquet(store.spark_url(path)).toPandas()
-            for path in (dataset.train_path, dataset.validation_path)
-        ]
-        # Who takes this folder for the training rows finds none, rather than those of both sides.
-        assert store.names(store.get_train_data_path(index)) == ["_manifest.json"]
-    for side, held_out in zip(sides, (False, True), strict=True):
-        assert list(side.columns) == ["x", "id"]
-        ids = [i for i in range(200) if (i % 5 == 0) == held_out]
-        assert sorted(side["id"]) == ids
-        assert sorted(side["id"]) != list(side["id"])
-        assert (side["x"] == side["id"] * 2.0).all()
+        assert [dataset.train_path, dataset.validation_path] == paths
+        by_spark = [spark.read.parquet(store.spark_url(path)).toPandas() for path in paths]
+        by_arrow = [parquet.read_table(path).to_pandas() for path in paths]
+        assert not any("split" in name for name in store.names(store.prefix_path))
+    for sides in (by_spark, by_arrow):
+        for side, held_out in zip(sides, (False, True), strict=True):
+            assert list(side.columns) == ["x", "id"]
+            ids = [i for i in range(200) if (i % 5 == 0) == held_out]
+            assert sorted(side["id"]) == ids
+            assert sorted(side["id"]) != list(side["id"])
+            assert (side["x"] == side["id"] * 2.0).all()
     clear_training_cache()
     assert store.names(store.prefix_path) == []
+
+
+def test_a_move_that_fails_leaves_nothing(spark: Any, store: Any, monkeypatch: Any) -> None:
+    moved: list[str] = []
+    move = type(store).move_folder
+
+    def fail(self: Any, source: str, target: str) -> None:
+        if moved:
+            raise StoreError("the disk is full")
+        moved.append(target)
+        move(self, source, target)
+
+    monkeypatch.setattr(type(store), "move_folder", fail)
+    with (
+        pytest.raises(StoreError, match="disk is full"),
+        prepare_data(1, store, numbers(spark), ["id"], ["x"], validation="held_out"),
+    ):
+        pass
+    assert store.names(store.prefix_path) == []
+
+
+def test_a_store_with_one_path_for_all_datasets(spark: Any, store: Any) -> None:
+    """As programs have it that replace these methods by lambdas."""
+    train_path, val_path = store.get_train_data_path(), store.get_val_data_path()
+    store.get_train_data_path = lambda index=None: train_path
+    store.get_val_data_path = lambda index=None: val_path
+    frame = numbers(spark)
+    for validation, rows in ((None, (200, None)), ("held_out", (160, 40)), (None, (200, None))):
+        with prepare_data(1, store, frame, ["id"], ["x"], validation=validation):
+            assert parquet.read_table(train_path).num_rows == rows[0]
+            assert store.exists(val_path) == (validation is not None)
+            if validation is not None:
+                assert parquet.read_table(val_path).num_rows == rows[1]
+                with (
+                    pytest.raises(StoreError, match=r"files in .*/intermediate_train_data'"),
+                    prepare_data(1, store, frame, ["id"], ["x"]),
+                ):
+                    pass
+                assert parquet.read_table(train_path).num_rows == rows[0]
+    clear_training_cache()
+    assert store.names(store.prefix_path) == []
+    # Files of others stay, at the path that this dataset does not use, too.
+    for path in (val_path, train_path):
+        frame.select("id").write.parquet(store.spark_url(path))
+        with (
+            pytest.raises(StoreError, match="there are files in"),
+            prepare_data(1, store, frame, ["id"], ["x"]),
+        ):
+            pass
+        assert parquet.read_table(path).num_rows == 200
 
 
 @pytest.mark.parametrize("shuffled", [False, True])

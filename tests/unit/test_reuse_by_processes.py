@@ -101,10 +101,10 @@ def test_what_a_killed_writer_left_is_not_listed_and_is_cleared(store):
     assert process.stdout.readline() == "writing\n"
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=60)
-    assert len(folders(store)) == len(dataset_paths(store, "")) == 3
+    assert len(folders(store)) == len(dataset_paths(store, "0123456789ab")) == 4
     assert list_prepared_data(store) == []
     (left,) = clear_prepared_data(store)
-    assert (left.rows, left.columns, left.num_bytes) == (0, (), 2 * len("half"))
+    assert (left.rows, left.columns, left.num_bytes) == (0, (), 3 * len("half"))
     assert folders(store) == []
 
 
