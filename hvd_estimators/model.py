@@ -19,17 +19,18 @@ from pyspark.sql import functions as F
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow, vector_parts
 from hvd_estimators.inference.batch_bytes import spread
-from hvd_estimators.inference.casts import bounds_of, cast_output
 from hvd_estimators.inference.documents import Document
+from hvd_estimators.inference.failures import naming_transformation
 from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
 from hvd_estimators.inference.opaque import as_rows, with_opaque
 from hvd_estimators.inference.output_columns import output_columns
+from hvd_estimators.inference.output_types import OutputType, output_types
 from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
-from hvd_estimators.inference.sql import active_session, checked_name, parsed_type, sql_form
+from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
 from hvd_estimators.inference.steps import Inference, is_scalar
 from hvd_estimators.inference.udf import make_udf
-from hvd_estimators.params import declare, names
+from hvd_estimators.params import declare, names, type_names
 from hvd_estimators.params.classification import ClassificationParams
 from hvd_estimators.params.history import HistoryParams
 from hvd_estimators.params.inference import InferenceParams
@@ -70,7 +71,8 @@ class HorovodModel(
     output_shapes = declare("Shape of one row of each output; () for a number.")
     output_types = declare(
         "Spark type of each output column, as DDL strings, where it is not to be a double (a "
-        "number), an ML vector (one dimension) or nested arrays of doubles."
+        "number), an ML vector (one dimension) or nested arrays of doubles.",
+        convert=type_names,
     )
     _metadata = declare("The columns that were trained on, see `column_metadata`: name to a dict.")
 
@@ -150,29 +152,36 @@ class HorovodModel(
         ------
         ParamError
             If no session is active, the name is one of Spark's own functions, the shapes of the
-            outputs are not known, or ``output_types`` are not of numbers.
+            outputs are not known, or ``output_types`` do not fit them.
         """
         session = active_session()
         if name is not None:
             checked_name(session, name)
         inference = self._inference(None)
-        added = self._types_of_added()
-        shapes = [*inference.fields.values()]
+        kinds = self._output_types(inference)
+        types = {
+            name: spark_type(kind, shape)
+            for (name, kind), shape in zip(kinds.items(), inference.fields.values(), strict=True)
+        }
         is_text = self._takes_text()
         text = [n for n in inference.columns if is_text or n in self._text_features()]
-        form = sql_form(session, shapes, [*added], [*added.values()], text)
         udf = make_udf(
             *self._make_predictor(),
             inference,
             functools.partial(self._shared.send, session.range(0)),
-            form=form,
-            bounds=[bounds_of(*named) for named in form.types.items()],
+            form=SqlForm(tuple(text), types),
+            kinds=[*kinds.values()],
+            columns=[*kinds],
         )
         return udf if name is None else session.udf.register(name, udf)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         """Add the output columns. Lazy: nothing runs before the result is used."""
         require_frame("dataset", dataset)
+        with naming_transformation(self.getOrDefault):
+            return self._transformed(dataset)
+
+    def _transformed(self, dataset: DataFrame) -> DataFrame:
         features = self.getOrDefault("feature_columns")
         require_columns(dataset, "feature_columns", features or [])
         outputs = self.getOutputCols()
@@ -186,6 +195,7 @@ class HorovodModel(
                     "already. Drop that, or set other names with setOutputCols."
                 )
         inference = self._inference(dataset)
+        wanted = self._output_types(inference)
         if self.getOrDefault("handleInvalid") == "skip":
             dataset = without_nulls(dataset, inference.columns)
         document, load = self._make_predictor()
@@ -198,17 +208,12 @@ class HorovodModel(
         given = self._given_columns(dataset, inference)
         if spread_out is not None:
             given.append(spread_out.is_row)
-        session = dataset.sparkSession
-        wanted = {
-            name: None if ddl is None else parsed_type(session, ddl)
-            for name, ddl in self._types_of_added().items()
-        }
         fields = inference.fields
         by_field = zip(fields.items(), wanted.values(), strict=True)
         vectors = {
             field: VectorUDT()
-            for (field, shape), data_type in by_field
-            if takes_arrow() and data_type is None and _is_vector(shape)
+            for (field, shape), kind in by_field
+            if takes_arrow() and kind is None and _is_vector(shape)
         }
         predicted = make_udf(
             document,
@@ -217,7 +222,8 @@ class HorovodModel(
             functools.partial(self._shared.send, dataset),
             has_empty_rows=spread_out is not None,
             vectors=vectors,
-            bounds=[bounds_of(*named) for named in wanted.items()],
+            kinds=[*wanted.values()],
+            columns=[*wanted],
         )(*given)
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run in a filter on a prediction, and once more.
@@ -227,20 +233,18 @@ class HorovodModel(
             else spread_out.without_empty_rows(predicted, made)
         )
         columns = {}
-        for (field, shape), (name, data_type) in zip(fields.items(), wanted.items(), strict=True):
+        for (field, shape), (name, kind) in zip(fields.items(), wanted.items(), strict=True):
             column = F.col(made)[field] if len(fields) > 1 else F.col(made)
-            if data_type is not None:
-                columns[name] = cast_output(column, data_type)
-            else:
-                columns[name] = column if field in vectors else _as_default(column, shape)
+            is_made = kind is not None or field in vectors
+            columns[name] = column if is_made else _as_default(column, shape)
         return with_made.withColumns(columns).drop(made)
 
-    def _types_of_added(self) -> dict[str, str | None]:
-        """Return the names of what is added to their types; None for the default one."""
+    def _output_types(self, inference: Inference) -> dict[str, OutputType | None]:
+        """Return the names of the columns that are added to their types; None for the default."""
         outputs = self.getOutputCols()
-        types = self.getOrDefault("output_types") or [None] * len(outputs)
+        kinds = output_types(self.getOrDefault("output_types"), outputs, inference.shapes)
         of_classes = dict.fromkeys(self._class_columns().values())
-        return {**dict(zip(outputs, types, strict=True)), **of_classes}
+        return {**dict(zip(outputs, kinds, strict=True)), **of_classes}
 
     def _given_columns(self, dataset: DataFrame, inference: Inference) -> list[Column]:
         """Return what the UDF is called with: its columns, and where there are nulls in some."""

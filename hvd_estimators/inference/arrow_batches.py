@@ -5,7 +5,6 @@ Imports no PySpark: what predicts without Spark uses it, too.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,15 +12,16 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.inference.arguments import DENSE, VECTOR, check_count, is_no_number
-from hvd_estimators.inference.steps import Inference, has_nulls, is_ragged, is_scalar
+from hvd_estimators.inference.output_types import to_column
+from hvd_estimators.inference.steps import Inference, has_nulls, is_ragged
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.parquet.decimals import without_decimals
 
 __all__ = [
     "arguments",
     "rows_of",
     "to_array",
     "to_arrays",
-    "to_column",
     "to_result",
     "to_vectors",
     "valid_rows",
@@ -172,51 +172,6 @@ def to_array(column: pa.Array, name: str) -> Array:
     return array.reshape(len(column), size, *array.shape[1:])
 
 
-def to_column(
-    array: Array, shape: tuple[int, ...], valid: Array | None = None, dtype: str = "float64"
-) -> pa.Array:
-    """Return an output as a column of numbers, or of lists of them. NaN stays a number.
-
-    Parameters
-    ----------
-    array : array
-        The output, rows first.
-    shape : tuple of int
-        What a row of it is.
-    valid : array, optional
-        Which of the column's rows the output's are; the others are null.
-    dtype : str
-        NumPy's name of the numbers' type. Of whole numbers none stands for NaN: null does.
-    """
-    values = np.ascontiguousarray(array)
-    is_nan = None
-    if np.dtype(dtype).kind != "f" and values.dtype.kind == "f":
-        is_nan = np.isnan(values).reshape(-1)
-        values = np.where(np.isnan(values), 0, values)
-    values = values.astype(dtype, copy=False)
-    if is_scalar(shape):
-        values = values.reshape(-1)
-        if valid is None:
-            return pa.array(values, mask=is_nan)
-        filled, missing = np.zeros(len(valid), dtype), ~valid
-        filled[valid] = values
-        if is_nan is not None:
-            missing[valid] = is_nan
-        return pa.array(filled, mask=missing)
-    column = pa.array(values.reshape(-1), mask=is_nan)
-    for axis in range(values.ndim - 1, 0, -1):
-        rows, size = math.prod(values.shape[:axis]), values.shape[axis]
-        if axis > 1 or valid is None:
-            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
-        else:
-            ends = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(size)
-            # A null where a list begins says that the list is null.
-            offsets = pa.array(ends, mask=np.append(~valid, False))
-        data_type = pa.list_(pa.field(_ITEM, column.type))
-        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
-    return column
-
-
 def to_vectors(array: Array, valid: Array | None = None) -> pa.Array:
     """Return an output of one dimension as what Spark stores dense ML vectors as.
 
@@ -250,11 +205,7 @@ def _argument(column: pa.Array, name: str, is_text: bool) -> pa.Array:
     while _is_list(numbers):
         numbers, depth = numbers.value_type, depth + 1
     if kinds.is_decimal(numbers):
-        text, floats = pa.string(), pa.float64()
-        for _ in range(depth):
-            text, floats = pa.list_(text), pa.list_(floats)
-        # By way of text it is the nearest float; Arrow's own cast is often off in the last bit.
-        return column.cast(text).cast(floats)
+        return without_decimals(column)
     if kinds.is_integer(numbers) or kinds.is_floating(numbers) or kinds.is_boolean(numbers):
         return column
     is_any_text = (kinds.is_string, kinds.is_large_string, kinds.is_binary, kinds.is_large_binary)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import hvd_estimators
-from hvd_estimators.exceptions import HvdEstimatorsError, PredictionError
+from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, PredictionError
 
-__all__ = ["described", "naming_inputs", "naming_missing_modules"]
+__all__ = ["described", "naming_inputs", "naming_missing_modules", "naming_transformation"]
 
 _OTHERS = (
     f"{os.sep}site-packages{os.sep}",
@@ -60,6 +60,31 @@ def naming_inputs(
         raise PredictionError(
             f"The model failed on some rows. It was called with {given()}"
             f"{f', and takes {takes}' if takes else ''}. It raised {raised}. {remedy}"
+        ) from error
+
+
+@contextlib.contextmanager
+def naming_transformation(get: Callable[[str], Any]) -> Iterator[None]:
+    """Let an error about a column name apply_transformation, if that is what is missing.
+
+    Parameters
+    ----------
+    get : callable
+        Name to value of the model's params.
+    """
+    try:
+        yield
+    except ColumnError as error:
+        given = get("transformation_fn") or get("transformation_batch_fn")
+        is_asked = "olumn" in str(error) and not str(error).startswith("outputCols")
+        if given is None or get("apply_transformation") or not is_asked:
+            raise
+        # What training advises, such as a StringIndexer, is what the transformation did.
+        found = str(error).partition("; expected ")[0].rstrip(".")
+        raise ColumnError(
+            f"{found}. The model was trained with a transformation, and takes columns as that "
+            "leaves them. Set apply_transformation=True (model.setApplyTransformation(True)) to "
+            "apply it to these columns, or give columns that are transformed already."
         ) from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,28 +11,16 @@ import numpy as np
 import pyarrow as pa
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.arrow_batches import to_array, to_column, valid_rows
-from hvd_estimators.inference.bounds import Bounds
+from hvd_estimators.inference.arrow_batches import to_array, valid_rows
+from hvd_estimators.inference.output_types import OutputType, to_column
 from hvd_estimators.inference.steps import is_ragged, is_scalar
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.parquet.decimals import without_decimals
 
-__all__ = ["Rows", "numpy_dtype", "read_rows"]
+__all__ = ["Rows", "read_rows"]
 
-Predicted = Mapping[str, tuple[Array, tuple[int, ...], "str | None"]]
-"""Column to its values, the shape of a row, and the type that is wanted."""
-
-_DTYPES = {
-    **dict.fromkeys(("tinyint", "byte"), "int8"),
-    **dict.fromkeys(("smallint", "short"), "int16"),
-    **dict.fromkeys(("int", "integer"), "int32"),
-    **dict.fromkeys(("bigint", "long"), "int64"),
-    **dict.fromkeys(("float", "real"), "float32"),
-    "boolean": "bool",
-}
-_WHOLE = {"int8": "tinyint", "int16": "smallint", "int32": "int", "int64": "bigint"}
-"""NumPy's names of whole numbers to Spark's."""
-
-_ARRAY = re.compile(r"array\s*<(.*)>", re.IGNORECASE | re.DOTALL)
+Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
+"""Column to its values, the shape of a row, and its type."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +50,18 @@ class Rows:
     give: Callable[[Any, Array | None], Any]
     as_arrow: bool
 
+    @property
+    def are_all_scalars(self) -> bool:
+        """Whether each row is a number in every column."""
+        return all(column.ndim == 1 for column in self.columns.values())
+
     def result(self, predicted: Predicted, keeps: bool) -> Any:
         """Return predictions in the form of the rows.
 
         Parameters
         ----------
         predicted : mapping
-            Column to its values, the shape of a row, and the type that is wanted.
+            Column to its values, the shape of a row, and its type.
         keeps : bool
             Whether rows with nulls have nulls; else they are left out.
         """
@@ -79,25 +71,25 @@ class Rows:
             return self.give(
                 {n: _as_array(n, *column, valid) for n, column in predicted.items()}, left
             )
-        columns = {n: _as_column(n, *column, valid) for n, column in predicted.items()}
+        columns = {
+            name: to_column(array, shape, valid, kind, name)
+            for name, (array, shape, kind) in predicted.items()
+        }
         return self.give(pa.table(columns), left)
 
 
-def numpy_dtype(ddl: str | None) -> str | None:
-    """Return NumPy's name of the numbers in one of Spark's types; None for doubles."""
-    while ddl is not None and (found := _ARRAY.fullmatch(ddl.strip())):
-        ddl = found[1]
-    return None if ddl is None else _DTYPES.get(ddl.strip().lower())
-
-
 def read_rows(
-    given: Any, features: Sequence[str], others: Sequence[str], text: Collection[str] | None
+    given: Any,
+    features: Sequence[str],
+    others: Sequence[str],
+    text: Collection[str] | None,
+    dimensions: Mapping[str, int] | None = None,
 ) -> Rows:
     """Return rows as arrays.
 
     Parameters
     ----------
-    given : array, sequence of array, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+    given : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
         See `SavedPredictor.predict`.
     features : sequence of str
         Columns that have to be there.
@@ -105,6 +97,8 @@ def read_rows(
         Columns that are taken, too, where they are there.
     text : collection of str, or None
         Those that may be text; None for all.
+    dimensions : mapping of str to int, optional
+        How many dimensions a row of a column has, as far as that is known.
 
     Raises
     ------
@@ -115,7 +109,7 @@ def read_rows(
     DataError
         If columns differ in length, or their arrays do.
     """
-    found, give, as_arrow = _columns(given, features)
+    found, give, as_arrow = _columns(given, features, dimensions or {})
     missing = [name for name in features if name not in found]
     if missing:
         raise ColumnError(
@@ -141,7 +135,7 @@ def read_rows(
 
 
 def _columns(
-    given: Any, features: Sequence[str]
+    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
 ) -> tuple[Mapping[str, Any], Callable[[Any, Array | None], Any], bool]:
     if isinstance(given, (pa.Table, pa.RecordBatch)):
         names = given.schema.names
@@ -155,10 +149,95 @@ def _columns(
             return pandas.DataFrame(columns).set_axis(index, axis=0)
 
         return {str(name): given[name] for name in given.columns}, give, True
+    records, give_records = _records(given, features, dimensions)
+    if records is not None:
+        return _columns_of(records, features), give_records, False
     if isinstance(given, Mapping):
         return given, lambda made, left: made, False
     arrays = _in_order(given, features)
     return dict(zip(features, arrays, strict=True)), lambda made, left: made, False
+
+
+def _records(
+    given: Any, features: Sequence[str], dimensions: Mapping[str, int]
+) -> tuple[list[Mapping[str, Any]] | None, Callable[[Any, Array | None], Any]]:
+    """Return rows that are given one by one, and what makes the predictions' form of arrays.
+
+    None if columns are given.
+    """
+    if isinstance(given, (list, tuple)) and given and all(_as_record(row) for row in given):
+        return [_as_record(row) or {} for row in given], _one_by_one
+    record = _as_record(given)
+    if record is None or not _is_one_row(record, features, dimensions):
+        return None, _one_by_one
+    return [record], lambda made, left: next(iter(_one_by_one(made, left)), None)
+
+
+def _as_record(row: Any) -> Mapping[str, Any] | None:
+    """Return a dict, Spark's Row or a row of a data frame as a mapping; None for anything else."""
+    if isinstance(row, Mapping):
+        return row
+    if isinstance(row, tuple) and hasattr(row, "asDict"):
+        found: Mapping[str, Any] = row.asDict()
+        return found
+    pandas = sys.modules.get("pandas")
+    if pandas is not None and isinstance(row, pandas.Series) and row.index.is_unique:
+        names = list(row.index)
+        return dict(zip(names, row, strict=True)) if _are_names(names) else None
+    return None
+
+
+def _are_names(names: Sequence[Any]) -> bool:
+    return bool(names) and all(isinstance(name, str) for name in names)
+
+
+def _is_one_row(
+    record: Mapping[str, Any], features: Sequence[str], dimensions: Mapping[str, int]
+) -> bool:
+    """Return whether a mapping holds values of a row, and not columns of several."""
+    for name in features:
+        value = record.get(name)
+        if value is None:
+            continue
+        if isinstance(value, (str, bytes)) or hasattr(value, "toArray"):
+            return True
+        if isinstance(value, (pa.Array, pa.ChunkedArray)):
+            return False
+        try:
+            found = np.ndim(value)
+        except ValueError:  # lists of several lengths
+            return False
+        if found == 0 or found == dimensions.get(name):
+            return True
+    return False
+
+
+def _columns_of(
+    records: Sequence[Mapping[str, Any]], features: Sequence[str]
+) -> dict[str, list[Any]]:
+    for number, record in enumerate(records):
+        for name in features:
+            if name not in record:
+                raise ColumnError(
+                    f"There is no {name!r} in row {number}; the model takes "
+                    f"{', '.join(features)}, and there are {', '.join(map(str, record)) or 'none'}."
+                )
+    names = dict.fromkeys(name for record in records for name in record)
+    columns: dict[str, list[Any]] = {
+        name: [record.get(name) for record in records] for name in names
+    }
+    return {
+        name: [
+            np.asarray(value.toArray(), np.float32) if hasattr(value, "toArray") else value
+            for value in column
+        ]
+        for name, column in columns.items()
+    }
+
+
+def _one_by_one(made: Mapping[str, Array], left: Array | None) -> list[dict[str, Any]]:
+    """Return the predictions of each row as a dict."""
+    return [dict(zip(made, values, strict=True)) for values in zip(*made.values(), strict=True)]
 
 
 def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
@@ -177,8 +256,8 @@ def _in_order(given: Any, features: Sequence[str]) -> list[Any]:
     else:
         found = type(given).__name__
     raise ParamError(
-        f"rows: expected the {len(features)} features {', '.join(features)}: a dict, a data frame, "
-        f"a table, or one array for each, found {found}."
+        f"rows: expected the {len(features)} features {', '.join(features)}: a dict or data frame "
+        f"of columns, a list of dicts (one for each row), or one array for each, found {found}."
     )
 
 
@@ -198,7 +277,10 @@ def _column(values: Any, name: str) -> Array | pa.Array:
         except ValueError as error:
             raise is_ragged(name) from error
         if array.ndim == 0:
-            raise ParamError(f"rows: column {name!r} is {values!r}; expected an array, rows first.")
+            raise ParamError(
+                f"rows: column {name!r} is {values!r}; expected an array, rows first. For single "
+                "rows give a list of dicts."
+            )
         if array.dtype.kind in "biufmMcV":
             return array
         if array.dtype.kind in "US":
@@ -248,9 +330,8 @@ def _valid(columns: Mapping[str, Array | pa.Array]) -> tuple[Array | None, str |
 
 def _readable(column: pa.Array) -> pa.Array:
     """Return a column in a type that becomes an array of NumPy's."""
-    if pa.types.is_dictionary(column.type):
-        return column.dictionary_decode()
-    return column.cast(pa.float64()) if pa.types.is_decimal(column.type) else column
+    column = without_decimals(column)
+    return column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
 
 
 def _check_type(array: Array, name: str, is_text: bool) -> None:
@@ -266,43 +347,14 @@ def _check_type(array: Array, name: str, is_text: bool) -> None:
     )
 
 
-def _checked(array: Array, shape: tuple[int, ...], dtype: str | None, name: str) -> Array:
-    """Return an output as doubles that the wanted type can hold."""
-    values = array.astype(np.float64, copy=False)
-    if is_scalar(shape):
-        values = values.reshape(-1)
-    if dtype in _WHOLE:
-        size = np.dtype(dtype).itemsize
-        Bounds.of_whole_numbers(name, _WHOLE[dtype], size).check(values)
-    return values
-
-
 def _as_array(
-    name: str, array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
+    name: str, array: Array, shape: tuple[int, ...], kind: OutputType, valid: Array | None
 ) -> Array:
-    values = _checked(array, shape, dtype, name)
-    wanted = np.dtype(dtype or "float64")
-    if wanted.kind == "f":
-        values = values.astype(wanted, copy=False)
-    elif valid is None and not np.isnan(values).any():
-        return values.astype(wanted)
-    else:  # NaN stands for a null, which no array of whole numbers has.
-        is_nan = np.isnan(values)
-        values = np.where(is_nan, np.nan, np.where(is_nan, 0, values).astype(wanted))
+    values = kind.array(array.reshape(-1) if is_scalar(shape) else array, name)
     if valid is None:
         return values
-    filled = np.full((len(valid), *values.shape[1:]), np.nan, values.dtype)
+    missing: Any = None if values.dtype.hasobject else np.nan
+    dtype = values.dtype if values.dtype.kind in "fO" else np.dtype(np.float64)
+    filled = np.full((len(valid), *values.shape[1:]), missing, dtype)
     filled[valid] = values
     return filled
-
-
-def _as_column(
-    name: str, array: Array, shape: tuple[int, ...], dtype: str | None, valid: Array | None
-) -> pa.Array:
-    values = _checked(array, shape, dtype, name)
-    if dtype is None:
-        return to_column(values, shape, valid)
-    data_type = pa.from_numpy_dtype(np.dtype(dtype))
-    for _ in () if is_scalar(shape) else shape:
-        data_type = pa.list_(pa.field("element", data_type))
-    return to_column(values, shape, valid, dtype).cast(data_type)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from hvd_estimators.exceptions import GpuError, ParamError
+from hvd_estimators.exceptions import GpuError, ParamError, PredictionError, ShapeError
 from hvd_estimators.inference.classification import class_columns, class_scores
+from hvd_estimators.inference.failures import naming_transformation
 from hvd_estimators.inference.output_columns import output_columns
+from hvd_estimators.inference.output_types import DOUBLE, output_types
 from hvd_estimators.inference.resources import Resources
-from hvd_estimators.inference.rows import Rows, numpy_dtype, read_rows
+from hvd_estimators.inference.rows import Rows, read_rows
 from hvd_estimators.inference.steps import Inference, Predictor, has_nulls
 from hvd_estimators.loading.transformation import make_transformation
 from hvd_estimators.saving.saved import Saved
@@ -70,14 +72,15 @@ class SavedPredictor:
         self.output_columns = (*outputs, *class_columns(get).values())
         self._get = get
         self._num_outputs = len(outputs)
-        types = get("output_types") or [None] * len(outputs)
-        self._dtypes = [*map(numpy_dtype, types), *[None] * len(class_columns(get))]
+        self._ddls = get("output_types")
         self._predictor = predictor
         self._batch_rows = batch_size or get("inference_batch_size")
         self._on_nulls = get("handleInvalid") or "keep"
         self._inference = self._made_inference(tuple(text))
         self._takes_text = self._inference.transformation is not None
         self._text = frozenset(text)
+        known = get("_metadata") or {}
+        self._dimensions = {n: len(e["shape"]) for n, e in known.items() if "shape" in e}
         self._shapes = output_shapes
         self._is_ready = False
         self._lock = threading.Lock()
@@ -97,8 +100,11 @@ class SavedPredictor:
 
         Parameters
         ----------
-        rows : array, sequence of array, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
-            Column names to columns; what is no feature is left alone. Or the features without
+        rows : array, sequence, mapping, pandas.DataFrame, pyarrow.Table or RecordBatch
+            Column names to columns; what is no feature is left alone. Or single rows: a list of
+            dicts (or of Spark's ``Row``), each with names and values, or one of these. A dict is
+            taken for one row if a feature in it is a single value, or has as many dimensions as a
+            row had in training. Or the features without
             names, in their order: one array per feature, rows first, where there are several; one
             array where there is one, or where each feature is a number, rows by features. Columns
             hold what `transform` takes: numbers, arrays of them of one shape in all rows, text
@@ -106,13 +112,14 @@ class SavedPredictor:
 
         Returns
         -------
-        dict of str to array, pandas.DataFrame or pyarrow.Table
-            The columns that ``transform()`` adds, and these alone: arrays (rows first) by name, or
-            a data frame (with the index of the given one) or a table for such. Doubles, or what
-            ``output_types`` says (doubles instead of decimals); where a type has no NaN, null takes
-            its place. Rows with nulls have nulls, which in arrays are NaN, or are left out or an
-            error, as ``handleInvalid`` says; nulls are None, pandas' and Arrow's; NaN in a column
-            of floating-point numbers is a number.
+        dict, list of dict, pandas.DataFrame or pyarrow.Table
+            For single rows a dict of values for each; None for a row that is left out and was
+            given alone. Else the columns that ``transform()`` adds, and these alone: arrays (rows
+            first) by name, or a data frame (with the index of the given one) or a table for such.
+            Doubles, or what ``output_types`` says; in arrays the nearest doubles instead of
+            decimals. If a type has no NaN, null takes its place. Rows with nulls have nulls, which
+            in arrays are NaN, or are left out or an error, as ``handleInvalid`` says; nulls are
+            None, pandas' and Arrow's; NaN in a column of floating-point numbers is a number.
 
         Raises
         ------
@@ -127,19 +134,30 @@ class SavedPredictor:
             If the model fails, or gives a number that its type of ``output_types`` cannot hold.
         """
         inference = self._inference
-        given = read_rows(
-            rows,
-            self.feature_columns,
-            inference.columns[len(self.feature_columns) :],
-            None if self._takes_text else self._text,
-        )
+        with naming_transformation(self._get):
+            given = read_rows(
+                rows,
+                self.feature_columns,
+                inference.columns[len(self.feature_columns) :],
+                None if self._takes_text else self._text,
+                self._dimensions,
+            )
         if given.null_column is not None and self._on_nulls == "error":
             raise has_nulls(given.null_column)
-        if self._is_ready:
-            return self._predict(given)
-        # What traces a model, or finds shapes, does so once.
-        with self._lock:
-            return self._predict(given)
+        try:
+            if self._is_ready:
+                return self._predict(given)
+            # What traces a model, or finds shapes, does so once.
+            with self._lock:
+                return self._predict(given)
+        except (PredictionError, ShapeError) as error:
+            if not (isinstance(rows, (Mapping, np.ndarray)) and given.are_all_scalars):
+                raise
+            raise type(error)(
+                f"{error} It was called with {given.count} rows, one for each entry of what "
+                f"predict() was given. For a single row, give a list with a dict: "
+                f"[{{{self.feature_columns[0]!r}: ...}}]."
+            ) from error
 
     def _predict(self, given: Rows) -> Any:
         inference = replace(self._inference, columns=tuple(given.columns))
@@ -151,6 +169,8 @@ class SavedPredictor:
                 f"outputCols: the model has {len(shapes)} outputs, found {self._num_outputs} "
                 f"names: {list(self.output_columns[: self._num_outputs])}. Set them before saving."
             )
+        names = self.output_columns[: self._num_outputs]
+        kinds = [kind or DOUBLE for kind in output_types(self._ddls, names, shapes)]
         inference = replace(
             inference,
             shapes=tuple(map(tuple, shapes)),
@@ -163,9 +183,10 @@ class SavedPredictor:
             self._is_ready = True
         else:
             outputs = [np.zeros((0, *shape)) for shape in fields]
-        made = zip(self.output_columns, outputs, fields, self._dtypes, strict=True)
+        kinds += [DOUBLE] * (len(fields) - len(kinds))
+        made = zip(self.output_columns, outputs, fields, kinds, strict=True)
         return given.result(
-            {name: (output, shape, dtype) for name, output, shape, dtype in made},
+            {name: (output, shape, kind) for name, output, shape, kind in made},
             keeps=self._on_nulls == "keep",
         )
 

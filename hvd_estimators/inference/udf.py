@@ -27,14 +27,14 @@ from hvd_estimators.inference.arrow_columns import (
     takes_arrow,
     unconverted,
 )
-from hvd_estimators.inference.bounds import Bounds
 from hvd_estimators.inference.documents import Document, as_bytes
+from hvd_estimators.inference.output_types import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.predictors import cached_predictor, predictor_key
 from hvd_estimators.inference.received import received
 from hvd_estimators.inference.resources import task_resources
 from hvd_estimators.inference.shared import Hashed, Sent
-from hvd_estimators.inference.sql import SqlForm
-from hvd_estimators.inference.steps import Inference, Predictor, is_scalar, one_ahead
+from hvd_estimators.inference.sql import SqlForm, spark_type
+from hvd_estimators.inference.steps import Inference, Predictor, one_ahead
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.unpickling import loads
@@ -53,7 +53,8 @@ def make_udf(
     has_empty_rows: bool = False,
     form: SqlForm | None = None,
     vectors: Mapping[str, T.DataType] | None = None,
-    bounds: Sequence[Bounds | None] = (),
+    kinds: Sequence[OutputType | None] = (),
+    columns: Sequence[str] = (),
 ) -> Callable[..., Column]:
     """Return a UDF from columns to the output, or to a struct where there are several fields.
 
@@ -74,8 +75,11 @@ def make_udf(
         How it is called from SQL. Default: as `transform` calls it, which knows types of columns.
     vectors : mapping, optional
         Fields that are ML vectors, and no arrays, to that type. Arrow UDFs alone can give these.
-    bounds : sequence of Bounds or None
-        What each field has to be within.
+    kinds : sequence of OutputType or None
+        The type of each output, by name in the order of the fields; further fields, and None, get
+        the default type.
+    columns : sequence of str
+        Names of the outputs' columns, for messages.
     """
     vectors = vectors or {}
     as_vectors = frozenset(vectors)
@@ -85,20 +89,19 @@ def make_udf(
     key = predictor_key(hashed, load)
     fields = inference.fields
     names = list(fields if form is None else form.types)
-    dtypes = ["float64"] * len(fields) if form is None else form.dtypes
+    kinds = [*kinds, *[None] * (len(fields) - len(kinds))]
+    called = [*columns, *names[len(columns) :]]
     single = len(fields) == 1
     return_type: T.DataType
     if form is not None:
         return_type = form.returned
-    elif single:
-        return_type = vectors.get(names[0]) or _spark_type(inference.shapes[0])
     else:
-        return_type = T.StructType(
-            [
-                T.StructField(name, vectors.get(name) or _spark_type(shape))
-                for name, shape in fields.items()
-            ]
-        )
+        typed = [
+            vectors.get(name) or spark_type(kind, shape)
+            for (name, shape), kind in zip(fields.items(), kinds, strict=True)
+        ]
+        of_struct = [T.StructField(*named) for named in zip(names, typed, strict=True)]
+        return_type = typed[0] if single else T.StructType(of_struct)
     results: Any = arrow_batches if takes_arrow() else pandas_batches
     columns_form = contextlib.nullcontext if takes_arrow() or not sees_arrow() else unconverted
 
@@ -126,17 +129,13 @@ def make_udf(
             begun = _begin(inference, predictor, arrays)
 
             def finish() -> Any:
-                made = begun()
-                for output, limits in zip(made, bounds, strict=False):
-                    if limits is not None:
-                        limits.check(output)
-                outputs = zip(names, made, fields.values(), dtypes, strict=True)
+                outputs = zip(names, begun(), fields.values(), kinds, called, strict=True)
                 return results.to_result(
                     {
                         name: arrow_batches.to_vectors(output, valid)
                         if name in as_vectors
-                        else arrow_batches.to_column(output, shape, valid, dtype)
-                        for name, output, shape, dtype in outputs
+                        else to_column(output, shape, valid, kind or DOUBLE, column)
+                        for name, output, shape, kind, column in outputs
                     }
                 )
 
@@ -166,10 +165,3 @@ def _begin(
         return inference.begin(predictor, arrays)
     nothing = [np.zeros((0, *shape)) for shape in inference.fields.values()]
     return lambda: nothing
-
-
-def _spark_type(shape: tuple[int, ...]) -> T.DataType:
-    data_type: T.DataType = T.DoubleType()
-    for _ in () if is_scalar(shape) else shape:
-        data_type = T.ArrayType(data_type)
-    return data_type

@@ -16,6 +16,7 @@ from hvd_estimators.params.converters import (
     places,
     shapes,
     text,
+    type_names,
 )
 from hvd_estimators.params.declared import DeclaredParams, declare
 
@@ -33,4 +34,5 @@ __all__ = [
     "places",
     "shapes",
     "text",
+    "type_names",
 ]

@@ -27,6 +27,7 @@ __all__ = [
     "places",
     "shapes",
     "text",
+    "type_names",
 ]
 
 Converter = Callable[[str, Any], Any]
@@ -105,6 +106,21 @@ def places(name: str, value: Any) -> list[int | str]:
     if not values or len(set(values)) < len(values):
         raise ParamError(f"{name}: expected one or more different outputs, found {value!r}.")
     return values
+
+
+def type_names(name: str, value: Any) -> list[str | None]:
+    """Accept a list of Spark's types, as DDL strings, as objects, or None; or one of them."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    found: list[str | None] = []
+    for entry in values:
+        entry = entry() if isinstance(entry, type) else entry
+        described = getattr(entry, "simpleString", None)
+        if not (entry is None or isinstance(entry, str) or callable(described)):
+            raise ParamError(
+                f"{name}: expected types as 'double' or 'array<float>', found {entry!r}."
+            )
+        found.append(described() if callable(described) else entry)
+    return found
 
 
 def numbers(name: str, value: Any) -> list[float]:

@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.parquet.arrow_types import is_bytes, is_level, is_list_view
+from hvd_estimators.parquet.decimals import without_decimals
 from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.parquet.partitions import partition_column
 
@@ -150,12 +151,7 @@ def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
 
 
 def _scalars(column: pa.Array, name: str) -> Array:
-    column = _decoded(column, name)
-    if pa.types.is_decimal(column.type):
-        # Text gives the nearest float, as Spark's cast does. Arrow's own cast is often off in the
-        # last bit.
-        column = column.cast(pa.string()).cast(pa.float64())
-    return column.to_numpy(zero_copy_only=False)
+    return without_decimals(_decoded(column, name)).to_numpy(zero_copy_only=False)
 
 
 def _text(column: pa.Array, name: str) -> Array:

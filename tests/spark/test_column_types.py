@@ -17,6 +17,7 @@ from pyspark.ml.functions import array_to_vector
 from pyspark.ml.linalg import Matrices
 from pyspark.mllib.linalg import Vectors as OldVectors
 from pyspark.sql import functions as F
+from pyspark.sql import types as T
 
 from hvd_estimators import Store, prepare_data
 from hvd_estimators.exceptions import ColumnError, ParamError
@@ -221,5 +222,15 @@ def test_whole_numbers_and_decimals_are_made_up_by_no_cast(spark: Any, ansi: str
             listed.setOutputTypes(["array<tinyint>"]).transform(arrays).collect()
         shown = listed.setOutputTypes(["array<smallint>"]).transform(arrays).collect()
         assert [row[1] for row in shown] == [[128, 128]]
+    typed = model.setOutputTypes([T.ArrayType(T.DecimalType(5, 1))])
+    assert model.getOutputTypes() == ["array<decimal(5,1)>"]
+    assert [row[1] for row in typed.transform(arrays).collect()] == [[Decimal("128.0")] * 2]
+    assert model.setOutputTypes(T.StringType).getOutputTypes() == ["string"]
+    with pytest.raises(ParamError, match=r"'y__output' is an array of shape \(2,\); .*'array<str"):
+        model.transform(arrays)
+    with pytest.raises(ParamError, match=r"output_types: expected types as .* found 5"):
+        model.setOutputTypes([5])
+    with pytest.raises(ParamError, match="output_types: expected 1 types, one for each of y__out"):
+        model.setOutputTypes(["int", "int"]).transform(arrays)
     with pytest.raises(ParamError, match="output_types: 'number' is no type of Spark's"):
         model.setOutputTypes(["number"]).transform(arrays)

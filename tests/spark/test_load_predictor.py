@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
 import os
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -212,6 +214,34 @@ def test_text_is_transformed_first_as_in_transform(spark: Any, tmp_path: Path) -
         predictor.predict({"x": np.zeros(9), "offset": np.arange(9)})
 
 
+def test_raw_columns_ask_for_the_transformation(spark: Any, tmp_path: Path) -> None:
+    """Training's advice for them, such as a StringIndexer, would not help."""
+    model = TorchModel(
+        model=torch.nn.Linear(1, 2),
+        feature_columns=["word"],
+        label_columns=["y"],
+        output_shapes=[[2]],
+        input_shapes=[[-1, 1]],
+        transformation_fn=lambda row: {"word": np.float32(len(row["word"]))},
+    )
+    predictor = load_predictor(save(model, tmp_path))
+    frame = spark.createDataFrame([("four",)], "word string")
+    told = r"olumn 'word' .*trained with a transformation.* Set apply_transformation=True"
+    for raw in (frame, frame.withColumnRenamed("word", "other")):
+        with pytest.raises(ColumnError, match=told) as raised:
+            model.transform(raw)
+        assert "StringIndexer" not in str(raised.value)
+    for rows in ({"word": ["four"]}, [{"word": "four"}]):
+        with pytest.raises(ColumnError, match=told):
+            predictor.predict(rows)
+    model.setApplyTransformation(True)
+    assert model.transform(frame).count() == 1
+    # What no transformation helps with says nothing of it.
+    with pytest.raises(ColumnError, match="outputCols: the column") as raised:
+        model.transform(frame.selectExpr("word", "1 as y__output"))
+    assert "apply_transformation" not in str(raised.value)
+
+
 def test_what_is_no_saved_torch_model_is_told(spark: Any, tmp_path: Path) -> None:
     model = TorchModel(model=torch.nn.Linear(2, 1), feature_columns=["x"], label_columns=["y"])
     PipelineModel([model]).save(str(tmp_path / "pipeline"))
@@ -285,6 +315,107 @@ def test_types_without_nan_are_filled_as_in_transform(spark: Any, tmp_path: Path
         predictor(too_large)
     with pytest.raises(Exception, match=wrong):
         model.transform(spark.createDataFrame([(too_large[0].tolist(),)], frame.schema)).collect()
+
+
+class Doubles(torch.nn.Module):
+    """Gives what it is given: a number, several, and these in two dimensions."""
+
+    def forward(self, *features: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return features
+
+
+def test_decimals_and_types_of_outputs_are_those_of_transform(spark: Any, tmp_path: Path) -> None:
+    """Compared with `float` of each Decimal, and with Spark's own casts of the doubles."""
+    features = ["number", "several", "nested"]
+    depths = dict(zip(features, range(3), strict=True))
+    rng = random.Random(3)
+    context = decimal.Context(prec=80)
+
+    def draw(count: int) -> list[decimal.Decimal]:
+        numbers = (
+            rng.randint(-(10**38) + 1, 10**38 - 1) // 10 ** rng.randint(0, 38) for _ in range(count)
+        )
+        return [decimal.Decimal(number).scaleb(-9, context) for number in numbers]
+
+    rows = [(*draw(1), draw(2), [draw(1), draw(1)]) for _ in range(300)]
+    types = {name: "array<" * d + "decimal(38,9)" + ">" * d for name, d in depths.items()}
+    frame = spark.createDataFrame(rows, ", ".join(map(" ".join, types.items()))).coalesce(1)
+    table = pa.table(
+        {name: [row[place] for row in rows] for place, name in enumerate(features)},
+        pa.schema([(name, nested(pa.decimal128(38, 9), depth)) for name, depth in depths.items()]),
+    )
+    model = TorchModel(
+        model=Doubles(),
+        feature_columns=features,
+        label_columns=features,
+        output_shapes=[[], [2], [2, 1]],
+        column_dtypes=dict.fromkeys(features, "float64"),
+        outputCols=["o0", "o1", "o2"],
+    )
+    small = frame.selectExpr(
+        "number % 1000 as number",
+        "transform(several, x -> x % 1000) as several",
+        "transform(nested, x -> transform(x, y -> y % 1000)) as nested",
+    ).coalesce(1)
+    small_table = pa.table(
+        {name: small.toPandas()[name].tolist() for name in features}, table.schema
+    )
+    for element in ("double", "decimal(38,3)", "decimal(6,2)", "string", "int", "float", "boolean"):
+        ddls = ["array<" * depth + element + ">" * depth for depth in range(3)]
+        given, arrow = (frame, table) if element in ("double", "string") else (small, small_table)
+        typed = model.copy().setOutputTypes(ddls)
+        predictor = load_predictor(save(typed, tmp_path / element))
+        predicted = typed.transform(given)
+        casts = [f"cast(cast({name} as {ddl.replace(element, 'double')}) as {ddl})"
+                 for name, ddl in zip(features, ddls, strict=True)]  # fmt: skip
+        expected = given.selectExpr(*(f"{cast} as o{i}" for i, cast in enumerate(casts)))
+        assert [*map(str, predicted.schema[-3:])] == [*map(str, expected.schema)]
+        found = [row[3:] for row in map(tuple, predicted.collect())]
+        assert found == [*map(tuple, expected.collect())], element
+        made = predictor.predict(arrow)
+        assert [*zip(*(made.column(i).to_pylist() for i in range(3)), strict=True)] == found
+        frame_of_pandas = predictor.predict(arrow.to_pandas())
+        assert frame_of_pandas["o0"].tolist() == [row[0] for row in found]
+        records = predictor.predict(arrow.to_pylist())
+        assert [record["o0"] for record in records[:50]] == [
+            float(row[0]) if element.startswith("decimal") else row[0] for row in found[:50]
+        ]
+        if element == "double":
+            assert [row[0] for row in found] == [float(row[0]) for row in rows]
+            assert [row[2] for row in found] == [
+                [[float(n) for n in m] for m in r[2]] for r in rows
+            ]
+        udf = given.select(typed.as_udf()(*features).alias("made")).select("made.*")
+        assert [*map(tuple, udf.collect())] == found
+
+
+def nested(data_type: Any, depth: int) -> Any:
+    return data_type if not depth else pa.list_(nested(data_type, depth - 1))
+
+
+def test_single_rows_predict_as_columns_do(spark: Any, tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    known = column_metadata([ColumnSpec("features", "vector", "float32", (3,))])
+    model = TorchModel(
+        model=net, feature_columns=["features"], label_columns=["y"], _metadata=known
+    )
+    predictor = load_predictor(save(model, tmp_path))
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    expected = predictor.predict(rows)["y__output"]
+    records = predictor.predict([{"features": row} for row in rows])
+    assert [list(record) for record in records] == [["y__output"]] * 2
+    np.testing.assert_array_equal([record["y__output"] for record in records], expected)
+    vectors = spark.createDataFrame([(Vectors.dense(row.tolist()),) for row in rows], ["features"])
+    for one in ({"features": rows[1]}, {"features": rows[1].tolist()}, vectors.collect()[1]):
+        np.testing.assert_array_equal(predictor.predict(one)["y__output"], expected[1])
+    bare = load_predictor(
+        save(
+            TorchModel(model=net, feature_columns=["features"], label_columns=["y"]),
+            tmp_path / "bare",
+        )
+    )
+    with pytest.raises(PredictionError, match=r"For a single row, .* \[{'features': \.\.\.}\]"):
+        bare.predict({"features": np.arange(5.0)})
 
 
 class Steps(lightning.LightningModule):

@@ -12,10 +12,10 @@ from hvd_estimators.exceptions import DataError
 from hvd_estimators.inference.arrow_batches import (
     rows_of,
     to_array,
-    to_column,
     to_vectors,
     valid_rows,
 )
+from hvd_estimators.inference.output_types import OutputType, to_column
 
 pytestmark = pytest.mark.versions
 
@@ -156,11 +156,11 @@ def test_outputs_become_columns_of_doubles(shape: tuple[int, ...], dtype: str) -
 def test_outputs_become_whole_numbers_where_these_are_asked_for() -> None:
     array = np.array([[1.0, np.nan], [2**24 + 1, -3.0]])
     valid = np.array([True, False, True])
-    column = to_column(array, (2,), valid, "int64")
+    column = to_column(array, (2,), valid, OutputType("bigint", 1))
     assert column.to_pylist() == [[1, None], None, [2**24 + 1, -3]]
-    assert to_column(array[:, 1], (), valid, "int32").to_pylist() == [None, None, -3]
-    assert to_column(array[:, 0] > 2, (), None, "bool").to_pylist() == [False, True]
-    half = to_column(array, (2,), None, "float32")
+    assert to_column(array[:, 1], (), valid, OutputType("int")).to_pylist() == [None, None, -3]
+    assert to_column(array[:, 0] > 2, (), None, OutputType("boolean")).to_pylist() == [False, True]
+    half = to_column(array, (2,), None, OutputType("float", 1))
     assert half.type.value_type == pa.float32()
     assert half.to_pylist()[1] == [2**24, -3]
 

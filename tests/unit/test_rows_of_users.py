@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import decimal
+import random
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
-from hvd_estimators.inference.rows import numpy_dtype, read_rows
+from hvd_estimators.inference.rows import read_rows
 
 pytestmark = pytest.mark.versions
 
@@ -111,7 +113,7 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
         ({"a": A, "b": np.array(["2020-01-01"] * 3, "M8[D]")}, ColumnError, "'b' holds datetime64"),
         ({"a": A, "b": [object()] * 3}, ColumnError, "'b' holds values of which"),
         ({"a": A, "b": [[1], [1, 2], [3]]}, DataError, "'b' is ragged"),
-        ({"a": 1.0, "b": A}, ParamError, "'a' is 1.0; expected an array"),
+        ([1.0, A], ParamError, "'a' is 1.0; expected an array, rows first. For single rows"),
         (A, ParamError, r"found an array of shape \(3,\)"),
         ([A, A, A], ParamError, "found 3 arrays"),
         (None, ParamError, "2 features a, b: .* found NoneType"),
@@ -122,7 +124,86 @@ def test_what_cannot_be_predicted_on_is_told(rows: Any, error: type, told: str) 
         read_rows(rows, ["a", "b"], [], ())
 
 
-def test_types_of_sparks() -> None:
-    assert [*map(numpy_dtype, [None, "double", "float", "array<array<BIGINT>>", "string"])] == [
-        *(None, None, "float32", "int64", None)
+@pytest.mark.parametrize("single", [False, True])
+def test_single_rows_are_taken_and_answered_as_such(single: bool) -> None:
+    class Row(tuple):
+        """As Spark's Row."""
+
+        def asDict(self) -> dict[str, Any]:
+            return dict(zip("ab", self, strict=True))
+
+    class Vector:
+        def toArray(self) -> Any:
+            return B[1]
+
+    made = {"p": np.array([1.0, 2.0]), "q": np.arange(4.0).reshape(2, 2)}
+    for form in (
+        {"a": 5.0, "b": [2.0, 3.0], "else": "x"},
+        {"a": 5, "b": Vector()},
+        Row((np.float32(5), [2.0, 3.0])),
+        pd.Series({"a": 5.0, "b": B[1]}),
+    ):
+        rows = form if single else [form, {"b": (4.0, 5.0), "a": 6.0}]
+        found = read_rows(rows, ["a", "b"], [], ())
+        assert found.columns["a"].tolist() == [5, 6][: found.count]
+        np.testing.assert_array_equal(found.columns["b"], B[1:][: found.count])
+        answer = found.give({name: column[: found.count] for name, column in made.items()}, None)
+        answers = [answer] if single else answer
+        assert [list(row) for row in answers] == [["p", "q"]] * found.count
+        assert [row["p"] for row in answers] == [1, 2][: found.count]
+        np.testing.assert_array_equal([row["q"] for row in answers], made["q"][: found.count])
+
+
+def test_a_dict_is_one_row_if_its_values_have_a_rows_dimensions() -> None:
+    for value, dimensions, count in (
+        (B, 1, 3),
+        (B[0], 1, 1),
+        (B[0].tolist(), 1, 1),
+        (B[0], 0, 2),
+        (B, 2, 1),
+        (pa.array(B[0]), 1, 2),
+    ):
+        assert read_rows({"b": value}, ["b"], [], (), {"b": dimensions}).count == count
+    # Without training nothing tells, and columns were meant before.
+    assert read_rows({"b": B[0]}, ["b"], [], ()).count == 2
+
+
+def test_nulls_and_what_is_missing_in_single_rows() -> None:
+    rows = [{"a": 1.0, "b": "x"}, {"a": None, "b": "y"}, {"a": 3.0, "b": "z"}]
+    found = read_rows(rows, ["a", "b"], [], ["b"])
+    assert found.columns["a"].tolist() == [1, 3]
+    assert found.columns["b"].tolist() == ["x", "z"]
+    assert found.valid is not None
+    assert found.valid.tolist() == [True, False, True]
+    assert found.null_column == "a"
+    with pytest.raises(ColumnError, match="no 'b' in row 1; the model takes a, b, and there are a"):
+        read_rows([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
+
+
+@pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
+@pytest.mark.parametrize(("precision", "scale"), [(5, 2), (18, 18), (38, 0), (38, 9), (38, 38)])
+def test_decimals_are_the_nearest_doubles(form: str, precision: int, scale: int) -> None:
+    """Alone and in lists; `float` of a Decimal is correctly rounded."""
+    rng = random.Random(precision)
+    context = decimal.Context(prec=80)
+    numbers = [
+        decimal.Decimal(rng.randint(1 - 10**precision, 10**precision - 1)).scaleb(-scale, context)
+        for _ in range(1000)
     ]
+    pairs = [numbers[i : i + 2] for i in range(0, 1000, 2)]
+    columns = {"a": numbers[:500], "b": pairs, "c": [[pair, pair] for pair in pairs]}
+    kind = pa.decimal128(precision, scale)
+    types = [kind, pa.list_(kind), pa.list_(pa.large_list(kind))]
+    forms: dict[str, Any] = {
+        "table": pa.table(columns, pa.schema(list(zip("abc", types, strict=True)))),
+        "frame": pd.DataFrame(columns),
+        "columns": columns,
+        "records": [
+            dict(zip("abc", row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ],
+    }
+    found = read_rows(forms[form], ["a", "b", "c"], [], ()).columns
+    np.testing.assert_array_equal(found["a"], [float(number) for number in numbers[:500]])
+    expected = np.array([[float(number) for number in pair] for pair in pairs])
+    np.testing.assert_array_equal(found["b"], expected)
+    np.testing.assert_array_equal(found["c"], np.stack([expected, expected], 1))

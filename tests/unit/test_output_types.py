@@ -1,0 +1,145 @@
+"""Predictions in the types of their columns, compared with exact arithmetic."""
+
+from __future__ import annotations
+
+import math
+import struct
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hvd_estimators.exceptions import ParamError, PredictionError
+from hvd_estimators.inference.output_types import OutputType, java_text, output_types, to_column
+
+pytestmark = pytest.mark.versions
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("ddl", "expected", "shown"),
+    [
+        ("double", OutputType(), "double"),
+        (" Array< ARRAY<Long>> ", OutputType("bigint", 2), "array<array<bigint>>"),
+        ("REAL", OutputType("float"), "float"),
+        ("decimal", OutputType("decimal", 0, 10, 0), "decimal(10,0)"),
+        ("array<Numeric( 38 , 38 )>", OutputType("decimal", 1, 38, 38), "array<decimal(38,38)>"),
+        ("dec(7)", OutputType("decimal", 0, 7, 0), "decimal(7,0)"),
+        ("string", OutputType("string"), "string"),
+    ],
+)
+def test_types_are_read_as_spark_writes_them(ddl: str, expected: OutputType, shown: str) -> None:
+    assert OutputType.parse(ddl) == expected
+    assert str(expected) == shown
+
+
+@pytest.mark.parametrize(
+    "ddl",
+    ["number", "array<>", "array<map<int,int>>", "timestamp", "decimal(39,1)", "decimal(3,4)", ""],
+)
+def test_other_types_are_rejected(ddl: str) -> None:
+    with pytest.raises(ParamError, match=r"output_types: .* is no type of Spark's that"):
+        OutputType.parse(ddl)
+
+
+@pytest.mark.parametrize(
+    ("ddls", "told"),
+    [
+        (["double"], "expected 2 types, one for each of a, b, found 1"),
+        (
+            ["array<double>", None],
+            r"a row of 'a' is one number; expected a type like 'double'",
+        ),
+        ([None, "decimal(4,1)"], r"a row of 'b' is an array of shape \(3,\).* 'array<decimal\(4,1"),
+    ],
+)
+def test_types_fit_their_outputs(ddls: Any, told: str) -> None:
+    with pytest.raises(ParamError, match=f"output_types: {told}"):
+        output_types(ddls, ["a", "b"], [(), (3,)])
+
+
+doubles = st.floats(width=64, allow_nan=False, allow_infinity=False)
+
+
+@settings(deadline=None, max_examples=300)
+@given(value=doubles | st.floats(-1000, 1000), precision=st.integers(1, 38), data=st.data())
+def test_decimals_are_rounded_half_up_from_the_shortest_text(
+    value: float, precision: int, data: Any
+) -> None:
+    scale = data.draw(st.integers(0, precision))
+    kind = OutputType("decimal", 0, precision, scale)
+    scaled = abs(Fraction(repr(value))) * 10**scale
+    rounded = math.floor(scaled + Fraction(1, 2))
+    if rounded >= 10**precision:
+        with pytest.raises(PredictionError, match=r"^out is .*, which type decimal\(\d+,\d+\) can"):
+            kind.elements(np.array([value]), "out")
+        return
+    column = kind.elements(np.array([value, NAN]), "out")
+    assert column.type == pa.decimal128(precision, scale)
+    found, missing = column.to_pylist()
+    assert missing is None
+    assert Fraction(found) == int(math.copysign(1, value)) * Fraction(rounded, 10**scale)
+    assert kind.array(np.array([value]), "out")[0] == float(found)
+
+
+@settings(deadline=None, max_examples=300)
+@given(value=doubles | st.floats(-2e7, 2e7))
+def test_text_has_javas_form_and_tells_the_double(value: float) -> None:
+    text = java_text(value)
+    assert struct.pack("d", float(text)) == struct.pack("d", value)
+    digits, _, exponent = text.partition("E")
+    whole, _, fraction = digits.lstrip("-").partition(".")
+    assert whole
+    assert fraction
+    if exponent:
+        assert not 1e-3 <= abs(value) < 1e7
+        assert len(whole) == 1
+        assert whole != "0"
+    else:
+        assert value == 0 or 1e-3 <= abs(value) < 1e7
+    assert fraction == "0" or not fraction.endswith("0")
+
+
+def test_text_is_what_java_writes() -> None:
+    """As written by ``Double.toString``."""
+    for value, expected in {
+        1.0: "1.0", -0.0: "-0.0", 100.0: "100.0", 1234567.0: "1234567.0", 1e7: "1.0E7",
+        1.25e-7: "1.25E-7", 0.001: "0.001", 0.00099: "9.9E-4", 1e22: "1.0E22", 123456789.5:
+        "1.234567895E8", -5e-324: "-4.9E-324", NAN: "NaN", -math.inf: "-Infinity",
+    }.items():  # fmt: skip
+        if value != -5e-324:  # Java 17 writes two digits there, which newer ones do not
+            assert java_text(value) == expected
+
+
+@pytest.mark.parametrize("valid", [None, np.array([True, False, True, False])])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 1)])
+@pytest.mark.parametrize("element", ["string", "decimal", "boolean", "smallint", "float", "double"])
+def test_columns_of_every_type_and_depth(element: str, shape: Any, valid: Any) -> None:
+    kind = OutputType(element, len(shape), 6, 2)
+    array = np.array([1.5, NAN, -2.125, 0.0])[: 2 * math.prod(shape)].reshape(2, *shape)
+    column = to_column(array, shape, valid, kind, "out")
+    column.validate(full=True)
+    exact: dict[str, Any] = {
+        "string": str,
+        "decimal": lambda v: Decimal("-2.13") if v == -2.125 else Decimal(str(v)),
+        "boolean": bool,
+        "smallint": int,
+    }
+
+    def expected(value: Any) -> Any:
+        if isinstance(value, list):
+            return [expected(v) for v in value]
+        if math.isnan(value):
+            return "NaN" if element == "string" else NAN if element in exact_floats else None
+        return exact.get(element, float)(value)
+
+    exact_floats = ("float", "double")
+    rows = expected(array.tolist())
+    found = column.to_pylist()
+    assert repr(found) == repr(rows if valid is None else [rows[0], None, rows[1], None])
