@@ -1,5 +1,8 @@
 """Describing Parquet files by their footers."""
 
+import io
+import re
+
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -9,7 +12,7 @@ from pyarrow import parquet
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
 from hvd_estimators.parquet.discovery import first_rows, read_manifest, read_split
 from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.store import LocalStore
+from hvd_estimators.store import LocalStore, Store
 
 pytestmark = pytest.mark.versions
 
@@ -247,3 +250,60 @@ def test_a_missing_path_and_an_empty_folder_are_errors(store, folder):
         manifest(store, folder / "absent", "x")
     with pytest.raises(StoreError, match="no Parquet files under"):
         manifest(store, folder, "x")
+
+
+TABLES = {
+    "delta": ["_delta_log/00000000000000000000.json"],
+    "iceberg": ["metadata/v1.metadata.json", "metadata/version-hint.text"],
+    "hudi": [".hoodie/hoodie.properties"],
+}
+
+
+@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("remote", [False, True], ids=["local", "memory"])
+def test_folders_of_table_formats_are_rejected(tmp_path, kind, remote):
+    """Whether the table, what it is in, its partitions, its data or one of its files is named."""
+    root = f"memory://{tmp_path}" if remote else str(tmp_path)
+    made = Store.create(root)
+    data = f"{root}/outer/table" + ("/data" if kind == "iceberg" else "")
+    buffer = io.BytesIO()
+    parquet.write_table(pa.table({"x": [1.0]}), buffer)
+    for file in (f"{data}/a=1/b=2/part.parquet", f"{data}/part.parquet", f"{root}/plain/x.parquet"):
+        with made.open_atomic(file) as opened:
+            opened.write(buffer.getvalue())
+    for name in TABLES[kind]:
+        made.write_text(f"{root}/outer/table/{name}", "{}")
+
+    inner = ["outer", "outer/table", "outer/table/part.parquet", "outer/table/a=1/b=2"]
+    if kind == "iceberg":
+        inner = [*inner[:2], *("outer/table/data" + rest for rest in ("", "/a=1/b=2", "/a=1"))]
+    for path in (f"{root}/{name}" for name in inner):
+        told = (
+            rf"{kind.capitalize()} table: .*removed.*spark\.read\.format\(\"{kind}\"\)"
+            rf"\.load\(\"{re.escape(root)}/outer/table\"\)"
+        )
+        with pytest.raises(StoreError, match=told):
+            read_manifest(made, path, None, ["x"])
+        with pytest.raises(StoreError, match=told):
+            read_manifest(made, f"{root}/plain", path, ["x"])
+    assert read_manifest(made, f"{root}/plain", None, ["x"]).train.rows == 1
+    if remote:
+        made.fs.rm(root, recursive=True)
+
+
+def test_a_partition_of_hudi_has_a_mark_of_its_own(store, folder):
+    write(folder / "part.parquet", x=[1.0])
+    (folder / ".hoodie_partition_metadata").write_text("")
+    with pytest.raises(StoreError, match="is a Hudi table"):
+        manifest(store, folder, "x")
+
+
+def test_folders_that_only_look_like_those_of_tables_are_read(store, folder):
+    """Their names alone, or files of other kinds in them, make no table."""
+    for name in ("metadata", "data/day=1"):
+        (folder / name).mkdir(parents=True)
+        write(folder / name / "part.parquet", x=[1.0])
+    (folder / "metadata" / "notes.json").write_text("")
+    assert manifest(store, folder, "x").train.rows == 2
+    assert manifest(store, folder / "data" / "day=1", "x").train.rows == 1
+    assert manifest(store, folder / "data", "x").train.rows == 1
