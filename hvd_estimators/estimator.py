@@ -79,8 +79,19 @@ class HorovodEstimator(EstimatorHooks):
         HorovodModel
             The trained model.
         """
+        if params is not None and not isinstance(params, Mapping):
+            raise ParamError(
+                f"fit_on_parquet: expected a dict of params, found {params!r}. An index that "
+                "prepare_data yielded is given as fit_on_parquet(dataset_idx=...). A path of "
+                "Parquet files is one of the store's: Store.create(prefix, train_path=..., "
+                "val_path=...)."
+            )
         if params:
             return self.copy(params).fit_on_parquet(dataset_idx=dataset_idx)
+        with self._naming_as_set():
+            return self._fit_on_parquet(dataset_idx)
+
+    def _fit_on_parquet(self, dataset_idx: str | None) -> HorovodModel:
         backend = self._ready_backend()
         store, validation = self.getOrDefault("store"), self.getOrDefault("validation")
         if dataset_idx is None:
@@ -111,6 +122,10 @@ class HorovodEstimator(EstimatorHooks):
 
     def _fit(self, dataset: DataFrame) -> HorovodModel:
         """Write the rows as Parquet, train on them, and return the model."""
+        with self._naming_as_set():
+            return self._fit_frame(dataset)
+
+    def _fit_frame(self, dataset: DataFrame) -> HorovodModel:
         require_frame("dataset", dataset)
         backend = self._ready_backend()
         self._check_monitored(self.getOrDefault("validation") is not None)

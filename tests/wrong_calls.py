@@ -16,7 +16,7 @@ from hvd_estimators import Store
 from hvd_estimators.exceptions import HvdEstimatorsError
 from hvd_estimators.launch import Backend
 
-__all__ = ["SECONDS", "Calls", "NoRanks", "Wrong", "cases", "check_wrong"]
+__all__ = ["SECONDS", "Calls", "NoRanks", "Wrong", "cases", "check_wrong", "plain_module"]
 
 SECONDS = 3.0
 """Within which an error has to come."""

@@ -44,6 +44,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_OTHER_STATE = re.compile(
+    r"model: (?:weights .*|optimizer .*|optimizers: [^:]*\(now with(?:out)?\))"
+)
+"""Differences of networks and optimizers that cannot load each other's state."""
+
 
 @dataclass(frozen=True)
 class RowOrder:
@@ -107,7 +112,6 @@ def check_run(found: FoundRun) -> None:
         If they are of other data, another model or other settings.
     """
     run, notes = found.run, found.notes
-    path = run_file(run.run_path, "metadata")
     if not found.checkpoints:
         return
     if notes is None:
@@ -115,17 +119,28 @@ def check_run(found: FoundRun) -> None:
             "run_id: the checkpoint of %r does not say what it was trained on and with (there is "
             "no %s). It is gone on from unchecked.",
             run.run_id,
-            path,
+            run_file(run.run_path, "metadata"),
         )
         return
     differing = differences(notes.get("fingerprint", {}), as_json(run.fingerprint))
     if differing:
         raise ParamError(
-            f"run_id: the store holds a run {run.run_id!r} that this fit cannot go on from. It was "
+            f"run_id: the store holds a run {run.run_id!r} that this fit cannot resume. It was "
             f"trained with {'; '.join(differing)}. Set another run_id (or none: each fit then "
-            "has a run of its own), or what it was trained with. To go on from it all the same, "
-            f"delete {path!r}."
+            f"has a run of its own), or what it was trained with. {_advice(differing, run)}"
         )
+
+
+def _advice(differing: Sequence[str], run: RunPaths) -> str:
+    """Return what helps beside another run_id: that depends on whether the checkpoints fit."""
+    if any(map(_OTHER_STATE.fullmatch, differing)):
+        return (
+            "The checkpoints hold weights and optimizer state of the other network, which this one "
+            f"cannot load. To begin with some of its weights, load them into the model by "
+            f"load_checkpoint(store, run_id={run.run_id!r}) and fit with another run_id."
+        )
+    path = run_file(run.run_path, "metadata")
+    return f"To resume it all the same, delete {path!r}."
 
 
 class HeldRun:

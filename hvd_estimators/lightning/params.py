@@ -21,7 +21,7 @@ from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.params import boolean, declare, integer, objects
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
-from hvd_estimators.torch.serialization import dump_module, load_module
+from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -142,6 +142,12 @@ class LightningParams(TorchEstimator):
         """Check model, optimizer and loss together."""
         get = self.getOrDefault
         if not self._is_lightning:
+            if is_lightning(plain_module(self.getOrDefault("model")), "LightningModule"):
+                raise ParamError(
+                    "model: found a LightningModule that torch.compile has wrapped, which hides "
+                    "its steps. Give the LightningModule itself, and compile its networks in "
+                    "configure_model(), as in self.net = torch.compile(self.net)."
+                )
             super()._check_training()
             for callback in get("callbacks"):
                 self._check_monitored_name(getattr(callback, "monitor", None))

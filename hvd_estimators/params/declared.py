@@ -6,14 +6,21 @@ and its setter come from that line. Runs on the driver.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
 
-from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.exceptions import (
+    HvdEstimatorsError,
+    ParamError,
+    WorkerFailedError,
+    did_you_mean,
+)
 from hvd_estimators.params.converters import Converter
 from hvd_estimators.plain import plain
 
@@ -164,6 +171,28 @@ class DeclaredParams(Params):
                     f"{other}={given!r} and {target}={meant!r} are two names of one parameter. "
                     "Set one of them."
                 )
+
+    @contextlib.contextmanager
+    def _naming_as_set(self) -> Iterator[None]:
+        """Let errors name params as the caller set them: featuresCol, not feature_cols.
+
+        The only place that knows. What is advised for several columns stays, since a name for a
+        single one does not take them.
+        """
+        try:
+            yield
+        except WorkerFailedError:
+            raise  # its message is the ranks' output
+        except HvdEstimatorsError as error:
+            if error.args and isinstance(error.args[0], str):
+                error.args = (self._as_set(error.args[0]), *error.args[1:])
+            raise
+
+    def _as_set(self, message: str) -> str:
+        for other, target in self._other_names():
+            if self.isSet(other) and not self.isSet(target):
+                message = re.sub(rf"(?<![\w.]){target}\b(?!=)", other, message)
+        return message
 
     def _other_names(self) -> list[tuple[str, str]]:
         return [(n, d.stands_for) for n, d in self._declarations.items() if d.stands_for]

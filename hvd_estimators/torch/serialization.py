@@ -165,7 +165,8 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
                 raise ParamError(
                     f"optimizer: it holds a parameter of shape {tuple(parameter.shape)} that is "
                     "not one of the model's. Make the optimizer from model.parameters() of the "
-                    "very model that is given."
+                    "very model that is given. In a grid over model, give each model with its own "
+                    "optimizer: {estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
     class Pickler(cloudpickle.Pickler):

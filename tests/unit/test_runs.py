@@ -152,8 +152,15 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework:
     start(store, framework, epochs=np.int64(5), verbose=1, batch_size=np.int32(32), **same)
     for name, changes, message in CHANGES:
         if name == framework:
-            with pytest.raises(ParamError, match=rf"run_id: .*'mine' .*{message}.* another run_id"):
+            with pytest.raises(
+                ParamError, match=rf"run_id: .*'mine' .*{message}.* another run_id"
+            ) as raised:
                 start(store, framework, **changes)
+            # Without its notes, too, a run of another network or optimizer cannot be resumed.
+            other_state = ("model: weights ", "model: optimizer ", "(now without)")
+            has_other_state = any(part in str(raised.value) for part in other_state)
+            assert ("metadata.json" in str(raised.value)) is not has_other_state
+            assert ("load_checkpoint(store, run_id='mine')" in str(raised.value)) is has_other_state
     start(store, framework, batch_size=8, run_id="other")
     write(store, rows=11)
     with pytest.raises(ParamError, match=r"data: files.*data: training rows 10 \(now 11\)"):

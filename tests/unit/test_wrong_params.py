@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wrong_calls import Calls, Wrong, cases, check_wrong
+from wrong_calls import Calls, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
+    HvdEstimatorsError,
     ParamError,
     ShapeError,
     StoreError,
@@ -208,6 +209,35 @@ def test_a_wrong_param_ends_a_fit_before_it_begins(tmp_path: Path, row: Any) -> 
         check_wrong(calls, wrong)
 
 
+SPELLED: dict[str, Any] = {
+    # Set by Spark's name to: what is wrong, and the beginning of the message.
+    "featuresCol": [("text", "featuresCol: Column 'text'"), ("none", "no column 'none'")],
+    "labelCol": [("holes", "labelCol: Column 'holes'"), ("text", "labelCol: Column 'text'")],
+    "weightCol": [("v", "weightCol: expected a column of numbers"), ("holes", "weightCol: Col")],
+}
+OURS = {"featuresCol": "feature_cols", "labelCol": "label_cols", "weightCol": "sample_weight_col"}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("spelling", SPELLED)
+def test_errors_name_params_as_they_were_set(tmp_path: Path, framework: str, spelling: str) -> None:
+    calls, ours = Calls(tmp_path), OURS[spelling]
+    for column, told in SPELLED[spelling]:
+        estimator = getattr(calls, framework)()
+        estimator.clear(estimator.getParam(ours))
+        estimator.setParams(**{spelling: column})
+        with pytest.raises(HvdEstimatorsError) as raised:
+            estimator.fit_on_parquet()
+        assert told in str(raised.value)
+        assert ours not in str(raised.value)
+        with pytest.raises(HvdEstimatorsError) as raised:
+            getattr(calls, framework)(
+                **{ours: column if "weight" in ours else [column]}
+            ).fit_on_parquet()
+        assert told.replace(spelling, ours) in str(raised.value)
+        assert spelling not in str(raised.value)
+
+
 def _in_a_file(calls: Any) -> Any:
     from hvd_estimators import Store
 
@@ -261,6 +291,24 @@ FIT: dict[str, Wrong] = {
         "sample_weight_col",
         "Set a column with one",
     ),
+    "fit_on_parquet: a path": (
+        lambda c: c.torch().fit_on_parquet("/data"),
+        ParamError,
+        "fit_on_parquet",
+        r"found '/data'\. .*dataset_idx=\.\.\..*train_path=",
+    ),
+    "optimizer: of another model, as in a grid": (
+        lambda c: c.torch(model=_linear()).copy({"model": _linear()}).fit_on_parquet(),
+        ParamError,
+        "optimizer",
+        r"In a grid over model, give each model with its own optimizer",
+    ),
+    "model: a compiled LightningModule": (
+        lambda c: c.lightning(model=_compiled(plain_module())).fit_on_parquet(),
+        ParamError,
+        "model",
+        r"Give the LightningModule itself, and compile its networks in configure_model",
+    ),
     "label_shapes": (
         lambda c: c.train("torch", label_shapes=[[3]]),
         ShapeError,
@@ -268,6 +316,18 @@ FIT: dict[str, Wrong] = {
         "cannot be reshaped",
     ),
 }
+
+
+def _linear() -> Any:
+    import torch
+
+    return torch.nn.Linear(1, 1)
+
+
+def _compiled(module: Any) -> Any:
+    import torch
+
+    return torch.compile(module)
 
 
 def _memory() -> Any:
