@@ -56,9 +56,17 @@ class GradientAverager:
         self._name = name
         self.weight: tf.Tensor | None = None
 
-    def weigh(self, gradients: Sequence[Any]) -> list[Any]:
-        """Multiply gradients by the weight of the batch; None stays None."""
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
+    def weigh(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Multiply gradients by the weight of the batch.
+
+        Parameters
+        ----------
+        gradients : sequence of tensor, tf.IndexedSlices or None
+            One per variable; None stays None.
+        variables : sequence of keras.Variable
+            Their shapes are the static shapes of the result.
+        """
+        dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         if self.weight is None:
             return dense
         return [
@@ -116,6 +124,17 @@ class GradientAverager:
             for index, part in zip(bucket, tf.split(flat, sizes), strict=True):
                 result[index] = tf.reshape(part, weighted[index].shape)
         return _of_types(result, types)
+
+
+def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
+    """Return a gradient as one tensor with the static shape of its variable."""
+    if gradient is None:
+        return None
+    tensor = tf.convert_to_tensor(gradient)
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # TensorFlow knows only a part of it where a kernel is multiplied with more than two dimensions.
+    return tf.ensure_shape(tensor, variable.shape)
 
 
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:

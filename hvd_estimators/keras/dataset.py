@@ -7,6 +7,7 @@ neither Python nor a traced function runs once per batch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,9 +19,10 @@ from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.loading.readers import DataModule
 
-__all__ = ["ColumnDatasets", "column_dataset"]
+__all__ = ["ColumnDatasets", "column_dataset", "reading_first"]
 
 Form = Callable[[dict[str, tf.Tensor]], Any]
+Step = Callable[[Any], Any]
 
 
 class ColumnDatasets:
@@ -60,15 +62,41 @@ class ColumnDatasets:
 
     def train(self) -> tf.data.Dataset:
         """Return the training batches, without end. They can be gone through once."""
-        return column_dataset(
+        dataset = column_dataset(
             lambda: self._chunks, self._first, self._rows, self._prefetch, self._form
         )
+        return _of_length(dataset, tf.data.INFINITE_CARDINALITY)
 
     def validation(self, steps: int) -> tf.data.Dataset:
-        """Return at most so many validation batches; every iteration is a new pass."""
+        """Return at most so many validation batches; every iteration is a new pass.
+
+        The dataset states its number of batches where the data module does.
+        """
         chunks = self._data.val_chunks
         dataset = column_dataset(chunks, self._first, None, self._prefetch, self._val_form)
-        return dataset.take(steps)
+        dataset = dataset.take(steps)
+        batches = self._data.num_val_batches()
+        return dataset if batches is None else _of_length(dataset, batches)
+
+
+def reading_first(step: Step) -> Step:
+    """Return a Keras step that changes nothing when there is no further batch to read.
+
+    Keras finds the end of a dataset without a cardinality, or with none of its batches, by one
+    more call of the step. TensorFlow then runs those of its operations that need no batch, such as
+    a metric's ``count += 1``.
+    """
+
+    @functools.wraps(step)
+    def read_first(data: Any) -> Any:
+        with tf.control_dependencies(keras.tree.flatten(data)):
+            return step(data)
+
+    return read_first
+
+
+def _of_length(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
+    return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 
 
 def column_dataset(

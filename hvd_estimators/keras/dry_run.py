@@ -170,7 +170,8 @@ class DryRun:
                     raise ShapeError(
                         f"The model cannot take the feature columns. It was called with {given} "
                         f"and raised {type(error).__name__}: {error}{called}. Set feature_cols in "
-                        "the order of the model's inputs, in the shapes that it expects."
+                        "the order of the model's inputs, or to the names of its inputs, in the "
+                        "shapes that it expects."
                         f"{remedy}"
                     ) from error
                 x, outputs = called

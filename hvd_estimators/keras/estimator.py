@@ -21,7 +21,7 @@ from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.files import load_weights
 from hvd_estimators.keras.identity import model_identity
-from hvd_estimators.keras.inputs import input_keys
+from hvd_estimators.keras.inputs import input_keys, input_structure
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
@@ -58,11 +58,12 @@ class KerasEstimator(KerasParams):
 
     ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
     tasks with ``Model.fit``, and returns a `KerasModel`. Each feature column is one input of the
-    model, reshaped to what the model declares (a number per row is ``(rows, 1)``), and each label
-    column is compared to one output: to that of its name, where the model returns a dict or where
-    the output layers are named after the labels, and by position otherwise. Outputs of a dict that
-    are no labels are left alone. The given model and optimizer are left as they are. Runs on the
-    driver; Keras has to run on TensorFlow.
+    model, reshaped to what the model declares (a number per row is ``(rows, 1)``). Columns and
+    inputs pair by name if each input has the name of a feature column, and by position otherwise.
+    Each label column is compared to one output: to that of its name, where the model returns a dict
+    or where the output layers are named after the labels, and by position otherwise. Outputs of a
+    dict that are no labels are left alone. The given model and optimizer are left as they are. Runs
+    on the driver; Keras has to run on TensorFlow.
 
     An epoch trains on every row once. The learning rate is that of one rank: training applies it
     multiplied by the number of ranks, and what callbacks and schedules set counts in the same way.
@@ -114,6 +115,10 @@ class KerasEstimator(KerasParams):
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
         identity = model_identity(trial.dry_run.model, other_rate)
+        model, columns = trial.dry_run.model, self.getOrDefault("feature_cols")
+        if input_structure(model, columns) != input_structure(model, columns, by_name=False):
+            # A run of an earlier version, which notes no names, went by position.
+            identity["columns of the inputs"] = [tensor.name for tensor in model.inputs]
         return {**identity, "loss": named(trial.settings.loss)}
 
     def _check_checkpoint(self, path: str, trial: Any) -> None:

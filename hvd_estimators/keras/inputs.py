@@ -1,4 +1,4 @@
-"""Which column is which input of a model: by name if they are in a dict. Used on the driver."""
+"""Pairs feature columns with a model's inputs, by name where inputs have names. Driver side."""
 
 from __future__ import annotations
 
@@ -15,9 +15,15 @@ __all__ = ["called_with", "input_keys", "input_structure", "other_structure", "t
 
 
 def input_structure(
-    model: keras.Model, feature_cols: Sequence[str], keys: Sequence[str] | None = None
+    model: keras.Model,
+    feature_cols: Sequence[str],
+    keys: Sequence[str] | None = None,
+    by_name: bool = True,
 ) -> Any:
     """Return a model's inputs as fields in the model's structure.
+
+    Inputs in a dict pair with the columns that are its keys. Other inputs of a functional model
+    pair by name if each input has the name of a column, and by position otherwise.
 
     Parameters
     ----------
@@ -26,9 +32,11 @@ def input_structure(
         One that was not is given one tensor, or a tuple of several, or a dict where a functional
         model in it takes one; see `other_structure`.
     feature_cols : sequence of str
-        Columns in the order of the inputs; by name where inputs are a dict.
+        One column per input.
     keys : sequence of str, optional
         Keys of the columns in the dict that a subclassed model takes, where that is known.
+    by_name : bool
+        False for saved models of an earlier version, in which only keys of dicts were names.
 
     Raises
     ------
@@ -49,7 +57,9 @@ def input_structure(
     if isinstance(structure, Mapping) and len(structure) == len(inputs) > 1:
         _check_names(structure, feature_cols)
         return {name: _input_field(name, structure[name]) for name in structure}
-    flat = [_input_field(n, t) for n, t in zip(feature_cols, inputs, strict=True)]
+    names = [tensor.name for tensor in inputs]
+    columns = names if by_name and set(names) == set(feature_cols) else feature_cols
+    flat = [_input_field(n, t) for n, t in zip(columns, inputs, strict=True)]
     return keras.tree.pack_sequence_as(structure, flat)
 
 

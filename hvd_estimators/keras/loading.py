@@ -78,7 +78,8 @@ def load_predictor(
         keras.config.set_floatx(floatx)
         with tf.device(where):
             model, compiled = load_uncompiled(saved.read("model"))
-        structure = input_structure(model, columns, get("_input_keys"))
+        by_name = get("_input_pairing") == "name"
+        structure = input_structure(model, columns, get("_input_keys"), by_name)
         text.extend(text_columns(structure))
         return KerasPredictor(
             model,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import keras
@@ -49,6 +49,11 @@ class KerasModel(HorovodModel):
     _input_keys = declare(
         "Keys of the feature columns in the dict that the model is called with. Default: what the "
         "model tells."
+    )
+    _input_pairing = declare(
+        "How inputs of a functional model that are not in a dict pair with feature columns: by "
+        "'name', if each input has the name of a column, or always by 'position'.",
+        default="name",
     )
     _floatx = declare("Keras's float type while it was trained.", default="float32")
 
@@ -160,7 +165,13 @@ class KerasModel(HorovodModel):
     def _inputs(self) -> Any:
         columns = self.getOrDefault("feature_columns") or []
         keys = self.getOrDefault("_input_keys")
-        return input_structure(self.getOrDefault("model"), columns, keys)
+        by_name = self.getOrDefault("_input_pairing") == "name"
+        return input_structure(self.getOrDefault("model"), columns, keys, by_name)
+
+    def _adapt(self, saved: Collection[str]) -> None:
+        if "_input_pairing" not in saved:
+            # Inputs paired by position when this model was trained.
+            self._set(_input_pairing="position")
 
     def _text_features(self) -> tuple[str, ...]:
         return tuple(text_columns(self._inputs()))

@@ -113,11 +113,17 @@ def distribute(
         with _scaled_learning_rates(optimizer, learning_rate_scale):
             apply(averaged, variables)
 
+    def weigh(grads: Sequence[Any], variables: Any) -> tuple[list[Any], Any]:
+        weight = 1.0 if averager.weight is None else averager.weight
+        if variables is None and not optimizer.built:
+            apply(grads)  # Keras's own error says that variables are missing.
+        of = optimizer._trainable_variables if variables is None else variables
+        return averager.weigh(grads, of), weight
+
     if passes_per_step == 1:
 
         def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
-            weight = 1.0 if averager.weight is None else averager.weight
-            step(averager.weigh(grads), weight, trainable_variables)
+            step(*weigh(grads, trainable_variables), trainable_variables)
 
     else:
         accumulator = _Accumulator(passes_per_step, steps_per_epoch, calls)
@@ -126,8 +132,7 @@ def distribute(
             if not optimizer.built:
                 # Not in the branch below, where no variables can be created.
                 optimizer.build(list(trainable_variables))
-            weight = 1.0 if averager.weight is None else averager.weight
-            due = accumulator.add(averager.weigh(grads), weight)
+            due = accumulator.add(*weigh(grads, trainable_variables))
             tf.cond(
                 due,
                 lambda: accumulator.release(lambda g, w: step(g, w, trainable_variables)),

@@ -20,7 +20,7 @@ from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState, save_file
-from hvd_estimators.keras.dataset import ColumnDatasets
+from hvd_estimators.keras.dataset import ColumnDatasets, reading_first
 from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.ends import EpochEnd, StepEnd
 from hvd_estimators.keras.kept_model import KeptModel
@@ -240,6 +240,7 @@ class _Trainer:
         self.saver = RunSaver(
             spec, model, self.rank, self.checkpoints, self.kept, self.logs, states, streams, turns
         )
+        model.test_step = reading_first(model.test_step)
         train, has_validation = datasets.train(), spec.data.val_plan is not None
         validation = datasets.validation(spec.data.validation_steps_per_epoch * passes)
         resumed = None

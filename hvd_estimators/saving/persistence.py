@@ -15,6 +15,7 @@ import json
 import logging
 import time
 import uuid
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -79,6 +80,15 @@ class FileReadable(MLReadable[Any]):
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         """Return the values of what `_dump_param` wrote, by name."""
         return {name: loads(document) for name, document in documents.items()}
+
+    def _adapt(self, saved: Collection[str]) -> None:
+        """Adapt a loaded instance to an earlier version, which saved fewer params.
+
+        Parameters
+        ----------
+        saved : collection of str
+            Names of the params that were saved, with their defaults.
+        """
 
 
 class _Writer(MLWriter):
@@ -274,6 +284,8 @@ class _Reader(MLReader[Any]):
         }
         for name, value in instance._load_params(documents).items():
             instance._paramMap[instance.getParam(name)] = value
+        saved = {*metadata["paramMap"], *metadata.get("defaultParamMap", {}), *documents}
+        instance._adapt(saved)
         for name in metadata.get("leftOutParams", ()):
             logger.warning("%s of %s is not saved with it. Set it again.", name, instance.uid)
         return instance

@@ -32,13 +32,14 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         rank = hvd.rank()
         found: dict[str, Any] = {}
 
-        def train(optimizer: Any, gradients: Any, start: Any = (1.0, -2.0), graph: bool = True):
-            variable = keras.Variable(np.array(start, np.float32))
+        def train(optimizer: Any, gradients: Any, graph: bool = True, shape: Any = (2,)):
+            variable = keras.Variable(np.array([1.0, -2.0], np.float32))
 
             def apply(gradient: Any) -> None:
                 optimizer.apply([gradient], [variable])
 
-            step = tf.function(apply) if graph else apply
+            spec = [tf.TensorSpec(shape, tf.float32)]
+            step = tf.function(apply, input_signature=spec) if graph else apply
             for gradient in gradients:
                 step(tf.constant(gradient, tf.float32))
             return variable.numpy()
@@ -52,6 +53,16 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
             DistributedOptimizer(sgd(0.1), compression=hvd.Compression.fp16), own
         )
         found["passes"] = train(DistributedOptimizer(sgd(0.1), backward_passes_per_step=2), own)
+        for shape in ((None,), None):
+            # As TensorFlow knows gradients of a kernel that multiplies more than two dimensions.
+            found[f"partial {shape}"] = train(DistributedOptimizer(sgd(0.1)), own, shape=shape)
+            found[f"partial passes {shape}"] = train(
+                DistributedOptimizer(
+                    sgd(0.1), compression=hvd.Compression.fp16, backward_passes_per_step=2
+                ),
+                own,
+                shape=shape,
+            )
         found["clipped"] = train(DistributedOptimizer(sgd(0.1, clipnorm=1.0)), own)
         schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0], [0.1, 0.01])
         found["schedule"] = train(DistributedOptimizer(sgd(schedule)), own)
@@ -69,6 +80,10 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         found["sparse"] = table.numpy()[:, 0]
         optimizer = DistributedOptimizer(keras.optimizers.Adam(0.1))
         found["class"] = type(optimizer).__name__
+        try:
+            optimizer.apply([tf.ones(2)])
+        except ValueError as error:
+            found["no variables"] = str(error)
         # Two optimizers, each with its own rate, applied three times as large.
         kernel, bias = keras.Variable([1.0], name="kernel"), keras.Variable([1.0], name="bias")
         multi = keras.optimizers.LossScaleOptimizer(
@@ -87,7 +102,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         return found
 
     first, second = on_ranks(run)
-    for name in set(first) - {"alone", "class", "config"}:
+    for name in set(first) - {"alone", "class", "config", "no variables"}:
         np.testing.assert_array_equal(first[name], second[name], err_msg=name)
     # Steps of 0.1 by the means (2, 0) and (0, 1) from (1, -2).
     np.testing.assert_allclose(first["eager"], [0.8, -2.1], rtol=1e-6)
@@ -98,6 +113,9 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     assert not np.allclose(first["alone"], first["graph"])
     # One step by the mean of four gradients.
     np.testing.assert_allclose(first["passes"], [0.9, -2.05], rtol=1e-6)
+    for shape in ((None,), None):
+        np.testing.assert_allclose(first[f"partial {shape}"], first["graph"], rtol=1e-6)
+        np.testing.assert_allclose(first[f"partial passes {shape}"], first["passes"], rtol=1e-3)
     # The means have the norms 2 and 1. Clipped first, they would be (1, 0) and (0, 0).
     np.testing.assert_allclose(first["clipped"], [0.9, -2.1], rtol=1e-6)
     np.testing.assert_allclose(first["schedule"], [0.8, -2.01], rtol=1e-6)
@@ -106,6 +124,7 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
     assert first["scale after"] == 2.0
     np.testing.assert_allclose(first["sparse"], [-0.5, -1.0, -0.5, 0.0])
     assert first["class"] == "Adam"
+    assert "must already be built" in first["no variables"]
     # The mean gradient is 4 / 4: rates 0.1 and then 0.01 times 3, and 0.01 twice times 3.
     np.testing.assert_allclose(first["multi"], [0.67, 0.94], rtol=1e-6)
     np.testing.assert_allclose(sorted(first["multi rates"]), [0.01, 0.01], rtol=1e-6)

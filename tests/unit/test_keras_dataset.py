@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.dataset import ColumnDatasets, column_dataset
+from hvd_estimators.keras.dataset import ColumnDatasets, column_dataset, reading_first
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.loading.batching import Chunk, cut_chunks
 from hvd_estimators.loading.readers import DataModule
@@ -70,6 +70,64 @@ def test_a_users_data_module_trains_without_end_and_validates_again_and_again() 
     for _ in range(2):
         assert [len(batch["x"]) for batch in validation] == [2, 1]
     assert len(list(datasets.validation(steps=1))) == 1
+    # Only a pass could tell how many these are.
+    assert datasets.validation(steps=9).cardinality() == tf.data.UNKNOWN_CARDINALITY
+    assert datasets.train().cardinality() == tf.data.INFINITE_CARDINALITY
+
+
+class Counted(OwnModule):
+    """Knows its number of validation batches."""
+
+    def num_val_batches(self) -> int:
+        return 2
+
+
+def test_validation_datasets_state_their_number_of_batches() -> None:
+    dataset = ColumnDatasets(Counted(train_dir="", val_dir=""), prefetch=1).validation(steps=9)
+    assert dataset.cardinality() == 2
+    assert len(list(dataset)) == 2
+
+
+class Guide(keras.Model):
+    """The custom test step of Keras's guide, and a state that no batch takes part in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_initializer="ones")
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.steps = self.add_weight(initializer="zeros", trainable=False)
+
+    def call(self, x: Any) -> Any:
+        return self.dense(x)
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        y_pred = self(x, training=False)
+        self.loss_tracker.update_state(self.compute_loss(y=y, y_pred=y_pred))
+        self.steps.assign_add(1.0)
+        return {"loss": self.loss_tracker.result()}
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2])
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_a_step_without_a_batch_changes_nothing(batches: int, steps_per_execution: int) -> None:
+    def generate() -> Iterator[Any]:
+        for number in range(batches):
+            yield np.full((2, 3), number + 1.0), np.zeros((2, 1))
+
+    dataset = tf.data.Dataset.from_generator(
+        generate, output_signature=(tf.TensorSpec((None, 3)), tf.TensorSpec((None, 1)))
+    )
+    model = Guide()
+    model.compile("sgd", "mse", steps_per_execution=steps_per_execution)
+    model(np.zeros((1, 3)))
+    model.test_step = reading_first(model.test_step)
+    # Keras does not know how many batches there are.
+    model.evaluate(dataset, verbose=0)
+    assert float(model.steps.numpy()) == batches
+    assert float(model.loss_tracker.count.numpy()) == batches
+    squares = [(3.0 * (number + 1)) ** 2 for number in range(batches)]
+    assert float(model.loss_tracker.total.numpy()) == sum(squares)
 
 
 def test_columns_take_the_models_shapes_and_types() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.keras import KerasEstimator, load_predictor
 from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.losses import may_add_loss
@@ -143,6 +145,70 @@ def test_without_a_call_the_form_has_to_be_known() -> None:
     trial = DryRun(model, FEATURES, ["y"], None, None)
     trial.look_at(COLUMNS)
     assert isinstance(trial.tensors.inputs, dict)
+
+
+def titled(structure: Callable[[Any, Any], Any]) -> keras.Model:
+    """Return 10 title + body, of inputs in a structure."""
+    title, body = keras.Input((1,), name="title"), keras.Input((1,), name="body")
+    return keras.Model(structure(title, body), 10 * title + body)
+
+
+STRUCTURES: dict[str, Callable[[Any, Any], Any]] = {
+    "list": lambda title, body: [title, body],
+    "tuple": lambda title, body: (title, body),
+    "nested": lambda title, body: [[title], {"key": body}],
+}
+
+
+@pytest.mark.parametrize("form", STRUCTURES)
+def test_inputs_pair_by_name_if_each_has_the_name_of_a_column(form: str) -> None:
+    model = titled(STRUCTURES[form])
+
+    def pairs(columns: list[str]) -> list[str]:
+        return [field.column for field in keras.tree.flatten(input_structure(model, columns))]
+
+    assert pairs(["body", "title"]) == pairs(["title", "body"]) == ["title", "body"]
+    # One of the names is no column: position.
+    assert pairs(["body", "text"]) == ["body", "text"]
+    columns = {"title": np.ones(3, np.float32), "body": np.full(3, 5.0), "y": np.ones(3)}
+    model.compile("sgd", "mse")
+    trial = DryRun(model, ["body", "title"], ["y"], None, None)
+    trial.run(columns)
+    x, _ = trial.tensors.arrays(columns)
+    np.testing.assert_array_equal(model(x), np.full((3, 1), 15.0))
+
+
+@pytest.mark.usefixtures("spark")
+def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
+    tmp_path: Path,
+) -> None:
+    model = KerasModel(
+        model=titled(STRUCTURES["list"]),
+        feature_columns=["body", "title"],
+        label_columns=["y"],
+        output_shapes=[[1]],
+    )
+    rows = {"body": np.full(3, 5.0), "title": np.ones(3)}
+
+    def predicted(found: KerasModel, path: str) -> list[float]:
+        document, load = found._make_predictor()
+        (first, *_) = load(document)([rows["body"], rows["title"]])[0][:, 0]
+        (second, *_) = np.ravel(load_predictor(path).predict(rows)["y__output"])
+        return [float(first), float(second)]
+
+    path, again = f"{tmp_path / 'model'}", f"{tmp_path / 'again'}"
+    model.save(path)
+    assert predicted(model, path) == predicted(KerasModel.load(path), path) == [15.0, 15.0]
+    # Earlier versions saved the same without the way in which inputs pair.
+    (part,) = (tmp_path / "model" / "metadata").glob("part-*")
+    metadata = json.loads(part.read_text())
+    del metadata["defaultParamMap"]["_input_pairing"]
+    part.write_text(json.dumps(metadata))
+    (tmp_path / "model" / "metadata" / f".{part.name}.crc").unlink(missing_ok=True)
+    earlier = KerasModel.load(path)
+    assert predicted(earlier, path) == [51.0, 51.0]
+    earlier.save(again)
+    assert predicted(KerasModel.load(again), again) == [51.0, 51.0]
 
 
 class AddsLoss(keras.Model):

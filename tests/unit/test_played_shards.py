@@ -163,6 +163,7 @@ def test_validation_rows_are_those_of_the_shards(ranks: int, limit: int) -> None
                     assert all(batches)
                     # Who plays one shard is not limited by the reader, but by the trainer.
                     taken = batches[: spec.validation_steps_per_epoch * spec.passes_per_batch]
+                    assert data.num_val_batches() == len(taken)
                     found += itertools.chain(*taken) if not again else []
         wanted = [
             100 * part.row_group + row

@@ -125,6 +125,13 @@ class DataModule(ABC):
         """Return the validation batches of one pass in chunks."""
         return _single_chunks(self.val_data())
 
+    def num_val_batches(self) -> int | None:
+        """Return how many validation batches a pass has on this rank, if that is known beforehand.
+
+        None (the default) if only a pass over the rows can answer.
+        """
+        return None
+
     def global_train_sizes(self) -> Iterator[int] | None:
         """Return the rows of each training step over all ranks, if they are known beforehand.
 

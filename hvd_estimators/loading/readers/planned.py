@@ -192,12 +192,20 @@ class PlannedDataModule(ChunkedDataModule):
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
             return
         ranges = self.val_plan.shards[self.cur_shard]
-        sizes = self.val_plan.batch_sizes(self.cur_shard, self.val_batch_size)
-        # The last steps of a short shard can be empty.
-        sizes = [size for size in sizes if size]
+        sizes = self._val_sizes(self.val_plan)
         passes = iter([one_by_one(ranges)])
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
             yield from cut_chunks(parts, sizes, memory=self.memory)
+
+    def num_val_batches(self) -> int:
+        """Return how many validation batches a pass has on this rank, up to the steps of one."""
+        if self.val_plan is None:
+            return 0
+        return min(len(self._val_sizes(self.val_plan)), self.steps_per_epoch_val)
+
+    def _val_sizes(self, plan: ShardPlan) -> list[int]:
+        # The last steps of a short shard can be empty.
+        return [size for size in plan.batch_sizes(self.cur_shard, self.val_batch_size) if size]
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
         """Make chunks in a thread of their own, while earlier ones are used."""

@@ -71,6 +71,10 @@ class PlayedShards(ChunkedDataModule):
             with contextlib.closing(_one_by_one(module.val_chunks())) as chunks:
                 yield from itertools.islice(chunks, module.steps_per_epoch_val)
 
+    def num_val_batches(self) -> int:
+        """Return how many validation batches a pass over all shards has."""
+        return sum(module.num_val_batches() for module in self.modules)
+
     def global_train_sizes(self) -> Iterator[int]:
         """Return the rows of each batch over all ranks, without end."""
         first = self.modules[0]
