@@ -28,7 +28,7 @@ from hvd_estimators.inference.output_types import OutputType, output_types
 from hvd_estimators.inference.predictors import Predictor
 from hvd_estimators.inference.shared import SharedBytes
 from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
-from hvd_estimators.inference.steps import Inference, is_scalar
+from hvd_estimators.inference.steps import Inference, is_scalar, known_sizes
 from hvd_estimators.inference.udf import make_udf
 from hvd_estimators.params import declare, names, type_names
 from hvd_estimators.params.classification import ClassificationParams
@@ -68,7 +68,9 @@ class HorovodModel(
         convert=names,
         accessor="OutputCols",
     )
-    output_shapes = declare("Shape of one row of each output; () for a number.")
+    output_shapes = declare(
+        "Shape of one row of each output: () for a number, None for a size that only a batch has."
+    )
     output_types = declare(
         "Spark type of each output column, as DDL strings, where it is not to be a double (a "
         "number), an ML vector (one dimension) or nested arrays of doubles.",
@@ -199,7 +201,7 @@ class HorovodModel(
         if self.getOrDefault("handleInvalid") == "skip":
             dataset = without_nulls(dataset, inference.columns)
         document, load = self._make_predictor()
-        items = sum(math.prod(shape) for shape in inference.fields.values())
+        items = sum(math.prod(known_sizes(shape)) for shape in inference.fields.values())
         spread_out = spread(dataset, inference.columns, self._known_sizes(), items)
         if spread_out is not None:
             dataset = spread_out.frame

@@ -36,7 +36,7 @@ class Trial:
         is not known.
     """
 
-    output_shapes: Sequence[tuple[int, ...]] | None = None
+    output_shapes: Sequence[tuple[int | None, ...]] | None = None
     takes_one_row: bool | None = None
 
 

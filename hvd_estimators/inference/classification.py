@@ -47,7 +47,8 @@ class ClassScores:
 
     def fields(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         """Return the names, and the shapes of a row, of what is made of an output of a shape."""
-        classes = max(int(np.prod(shape)), 2)
+        # Only the number of dimensions counts where a batch has to tell the size.
+        classes = max(int(np.prod([size or 1 for size in shape])), 2)
         return {name: () if name == "prediction" else (classes,) for name in self.wanted}
 
     def __call__(self, output: Array) -> Mapping[str, Array]:

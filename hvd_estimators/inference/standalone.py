@@ -17,7 +17,7 @@ from hvd_estimators.inference.output_columns import output_columns
 from hvd_estimators.inference.output_types import DOUBLE, output_types
 from hvd_estimators.inference.resources import Resources
 from hvd_estimators.inference.rows import Rows, read_rows
-from hvd_estimators.inference.steps import Inference, Predictor, has_nulls
+from hvd_estimators.inference.steps import Inference, Predictor, has_nulls, known_sizes
 from hvd_estimators.loading.transformation import make_transformation
 from hvd_estimators.saving.saved import Saved
 
@@ -182,7 +182,7 @@ class SavedPredictor:
             outputs = inference(self._predictor, given.columns)
             self._is_ready = True
         else:
-            outputs = [np.zeros((0, *shape)) for shape in fields]
+            outputs = [np.zeros((0, *known_sizes(shape))) for shape in fields]
         kinds += [DOUBLE] * (len(fields) - len(kinds))
         made = zip(self.output_columns, outputs, fields, kinds, strict=True)
         return given.result(

@@ -22,6 +22,7 @@ __all__ = [
     "has_nulls",
     "is_ragged",
     "is_scalar",
+    "known_sizes",
     "one_ahead",
 ]
 
@@ -45,8 +46,8 @@ class Inference:
         Whether rows with nulls become nulls; they are an error otherwise.
     features : tuple of str
         Those, after the transformation, that the predictor is given.
-    shapes : tuple of tuple of int
-        Shape of a row of each output.
+    shapes : tuple of tuple of int or None
+        Shape of a row of each output; None for a size that only a batch can tell.
     batch_rows : int or None
         Rows of one forward pass; None for a whole Arrow batch.
     scores : ClassScores or None
@@ -192,6 +193,11 @@ def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[in
 def is_scalar(shape: tuple[int, ...]) -> bool:
     """Return whether a row of this shape becomes a plain number."""
     return shape in ((), (1,))
+
+
+def known_sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
+    """Return a shape with 1 for each size that only a batch can tell (None or -1)."""
+    return tuple(1 if size is None or size < 0 else size for size in shape)
 
 
 def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> Iterator[Result]:

@@ -34,7 +34,7 @@ from hvd_estimators.inference.received import received
 from hvd_estimators.inference.resources import task_resources
 from hvd_estimators.inference.shared import Hashed, Sent
 from hvd_estimators.inference.sql import SqlForm, spark_type
-from hvd_estimators.inference.steps import Inference, Predictor, one_ahead
+from hvd_estimators.inference.steps import Inference, Predictor, known_sizes, one_ahead
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.unpickling import loads
@@ -163,5 +163,5 @@ def _begin(
 ) -> Callable[[], list[Array]]:
     if len(next(iter(arrays.values()))):
         return inference.begin(predictor, arrays)
-    nothing = [np.zeros((0, *shape)) for shape in inference.fields.values()]
+    nothing = [np.zeros((0, *known_sizes(shape))) for shape in inference.fields.values()]
     return lambda: nothing

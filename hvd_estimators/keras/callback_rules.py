@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import keras
 
 from hvd_estimators.exceptions import ParamError
 
-__all__ = ["check_callbacks", "for_rank", "writes_files"]
+__all__ = ["check_callbacks", "check_monitors", "for_rank", "judges_by_name", "writes_files"]
 
 _WRITING = (
     keras.callbacks.CSVLogger,
@@ -92,3 +93,44 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
                 "out: the store keeps a checkpoint of every epoch, and a fit with the same run_id "
                 "goes on from there."
             )
+
+
+def judges_by_name(callback: Any) -> bool:
+    """Return whether Keras has to find out if less or more of what is monitored is better."""
+    return (
+        getattr(callback, "mode", None) == "auto"
+        and getattr(callback, "monitor_op", True) is None
+        and getattr(callback, "monitor", "loss") not in ("loss", "val_loss")
+    )
+
+
+def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> None:
+    """Check that Keras can judge what callbacks with ``mode="auto"`` monitor. Runs on the driver.
+
+    Keras itself raises on the ranks, after the first epoch.
+
+    Parameters
+    ----------
+    param : str
+        The param, for the message.
+    callbacks : sequence of keras.callbacks.Callback
+        Its value.
+    model : keras.Model
+        Compiled, with metrics that are built.
+
+    Raises
+    ------
+    ParamError
+        If Keras cannot tell whether less or more is better.
+    """
+    for callback in filter(judges_by_name, callbacks):
+        judge = copy.copy(callback)
+        judge.set_model(model)
+        try:
+            judge._set_monitor_op()
+        except ValueError as error:
+            name = f"{type(callback).__name__}(monitor={callback.monitor!r})"
+            raise ParamError(
+                f"{param}: {name} has mode='auto', and Keras cannot tell whether less or more of "
+                f"{callback.monitor!r} is better. Set mode='min' or mode='max' in {name}."
+            ) from error

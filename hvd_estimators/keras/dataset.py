@@ -7,6 +7,7 @@ neither Python nor a traced function runs once per batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.loading.batching import Chunk
 from hvd_estimators.loading.readers import DataModule
 
-__all__ = ["ColumnDatasets", "column_dataset", "reading_first"]
+__all__ = ["ColumnDatasets", "column_dataset", "naming_data", "reading_first"]
 
 Form = Callable[[dict[str, tf.Tensor]], Any]
 Step = Callable[[Any], Any]
@@ -93,6 +94,21 @@ def reading_first(step: Step) -> Step:
             return step(data)
 
     return read_first
+
+
+@contextlib.contextmanager
+def naming_data(step: str, data: Any) -> Iterator[None]:
+    """Add to an error in a user's own step what the step was given."""
+    try:
+        yield
+    except Exception as error:
+        parts = ", ".join(("x", "y", "sample_weight")[: len(data)])
+        note = f"{step}(data) is given data = ({parts}); its inputs alone are data[0]."
+        if hasattr(error, "add_note"):  # Python 3.11
+            error.add_note(note)
+        elif error.args and isinstance(error.args[0], str):
+            error.args = (f"{error.args[0]} {note}", *error.args[1:])
+        raise
 
 
 def _of_length(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:

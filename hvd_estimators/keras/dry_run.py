@@ -13,11 +13,12 @@ import tensorflow as tf
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.callback_rules import check_monitors, judges_by_name
 from hvd_estimators.keras.checks import check_columns, check_rows, text_remedy
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.loss_checks import check_loss, has_any_loss
 from hvd_estimators.keras.losses import has_own_step
-from hvd_estimators.keras.metric_states import check_metrics
+from hvd_estimators.keras.metric_states import are_built, build_metrics, check_metrics
 from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.tensors import ZEROS, Field, TensorSpec, alike
 from hvd_estimators.keras.trial_calls import SHAPE_KINDS, kept_variables
@@ -61,8 +62,8 @@ class DryRun:
         The model, built and compiled after `run`.
     outputs : Outputs or None
         Its outputs, as soon as they are known; None if labels are none of its outputs.
-    output_shapes : list of tuple of int
-        Shape of one row of each label's output.
+    output_shapes : list of tuple of int or None
+        Shape of one row of each label's output; None for a size that only a call can tell.
     tensors : TensorSpec
         How columns become tensors.
     """
@@ -91,7 +92,7 @@ class DryRun:
         self._weight_col = sample_weight_col
         self._label_shapes = label_shapes
         self._inputs: Any = input_structure(model, feature_cols)
-        self.output_shapes: list[tuple[int, ...]] | None = None
+        self.output_shapes: list[tuple[int | None, ...]] | None = None
         self.outputs: Outputs | None = None
         self._known: dict[str, tuple[int, ...]] = {}
         self._batch: tuple[Any, ...] | None = None
@@ -178,6 +179,7 @@ class DryRun:
             if self.outputs is None:
                 self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
+            self._note_shapes(outputs)
             if has_any_loss(self.model, x):
                 self._check_loss(x, outputs, columns)
 
@@ -265,6 +267,17 @@ class DryRun:
             with tf.device("CPU:0"), traceless():
                 check_metrics(self.model, *self._batch)
 
+    def check_monitors(self, param: str, callbacks: Sequence[Any]) -> None:
+        """Check what callbacks monitor, where the metrics are known here; see `check_monitors`."""
+        if not any(map(judges_by_name, callbacks)):
+            return
+        if not are_built(self.model) and self._batch is not None:
+            with tf.device("CPU:0"), traceless(), contextlib.suppress(Exception):
+                # Where they cannot be called, check_metrics() warns of it.
+                build_metrics(self.model, *self._batch)
+        if are_built(self.model):
+            check_monitors(param, callbacks, self.model)
+
     def _go_without_call(self, reason: str) -> None:
         """Leave a model that is not to be called here to the ranks."""
         parts = all_layers(self.model, include_self=False)
@@ -284,20 +297,22 @@ class DryRun:
         self._compile(self.model, None)
 
     def _take_outputs(self, outputs: Any) -> None:
-        flat = keras.tree.flatten(outputs)
         try:
             if self._label_cols and (self._compares or self._selection is None):
                 self.outputs = Outputs.of(self.model, outputs, self._label_cols, self._selection)
-                flat = self.outputs.select(flat)
-            else:
-                flat = self._selected(outputs)
         except ShapeError:
             # A train step of the user's own, or losses of layers, need not compare labels to
             # outputs.
             if self._compares or self._selection is not None:
                 raise
-        self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
+        self._note_shapes(outputs)
         self._compile(self.model, self.outputs)
+
+    def _note_shapes(self, outputs: Any) -> None:
+        """Note the shapes of the labels' outputs; only those of real rows have all their sizes."""
+        known, flat = self.outputs, keras.tree.flatten(outputs)
+        flat = self._selected(outputs) if known is None else known.select(flat)
+        self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
 
     def _label_fields(self) -> list[Field]:
         names = list(self._label_cols)
@@ -311,12 +326,16 @@ class DryRun:
             return [Field(name) for name in names]
         return [
             # A label of as many elements as its output is compared in the output's shape.
-            Field(name, shape if _same_size(shape, self._known.get(name)) else None)
+            Field(name, _label_shape(shape, self._known.get(name)))
             for name, shape in zip(names, shapes, strict=True)
         ]
 
 
-def _same_size(shape: tuple[int | None, ...], other: tuple[int, ...] | None) -> bool:
-    if not shape or other is None or None in shape:
-        return False
-    return math.prod(size or 0 for size in shape) == math.prod(other)
+def _label_shape(
+    shape: tuple[int | None, ...], column: tuple[int, ...] | None
+) -> tuple[int, ...] | None:
+    """Return an output's shape if the label's column has as many elements; None otherwise."""
+    sizes = tuple(size for size in shape if size is not None)
+    if not shape or column is None or len(sizes) < len(shape):
+        return None
+    return sizes if math.prod(sizes) == math.prod(column) else None

@@ -99,12 +99,20 @@ class KerasEstimator(KerasParams):
     def _dry_run(self, columns: Columns) -> Trial:
         dry_run, settings = self._new_dry_run()
         dry_run.run(columns)
+        self._check_monitors(dry_run)
         return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
 
     def _without_dry_run(self, manifest: DatasetManifest) -> Trial:
         dry_run, settings = self._new_dry_run()
         dry_run.look_at(self._first_rows(manifest))
+        self._check_monitors(dry_run)
         return _KerasTrial(dry_run.output_shapes, dry_run=dry_run, settings=settings)
+
+    def _check_monitors(self, dry_run: DryRun) -> None:
+        dry_run.check_monitors("callbacks", self.getOrDefault("callbacks"))
+        checkpoint = self.getOrDefault("checkpoint_callback")
+        if checkpoint is not None:
+            dry_run.check_monitors("checkpoint_callback", [checkpoint])
 
     def _check_trial(self, trial: Any, manifest: DatasetManifest) -> None:
         super()._check_trial(trial, manifest)

@@ -12,7 +12,15 @@ import numpy as np
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.parquet.columns import Array
 
-__all__ = ["added_variables", "check_metrics", "leaf_metrics", "merge_states", "merged_metrics"]
+__all__ = [
+    "added_variables",
+    "are_built",
+    "build_metrics",
+    "check_metrics",
+    "leaf_metrics",
+    "merge_states",
+    "merged_metrics",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +30,17 @@ def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
     for metric in model.metrics:
         # Keras wraps what compile() was given in a single metric.
         yield from getattr(metric, "metrics", None) or [metric]
+
+
+def are_built(model: keras.Model) -> bool:
+    """Return whether the metrics that ``compile()`` was given have their names by now."""
+    return all(getattr(metric, "built", True) for metric in model.metrics)
+
+
+def build_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
+    """Give the metrics of a compiled model their names, which takes a batch."""
+    _measure(model, [(x, y, outputs, weights)])
+    model.reset_metrics()
 
 
 def merged_metrics(model: keras.Model) -> list[Any]:

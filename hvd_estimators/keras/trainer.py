@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import shutil
@@ -20,11 +21,12 @@ from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState, save_file
-from hvd_estimators.keras.dataset import ColumnDatasets, reading_first
+from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
 from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.ends import EpochEnd, StepEnd
 from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
+from hvd_estimators.keras.losses import has_own_step
 from hvd_estimators.keras.lost_peers import naming_lost_peers
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.optimizer import distribute
@@ -298,6 +300,10 @@ class _Trainer:
         step, averagers = self.model.train_step, self.averagers
         by_samples, full = self.spec.weight_by_samples, self.spec.data.batch_size
         synchronized = SynchronizedMoments(self.model, averagers[0])
+        name = f"{type(self.model).__name__}.train_step"
+
+        def explained(data: Any) -> contextlib.AbstractContextManager[None]:
+            return naming_data(name, data) if has_own_step(self.model) else contextlib.nullcontext()
 
         def train_step(data: Any) -> Any:
             x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -307,7 +313,7 @@ class _Trainer:
                 weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
             for averager in averagers:
                 averager.weight = weight / full
-            with synchronized.in_step():
+            with synchronized.in_step(), explained(data):
                 return step(data)
 
         self.model.train_step = train_step

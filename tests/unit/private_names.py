@@ -87,6 +87,11 @@ TABLE = (
         "_variables _tracker _trainable_variables _trainable_variables_indices _var_key",
         "the state of an optimizer, moved to the variables of a copy of its model",
     ),
+    Private(
+        "keras.callbacks.EarlyStopping",
+        "_set_monitor_op",
+        "whether less or more of what a callback monitors is better, as Keras finds out",
+    ),
     Private("keras.Layer", "_build_shapes_dict", "shapes a layer was built with, not compared"),
     Private(
         "keras.layers.BatchNormalization",

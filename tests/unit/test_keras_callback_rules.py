@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras import LearningRateScheduleCallback, LogCallback
+from hvd_estimators.keras import BestModelCheckpoint, LearningRateScheduleCallback, LogCallback
 from hvd_estimators.keras.callback_rules import check_callbacks, for_rank
 from hvd_estimators.keras.checkpoint import callback_state, restore_callback
+from hvd_estimators.keras.dry_run import DryRun
+from hvd_estimators.keras.metric_states import are_built
 from hvd_estimators.keras.randomness import RandomStreams
 from hvd_estimators.keras.serialization import dump, load
 from hvd_estimators.keras.session import ProgressReports, RankCallbacks
@@ -247,3 +249,28 @@ def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
         "epoch 1 ends: loss=-0.3625",
     ]
     assert sum("mae=" in line for line in told) == (6 if per_batch else 2)
+
+
+def test_monitors_that_keras_can_judge_pass_and_others_name_the_mode() -> None:
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1, activation="sigmoid")(inputs))
+    names = ["mae", "accuracy", "binary_crossentropy"]
+    model.compile("sgd", "binary_crossentropy", metrics=names)
+    columns = {"x": np.ones((4, 2), np.float32), "y": np.array([0, 1, 0, 1], np.float32)}
+    trial = DryRun(model, ["x"], ["y"], None, None)
+    trial.run(columns)
+    trial.check_monitors("callbacks", [keras.callbacks.EarlyStopping("val_loss")])
+    assert not are_built(model)
+    early_stopping = keras.callbacks.EarlyStopping
+    judged = [early_stopping("mae", mode="min"), early_stopping("val_accuracy"), End()]
+    trial.check_monitors("callbacks", judged)
+    assert judged[1].monitor_op is None
+    assert are_built(model)
+    assert not np.any(model.metrics_variables)
+    callback = BestModelCheckpoint(monitor="val_rmspe")
+    with pytest.raises(
+        ParamError,
+        match=r"checkpoint_callback: BestModelCheckpoint\(monitor='val_rmspe'\) has "
+        r"mode='auto'.*Set mode='min' or mode='max' in BestModelCheckpoint",
+    ):
+        trial.check_monitors("checkpoint_callback", [callback])

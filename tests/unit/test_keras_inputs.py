@@ -211,6 +211,20 @@ def test_saved_models_predict_by_name_and_those_of_earlier_versions_by_position(
     assert predicted(KerasModel.load(again), again) == [51.0, 51.0]
 
 
+def test_the_dry_run_notes_sizes_that_the_model_does_not_declare() -> None:
+    words = keras.Input((None,), dtype="int32")
+    model = keras.Model(words, keras.layers.Embedding(9, 4)(words))
+    model.compile("sgd", "mse")
+    columns = {"w": np.zeros((3, 5), np.int64), "y": np.zeros((3, 20), np.float32)}
+    trial = DryRun(model, ["w"], ["y"], None, None)
+    assert trial.output_shapes == [(None, 4)]
+    trial.run(columns)
+    assert trial.output_shapes == [(5, 4)]
+    # A label of as many numbers takes the output's shape.
+    _, label = trial.tensors.arrays(columns)
+    assert label.shape == (3, 5, 4)
+
+
 class AddsLoss(keras.Model):
     """Rebuilds its input: nothing is compared to its labels."""
 

@@ -13,6 +13,7 @@ import torch
 from wrong_calls import Calls, Wrong, cases, check_wrong, plain_module
 
 from hvd_estimators.exceptions import ParamError, ShapeError
+from hvd_estimators.keras import BestModelCheckpoint
 
 pytestmark = pytest.mark.usefixtures("imported")
 
@@ -141,6 +142,18 @@ class Unbuilt(keras.Model):
         return self.dense(x)
 
 
+class Writing(keras.callbacks.Callback):
+    """Opens its writers where it is made, as keras.io's examples do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writers = {"train": lock}
+
+
+def exp_rmspe(y_true: Any, y_pred: Any) -> Any:
+    return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
+
+
 def dense(width: int) -> Any:
     return keras.Sequential([keras.Input((width,)), keras.layers.Dense(1)])
 
@@ -182,6 +195,23 @@ KERAS = {
         "callbacks",
         "Make what cannot",
         callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=closed_over)],
+    ),
+    "callbacks: an attribute": keras_row(
+        "callbacks",
+        r"fails at callbacks\[1\]\.writers\['train'\], a lock: .*Make what cannot .*on_train_begin",
+        callbacks=[keras.callbacks.EarlyStopping("loss"), Writing()],
+    ),
+    "callbacks: mode": keras_row(
+        "callbacks",
+        r"val_exp_rmspe.* Set mode='min' or mode='max' in ReduceLROnPlateau",
+        callbacks=[keras.callbacks.ReduceLROnPlateau(monitor="val_exp_rmspe")],
+        metrics=[exp_rmspe],
+    ),
+    "checkpoint_callback: mode": keras_row(
+        "checkpoint_callback",
+        r"exp_rmspe.* Set mode='min' or mode='max' in BestModelCheckpoint",
+        checkpoint_callback=BestModelCheckpoint(monitor="exp_rmspe"),
+        metrics=[exp_rmspe],
     ),
 }
 
