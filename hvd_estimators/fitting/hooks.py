@@ -123,7 +123,7 @@ class EstimatorHooks(
     def _check_trial(self, trial: Trial, manifest: DatasetManifest) -> None:
         """Check what only the trial tells, or the dataset's first rows; extends ours."""
         if trial.output_shapes:
-            self._class_scores(list(trial.output_shapes))
+            self._class_scores(trial.output_shapes)
 
     def _metric_names(self) -> list[str] | None:
         """Return the names of what is measured in training; None where only the ranks know."""

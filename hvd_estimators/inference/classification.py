@@ -140,7 +140,7 @@ def check_classes(get: Get, outputs: int) -> None:
         )
 
 
-def class_scores(get: Get, shapes: Sequence[tuple[int, ...]]) -> ClassScores | None:
+def class_scores(get: Get, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
     """Return what makes the columns; None if none is wanted.
 
     Raises

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
@@ -80,6 +81,6 @@ class ClassificationParams(DeclaredParams):
                 "output is, 'logits' for example."
             )
 
-    def _class_scores(self, shapes: list[tuple[int, ...]]) -> ClassScores | None:
+    def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
         """Return what makes the columns; None if none is wanted."""
         return class_scores(self.getOrDefault, shapes)

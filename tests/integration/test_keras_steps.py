@@ -1,0 +1,214 @@
+"""The custom steps of Keras's guides, as published: what ranks train and measure with them.
+
+https://keras.io/guides/custom_train_step_in_tensorflow
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import keras_reference
+import lightning_ranks
+import numpy as np
+import pyarrow as pa
+import pytest
+import reference
+import tensorflow as tf
+from keras_reference import assert_same_weights, make_estimator
+from lightning_ranks import StandingBackend
+from pyarrow import parquet
+from reference import global_batches
+
+pytestmark = pytest.mark.integration
+
+RATE = 0.05
+
+
+class CustomModel(keras.Model):
+    """Going higher-level, and providing your own evaluation step."""
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(y=y, y_pred=y_pred)
+        trainable_vars = self.trainable_variables
+        gradients = tape.gradient(loss, trainable_vars)
+        self.optimizer.apply(gradients, trainable_vars)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        y_pred = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(loss)
+            else:
+                metric.update_state(y, y_pred)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class LowerLevel(keras.Model):
+    """Going lower-level: no loss in compile(), metrics of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+        self.mae_metric = keras.metrics.MeanAbsoluteError(name="mae")
+        self.loss_fn = keras.losses.MeanSquaredError()
+
+    def train_step(self, data: Any) -> Any:
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.loss_fn(y, y_pred)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        self.loss_tracker.update_state(loss)
+        self.mae_metric.update_state(y, y_pred)
+        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        y_pred = self(x, training=False)
+        self.loss_tracker.update_state(self.loss_fn(y, y_pred))
+        self.mae_metric.update_state(y, y_pred)
+        return {"loss": self.loss_tracker.result(), "mae": self.mae_metric.result()}
+
+    @property
+    def metrics(self) -> Any:
+        return [self.loss_tracker, self.mae_metric]
+
+
+class OfInputsAlone(keras.Model):
+    """keras.io's autoencoders: what fit() is given is the inputs."""
+
+    def train_step(self, data: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(self(data, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def make(cls: type[keras.Model]) -> keras.Model:
+    """Return a network of two named inputs, one of which has a kernel on three dimensions."""
+    keras.utils.set_random_seed(3)
+    series, body = keras.Input((6, 3), name="series"), keras.Input((2,), name="body")
+    hidden = keras.layers.Dense(4, activation="tanh")(series)
+    pooled = keras.layers.GlobalAveragePooling1D()(hidden)
+    joined = keras.layers.Concatenate()([pooled, keras.layers.Dense(2)(body)])
+    return cls([series, body], keras.layers.Dense(1)(joined))
+
+
+def write(path: str, rows: int, seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    columns = {
+        "body": rng.normal(size=(rows, 2)).astype(np.float32),
+        "series": rng.normal(size=(rows, 18)).astype(np.float32),
+    }
+    columns["label"] = columns["series"].sum(axis=1) / 3 - columns["body"][:, 0]
+    Path(path).mkdir(parents=True)
+    table = {name: pa.array(list(array)) for name, array in columns.items()}
+    parquet.write_table(pa.table(table), f"{path}/part-0.parquet", row_group_size=9)
+    return columns
+
+
+def inputs_of(columns: dict[str, np.ndarray], rows: Any = slice(None)) -> list[np.ndarray]:
+    return [columns["series"][rows].reshape(-1, 6, 3), columns["body"][rows]]
+
+
+def train_alone(columns: dict[str, np.ndarray], batches: list[np.ndarray]) -> keras.Model:
+    """Train in one process, with nothing but Keras."""
+    net, optimizer = make(keras.Model), keras.optimizers.SGD(RATE)
+    for rows in batches:
+        label = columns["label"][rows, None]
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((net(inputs_of(columns, rows), training=True) - label) ** 2)
+        optimizer.apply(tape.gradient(loss, net.trainable_variables), net.trainable_variables)
+    return net
+
+
+@pytest.fixture(scope="module")
+def backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
+    for module in (reference, keras_reference, lightning_ranks, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)
+    with StandingBackend(2, tmp_path_factory.mktemp("ranks"), "tensorflow") as standing:
+        yield standing
+
+
+def fit(backend: Any, store: Any, model: keras.Model, **params: Any) -> Any:
+    return make_estimator(
+        store,
+        2,
+        backend=backend,
+        model=model,
+        optimizer=None,
+        loss=None,
+        # By position these would be the other inputs'.
+        feature_cols=["body", "series"],
+        batch_size=8,
+        val_batch_size=4,
+        validation=0.5,
+        **params,
+    ).fit_on_parquet()
+
+
+@pytest.mark.parametrize("held_out_rows", [32, 1])
+def test_the_higher_level_step_trains_and_measures_as_in_one_process(
+    backend: Any, store: Any, held_out_rows: int
+) -> None:
+    columns = write(store.get_train_data_path(), 37, seed=0)
+    # A single row leaves a rank without any.
+    held_out = write(store.get_val_data_path(), held_out_rows, seed=1)
+    model = make(CustomModel)
+    model.compile(keras.optimizers.SGD(RATE), "mse", metrics=["mae"])
+    fitted = fit(backend, store, model, epochs=2)
+    batches = global_batches(37, 2, 8)
+    assert_same_weights(fitted.getModel(), train_alone(columns, batches * 2))
+    assert len({result.weights_digest for result in backend.results}) == 1
+    errors = fitted.getModel()(inputs_of(held_out))[:, 0] - held_out["label"]
+    history = fitted.getHistory()
+    # All batches have four rows, or there is only one.
+    assert history["val_loss"][-1] == pytest.approx(np.mean(errors**2), rel=1e-5)
+    assert history["val_mae"][-1] == pytest.approx(np.mean(np.abs(errors)), rel=1e-5)
+
+
+def test_the_lower_level_step_accumulates_gradients_as_in_one_process(
+    backend: Any, store: Any
+) -> None:
+    columns = write(store.get_train_data_path(), 48, seed=0)
+    held_out = write(store.get_val_data_path(), 24, seed=1)
+    model = make(LowerLevel)
+    model.compile(keras.optimizers.SGD(RATE))
+    fitted = fit(backend, store, model, epochs=1, backward_passes_per_step=2)
+    first, second, last = global_batches(48, 2, 8)
+    batches = [np.concatenate([first, second]), last]
+    assert_same_weights(fitted.getModel(), train_alone(columns, batches))
+    errors = fitted.getModel()(inputs_of(held_out))[:, 0] - held_out["label"]
+    assert fitted.getHistory()["val_loss"] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
+    assert fitted.getHistory()["val_mae"] == [pytest.approx(np.mean(np.abs(errors)), rel=1e-5)]
+
+
+def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, store: Any) -> None:
+    write(store.get_train_data_path(), 16, seed=0)
+    write(store.get_val_data_path(), 4, seed=1)
+    model = make(OfInputsAlone)
+    model.compile(keras.optimizers.SGD(RATE))
+    with pytest.raises(
+        AssertionError,
+        match=r"OfInputsAlone\.train_step\(data\) is given data = \(x, y\); its inputs alone are "
+        r"data\[0\]",
+    ):
+        fit(backend, store, model, epochs=1)
