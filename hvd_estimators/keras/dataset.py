@@ -102,6 +102,8 @@ def naming_data(step: str, data: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if not isinstance(data, tuple) or len(data) == 1:
+            raise  # Without labels a step is given its inputs alone, as from fit(x).
         parts = ", ".join(("x", "y", "sample_weight")[: len(data)])
         note = f"{step}(data) is given data = ({parts}); its inputs alone are data[0]."
         if hasattr(error, "add_note"):  # Python 3.11

@@ -10,7 +10,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.dataset import ColumnDatasets, column_dataset, reading_first
+from hvd_estimators.keras.dataset import (
+    ColumnDatasets,
+    column_dataset,
+    naming_data,
+    reading_first,
+)
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.loading.batching import Chunk, cut_chunks
 from hvd_estimators.loading.readers import DataModule
@@ -153,3 +158,29 @@ def test_columns_take_the_models_shapes_and_types() -> None:
     ):
         assert a.dtype == b.dtype.as_numpy_dtype
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize(
+    ("given", "note"),
+    [
+        ("x", None),
+        ("(x,)", None),
+        ("(x, y)", "data = (x, y); its"),
+        ("(x, y, w)", "data = (x, y, sample_weight); its"),
+    ],
+)
+def test_an_error_in_a_step_tells_what_it_was_given(
+    given: str, note: str | None, graph: bool
+) -> None:
+    x = tf.zeros((2, 3))
+    data = {"x": x, "(x,)": ({"a": x},), "(x, y)": (x, x), "(x, y, w)": (x, x, x)}[given]
+
+    def step(data: Any) -> None:
+        with naming_data("M.train_step", data):
+            raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user") as caught:
+        (tf.function(step, autograph=False) if graph else step)(data)
+    told = " ".join(map(str, [*caught.value.args, *getattr(caught.value, "__notes__", ())]))
+    assert (note is None and "data =" not in told) or (note is not None and note in told)
