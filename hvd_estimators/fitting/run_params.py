@@ -30,12 +30,16 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     """Begins the names of new runs, and says what has written their checkpoints."""
 
     _run_settings: ClassVar[tuple[str, ...]] = (
-        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col", "outputs"),
+        *("feature_cols", "label_cols", "label_shapes", "sample_weight_col"),
         *("learning_rate", "scale_learning_rate", "loss_weights", "gradient_compression"),
         *("batch_size", "train_steps_per_epoch", "backward_passes_per_step"),
         *("random_seed", "shuffle", "transformation_fn", "transformation_batch_fn"),
         *("transformation_edit_fields", "transformation_removed_fields"),
     )
+    _optional_run_settings: ClassVar[tuple[str, ...]] = ("outputs",)
+    """Settings that a run notes only if they differ from the default: runs of versions without
+    them resume."""
+
     # Its place in a grid, where this is one of the copies that are fitted, which other threads do.
     _grid_index: int | None = None
     _grid_tracking: TrackingRun | None = None
@@ -71,10 +75,17 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
 
         Not the number of ranks and of epochs, which may be others in a later part of a run.
         """
+        defaults = {param.name: value for param, value in self._defaultParamMap.items()}
+        optional = [
+            name
+            for name in self._optional_run_settings
+            if self.getOrDefault(name) != defaults.get(name)
+        ]
+        names = (*self._run_settings, *optional)
         return {
             "data": data_identity(manifest, self._needed_columns()),
             "model": model,
-            "settings": {name: named(self.getOrDefault(name)) for name in self._run_settings},
+            "settings": {name: named(self.getOrDefault(name)) for name in names},
         }
 
     def _run_paths(self, prefix: str, fingerprint: Mapping[str, Any]) -> RunPaths:

@@ -89,8 +89,9 @@ class TorchParams(HorovodEstimator):
     _run_settings = (
         *HorovodEstimator._run_settings,
         *("input_shapes", "input_form", "column_dtypes"),
-        *("loss", "loss_form", "loss_constructors", "train_minibatch_fn"),
+        *("loss", "loss_constructors", "train_minibatch_fn"),
     )
+    _optional_run_settings = (*HorovodEstimator._optional_run_settings, "loss_form")
 
     _sent = (
         *HorovodEstimator._sent,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -165,6 +166,18 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework:
     write(store, rows=11)
     with pytest.raises(ParamError, match=r"data: files.*data: training rows 10 \(now 11\)"):
         start(store, framework)
+
+
+def test_settings_that_later_versions_added_count_only_if_they_are_set(store: Any) -> None:
+    """A run of a version without a setting resumes in one that has it."""
+    write(store)
+    start(store, "torch")
+    leave_checkpoint_of(store, "torch")
+    noted = json.loads(Path(store.get_run_path("mine"), "metadata.json").read_text())
+    assert not {"outputs", "loss_form"} & noted["fingerprint"]["settings"].keys()
+    start(store, "torch", outputs=None, loss_form="per_label")
+    with pytest.raises(ParamError, match=r"settings: no outputs \(now with\)"):
+        start(store, "torch", outputs=[0])
 
 
 def test_a_checkpoint_that_does_not_say_what_it_is_of_is_gone_on_from_with_a_warning(
