@@ -226,7 +226,7 @@ def test_raw_columns_ask_for_the_transformation(spark: Any, tmp_path: Path) -> N
     )
     predictor = load_predictor(save(model, tmp_path))
     frame = spark.createDataFrame([("four",)], "word string")
-    told = r"olumn 'word' .*trained with a transformation.* Set apply_transformation=True"
+    told = r"olumn 'word'.*trained with a transformation.* Set apply_transformation=True"
     for raw in (frame, frame.withColumnRenamed("word", "other")):
         with pytest.raises(ColumnError, match=told) as raised:
             model.transform(raw)
