@@ -324,6 +324,11 @@ class Doubles(torch.nn.Module):
         return features
 
 
+def floats(value: Any) -> Any:
+    """Return text in nested sequences as floats."""
+    return [floats(v) for v in value] if isinstance(value, (list, tuple)) else float(value)
+
+
 def test_decimals_and_types_of_outputs_are_those_of_transform(spark: Any, tmp_path: Path) -> None:
     """Compared with `float` of each Decimal, and with Spark's own casts of the doubles."""
     features = ["number", "several", "nested"]
@@ -371,7 +376,11 @@ def test_decimals_and_types_of_outputs_are_those_of_transform(spark: Any, tmp_pa
         expected = given.selectExpr(*(f"{cast} as o{i}" for i, cast in enumerate(casts)))
         assert [*map(str, predicted.schema[-3:])] == [*map(str, expected.schema)]
         found = [row[3:] for row in map(tuple, predicted.collect())]
-        assert found == [*map(tuple, expected.collect())], element
+        wanted = [*map(tuple, expected.collect())]
+        if element == "string":  # Java before 19 does not write the shortest digits of a double
+            assert floats(found) == floats(wanted)
+        else:
+            assert found == wanted, element
         made = predictor.predict(arrow)
         assert [*zip(*(made.column(i).to_pylist() for i in range(3)), strict=True)] == found
         frame_of_pandas = predictor.predict(arrow.to_pandas())

@@ -303,7 +303,7 @@ def test_folders_that_only_look_like_those_of_tables_are_read(store, folder):
     for name in ("metadata", "data/day=1"):
         (folder / name).mkdir(parents=True)
         write(folder / name / "part.parquet", x=[1.0])
-    (folder / "metadata" / "notes.json").write_text("")
+    (folder / "metadata" / "_notes.json").write_text("")
     assert manifest(store, folder, "x").train.rows == 2
     assert manifest(store, folder / "data" / "day=1", "x").train.rows == 1
     assert manifest(store, folder / "data", "x").train.rows == 1
