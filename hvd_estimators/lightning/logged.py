@@ -36,6 +36,10 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
     }
     return {
         "results": [_entries(results, names) for results in _results(trainer)],
+        "epochs": [
+            {"rows": results.rows_of_epoch, "of_epoch": sorted(results.of_epoch)}
+            for results in _results(trainer)
+        ],
         "seen": {kind: on_cpu(dict(getattr(trainer, kind))) for kind in _SEEN},
     }
 
@@ -58,6 +62,10 @@ def restore_logged(trainer: Trainer, states: Sequence[Mapping[str, Any]], flavor
     for kind in _SEEN:
         getattr(trainer, kind).update(states[0]["seen"][kind])
     for index, results in enumerate(_results(trainer)):
+        # Checkpoints of earlier versions have none.
+        epochs = [state["epochs"][index] for state in states if "epochs" in state]
+        results.rows_of_epoch = sum(epoch["rows"] for epoch in epochs)
+        results.of_epoch.update(*(epoch["of_epoch"] for epoch in epochs))
         entries = [state["results"][index] for state in states]
         for key in dict.fromkeys(key for of_rank in entries for key in of_rank):
             _restore(

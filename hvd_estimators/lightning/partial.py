@@ -109,7 +109,11 @@ def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:
     train, validation = logged["results"]
     # Those of a validation are the same on all ranks: it is over.
     empty = {key: {**entry, "has_reset": True} for key, entry in train.items()}
-    return {**logged, "results": [empty, validation]}
+    without = {**logged, "results": [empty, validation]}
+    if "epochs" in logged:
+        train, validation = logged["epochs"]
+        without["epochs"] = [{**train, "rows": 0}, validation]
+    return without
 
 
 def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:

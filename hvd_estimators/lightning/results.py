@@ -40,6 +40,8 @@ class RankResults(ResultCollection):
     rows_of_epoch : int
         Rows of this rank since the epoch, or the validation, began. They weight what hooks log for
         the epoch as a whole.
+    of_epoch : set of str
+        Values that hooks logged for the epoch as a whole.
     """
 
     everything = False
@@ -49,7 +51,7 @@ class RankResults(ResultCollection):
         self.rows: dict[str, int] = {}
         self.of_last_steps: dict[str, torch.Tensor] = {}
         self.rows_of_epoch = 0
-        self._of_epoch: set[str] = set()
+        self.of_epoch: set[str] = set()
         self._is_of_epoch = False
 
     def log(self, *args: Any, **kwargs: Any) -> None:
@@ -62,12 +64,12 @@ class RankResults(ResultCollection):
         super().reset(metrics, fx)
         if metrics is None and fx is None:
             self.rows_of_epoch = 0
-            self._of_epoch.clear()
+            self.of_epoch.clear()
 
     def update_metrics(self, key: str, value: Any, batch_size: int) -> None:
         """Take a value that was logged for a batch of so many rows."""
         super().update_metrics(key, value, batch_size)
-        (self._of_epoch.add if self._is_of_epoch else self._of_epoch.discard)(key)
+        (self.of_epoch.add if self._is_of_epoch else self.of_epoch.discard)(key)
         self.rows[key] = batch_size if self.batch_size is None else self.batch_size
 
     def reduce(self, only_steps: bool = False) -> None:
@@ -119,7 +121,7 @@ class RankResults(ResultCollection):
             elif not only_steps and metric._computed is None and self._is_shared(metric):
                 own[key] = None
                 if metric.is_tensor:
-                    rows = self.rows_of_epoch if key in self._of_epoch else None
+                    rows = self.rows_of_epoch if key in self.of_epoch else None
                     own[key] = _number(metric.value), _weight(metric), rows
         return own
 

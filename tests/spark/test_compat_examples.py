@@ -48,6 +48,7 @@ def accuracy(model: Any, test_df: Any) -> float:
 
 def test_torch(digits: Any, tmp_path: Path) -> None:
     import horovod.spark.torch as hvd
+    import torch
     import torch.nn.functional as F
     from horovod.spark.common.backend import SparkBackend
     from horovod.spark.common.store import Store
@@ -65,6 +66,7 @@ def test_torch(digits: Any, tmp_path: Path) -> None:
             x = F.relu(F.max_pool2d(self.drop(self.conv(x)), 2))
             return F.log_softmax(self.fc(x.view(-1, 36)), -1)
 
+    torch.manual_seed(1)
     model = Net()
     loss = nn.NLLLoss()
     stdout = io.StringIO()
@@ -177,6 +179,7 @@ def test_keras(digits: Any, tmp_path: Path) -> None:
     from tensorflow.keras.layers import Conv2D, Dense, Dropout, Flatten, MaxPooling2D
     from tensorflow.keras.models import Sequential
 
+    keras.utils.set_random_seed(1)
     model = Sequential()
     model.add(Conv2D(4, kernel_size=(3, 3), activation="relu", input_shape=(8, 8, 1)))
     model.add(MaxPooling2D(pool_size=(2, 2)))
@@ -195,7 +198,7 @@ def test_keras(digits: Any, tmp_path: Path) -> None:
         feature_cols=["features"],
         label_cols=["label_vec"],
         batch_size=16,
-        epochs=3,
+        epochs=6,
         random_seed=1,
         inmemory_cache_all=True,
         verbose=1,
