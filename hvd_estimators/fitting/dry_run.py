@@ -18,8 +18,17 @@ __all__ = ["leave_to_ranks", "log_untried", "traceless"]
 
 logger = logging.getLogger(__name__)
 
-# Of what columns that do not fit raise. All else says nothing about shapes.
-_SHAPE_KINDS = (TypeError, ValueError, RuntimeError, LookupError, AssertionError, Warning)
+# Of what columns that do not fit raise, and names that are not defined, which no rank has either.
+# All else says nothing about shapes.
+_SHAPE_KINDS = (
+    TypeError,
+    ValueError,
+    RuntimeError,
+    LookupError,
+    AssertionError,
+    NameError,
+    Warning,
+)
 _OTHER_KINDS = (NotImplementedError, RecursionError, UnicodeError)
 
 # Packages that ask a process for its rank, its GPU or its environment.

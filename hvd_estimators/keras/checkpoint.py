@@ -26,13 +26,16 @@ _OF_FILES = ("append_header",)
 """What a callback finds out about its file when training begins."""
 
 
-def save_file(model: keras.Model, file: str | IO[bytes]) -> None:
+def save_file(
+    model: keras.Model, file: str | IO[bytes], rewritten: Mapping[int, Any] | None = None
+) -> None:
     """Write a model as a ``.keras`` file; `load_weights` reads it.
 
-    Of a model without a config it is an archive with ``model.weights.h5``.
+    Of a model without a config it is an archive with ``model.weights.h5``. For ``rewritten`` see
+    `write_archive`.
     """
     with zipfile.ZipFile(file, "w") as archive:
-        write_archive(model, archive)
+        write_archive(model, archive, rewritten)
 
 
 class ScalarState:

@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+import builtins
+import dis
 from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.synchronized import synchronized_layers
 from hvd_estimators.keras.tensors import Field
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 
-__all__ = ["check_batches", "check_columns", "check_rows", "text_remedy"]
+__all__ = [
+    "LAMBDA_REMEDY",
+    "check_batches",
+    "check_columns",
+    "check_lambdas",
+    "check_rows",
+    "text_remedy",
+]
+
+LAMBDA_REMEDY = (
+    "Keras sends the code of a Lambda's lambda without the modules and variables that the lambda "
+    "uses. Write a named function (def square(x): return ops.square(x)) and set "
+    "keras.layers.Lambda(square), or write a layer with a call()."
+)
 
 
 def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: str) -> None:
@@ -50,6 +65,28 @@ def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: st
                 f"{end} for it has {field.shape}. Set columns in the order of the model's "
                 f"{end}s, with as many elements as these."
             )
+
+
+def check_lambdas(model: keras.Model) -> None:
+    """Reject a copy of a model with a Lambda whose function lacks the names that it uses.
+
+    Raises
+    ------
+    ParamError
+        If a name is not defined, as it would be on the ranks.
+    """
+    for layer in all_layers(model):
+        function = getattr(layer, "function", None)
+        if not isinstance(layer, keras.layers.Lambda) or not hasattr(function, "__code__"):
+            continue
+        for instruction in dis.get_instructions(function.__code__):
+            name = instruction.argval
+            is_global = instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+            if is_global and name not in function.__globals__ and not hasattr(builtins, name):
+                raise ParamError(
+                    f"model: the layer {layer.name!r} fails on the ranks (NameError: name "
+                    f"{name!r} is not defined). {LAMBDA_REMEDY}"
+                )
 
 
 def check_rows(flat: Sequence[Any], labels: Sequence[str | None] | None, rows: int) -> None:

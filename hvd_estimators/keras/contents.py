@@ -14,6 +14,7 @@ import keras
 
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.keras.files import WEIGHTS
+from hvd_estimators.keras.rewritten import read_rewritten
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.store.local_file import CHUNK_BYTES
 
@@ -51,9 +52,12 @@ def read_content(
         with open(path, "wb") as copy:
             shutil.copyfileobj(file, copy, CHUNK_BYTES)
         try:
-            return keras.saving.load_model(
+            model: keras.Model = keras.saving.load_model(
                 path, custom_objects=dict(custom_objects), safe_mode=safe
             )
+            with zipfile.ZipFile(path) as archive:
+                read_rewritten(model, archive)
+            return model
         except (TypeError, ValueError) as error:
             raise StoreError(
                 f"Keras cannot make the model of the checkpoint ({error}). Give custom_objects "

@@ -12,6 +12,7 @@ import numpy as np
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers, model_optimizers
 from hvd_estimators.keras.checkpoint import save_file
+from hvd_estimators.keras.rewritten import rewritten_variables
 from hvd_estimators.parquet.columns import Array
 
 __all__ = ["ModelCopy", "copied"]
@@ -59,6 +60,7 @@ class ModelCopy:
     def __init__(self, model: keras.Model) -> None:
         self._model = model
         self._values: dict[int, _Store] = {}
+        self._rewritten = rewritten_variables(model)
         optimizers = model_optimizers(model)
         inner = [each for optimizer in optimizers for each in inner_optimizers(optimizer)]
         for saver in [*all_layers(model), *optimizers, *inner]:
@@ -72,7 +74,7 @@ class ModelCopy:
         """Write what `save_file` would have written at that moment. From any thread."""
         _written.values = self._values
         try:
-            save_file(self._model, file)
+            save_file(self._model, file, self._rewritten)
         finally:
             _written.values = {}
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.callback_rules import check_monitors, judges_by_name
-from hvd_estimators.keras.checks import check_columns, check_rows, text_remedy
+from hvd_estimators.keras.checks import LAMBDA_REMEDY, check_columns, check_rows, text_remedy
 from hvd_estimators.keras.inputs import called_with, input_structure, other_structure
 from hvd_estimators.keras.loss_checks import check_loss, has_any_loss
 from hvd_estimators.keras.losses import has_own_step
@@ -25,6 +27,8 @@ from hvd_estimators.keras.trial_calls import SHAPE_KINDS, kept_variables
 from hvd_estimators.parquet.columns import Columns
 
 __all__ = ["DryRun"]
+
+logger = logging.getLogger(__name__)
 
 # What a model raises that indexes or unpacks something else than it is given.
 _INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *SHAPE_KINDS)
@@ -55,6 +59,8 @@ class DryRun:
         Whether labels are compared to outputs, by a loss or by metrics.
     selection : sequence of (int or str), optional
         Positions or names of the outputs that are predictions.
+    original : keras.Model, optional
+        The model that was given, which the copy has to equal.
 
     Attributes
     ----------
@@ -80,8 +86,10 @@ class DryRun:
         copy: Callable[[], keras.Model] | None = None,
         compares: bool = True,
         selection: Sequence[int | str] | None = None,
+        original: keras.Model | None = None,
     ) -> None:
         self.model = model
+        self._original = original
         self._class_weight = class_weight
         self._compile = compile
         self._copy = copy
@@ -160,6 +168,11 @@ class DryRun:
                     self._go_without_call(f"it raised {type(error).__name__}: {error}")
                     return
                 if isinstance(called, str):
+                    if isinstance(error, NameError):
+                        raise ParamError(
+                            f"model: its call fails on the ranks, too (NameError: {error}). "
+                            f"{LAMBDA_REMEDY}"
+                        ) from error
                     remedy = text_remedy(columns, self._inputs)
                     # Numbers that are made of text raise what a missing GPU may raise, too.
                     kinds = (*SHAPE_KINDS, tf.errors.UnimplementedError) if remedy else SHAPE_KINDS
@@ -180,6 +193,7 @@ class DryRun:
                 self._take_outputs(outputs)
             self._check_rows(outputs, len(next(iter(columns.values()))))
             self._note_shapes(outputs)
+            self._check_copy(x, outputs)
             if has_any_loss(self.model, x):
                 self._check_loss(x, outputs, columns)
 
@@ -220,6 +234,35 @@ class DryRun:
                 f"{type(error).__name__}: {error}. Without label_cols it gets x, otherwise (x, y). "
                 "Set feature_cols and label_cols to what it expects."
             ) from error
+
+    def _check_copy(self, x: Any, outputs: Any) -> None:
+        """Compare the outputs of the given model with those of the copy that is trained.
+
+        Raises
+        ------
+        ParamError
+            If they differ.
+        """
+        original = self._original
+        if original is None or not original.built:
+            return
+        try:
+            with kept_variables(original), traceless():
+                expected = original(x, training=False)
+            if _same_outputs(outputs, expected):
+                return
+            with traceless():
+                again = self.model(x, training=False)
+        except Exception as error:
+            logger.debug("The given model was not compared with its copy", exc_info=error)
+            return
+        # Outputs that are random at each call compare to nothing.
+        if _same_outputs(outputs, again):
+            raise ParamError(
+                "model: a copy that Keras makes of it, as for the ranks, returns other outputs for "
+                "the same rows. Give each class of its layers a get_config() and a from_config() "
+                "that make an equal object, and set in the constructor what call() uses."
+            )
 
     def _input_fields(self) -> list[Field]:
         fields: list[Field] = keras.tree.flatten(self._inputs)
@@ -339,3 +382,17 @@ def _label_shape(
     if not shape or column is None or len(sizes) < len(shape):
         return None
     return sizes if math.prod(sizes) == math.prod(column) else None
+
+
+def _same_outputs(outputs: Any, others: Any) -> bool:
+    flat, other = keras.tree.flatten(outputs), keras.tree.flatten(others)
+    return len(flat) == len(other) and all(map(_same_output, flat, other))
+
+
+def _same_output(output: Any, other: Any) -> bool:
+    a, b = keras.ops.convert_to_numpy(output), keras.ops.convert_to_numpy(other)
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.dtype.kind in "OSU":
+        return bool((a == b).all())
+    return np.allclose(a.astype(np.float64), b.astype(np.float64), 1e-3, 1e-5, equal_nan=True)

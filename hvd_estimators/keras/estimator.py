@@ -216,5 +216,6 @@ class KerasEstimator(KerasParams):
             self._training_model,
             compares=settings.compares,
             selection=get("outputs"),
+            original=get("model"),
         )
         return dry_run, settings

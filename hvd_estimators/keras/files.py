@@ -17,6 +17,12 @@ from typing import IO, Any
 import keras
 import numpy as np
 
+from hvd_estimators.keras.constructor_configs import constructing
+from hvd_estimators.keras.rewritten import (
+    read_rewritten,
+    rewritten_variables,
+    write_rewritten,
+)
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.store.local_file import CHUNK_BYTES
 
@@ -76,14 +82,15 @@ def save_folder(model: keras.Model, directory: str) -> None:
 
 def load_folder(directory: str, custom_objects: Mapping[str, Any]) -> keras.Model:
     """Return the model that `save_folder` wrote, not compiled."""
-    given = {"custom_objects": dict(custom_objects), "compile": False, "safe_mode": False}
-    if _HAS_FOLDERS:
-        return keras.saving.load_model(directory, **given)
-    with tempfile.TemporaryDirectory() as beside:
-        path = os.path.join(beside, "model.keras")
-        with zipfile.ZipFile(path, "w") as archive:
-            _zip(directory, archive)
-        return keras.saving.load_model(path, **given)
+    with constructing(custom_objects) as made:
+        given = {"custom_objects": made, "compile": False, "safe_mode": False}
+        if _HAS_FOLDERS:
+            return keras.saving.load_model(directory, **given)
+        with tempfile.TemporaryDirectory() as beside:
+            path = os.path.join(beside, "model.keras")
+            with zipfile.ZipFile(path, "w") as archive:
+                _zip(directory, archive)
+            return keras.saving.load_model(path, **given)
 
 
 def read_files(directory: str) -> dict[str, Array]:
@@ -114,14 +121,26 @@ def write_files(files: dict[str, Array], directory: str) -> None:
             content.tofile(file)
 
 
-def write_archive(model: keras.Model, archive: zipfile.ZipFile) -> None:
+def write_archive(
+    model: keras.Model, archive: zipfile.ZipFile, rewritten: Mapping[int, Array] | None = None
+) -> None:
     """Write a model and its optimizer's state to an archive, which is a ``.keras`` file then.
 
     Of a model without a config it is ``model.weights.h5`` alone.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built and compiled.
+    archive : ZipFile
+        Open for writing.
+    rewritten : mapping, optional
+        See `hvd_estimators.keras.rewritten`. Default: what the model has now.
     """
     with tempfile.TemporaryDirectory() as folder:
         _save_plainly(model, folder)
         _zip(folder, archive)
+    write_rewritten(rewritten_variables(model) if rewritten is None else rewritten, archive)
 
 
 def save_plainly(model: keras.Model, directory: str) -> str:
@@ -160,12 +179,14 @@ def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
         weights = os.path.join(directory, WEIGHTS)
         if is_archive:
             # Within an archive every seek would read from its beginning.
-            with zipfile.ZipFile(file) as archive:
-                archive.extract(WEIGHTS, directory)
+            archive = stack.enter_context(zipfile.ZipFile(file))
+            archive.extract(WEIGHTS, directory)
         else:
             with open(weights, "wb") as copy:
                 shutil.copyfileobj(file, copy, CHUNK_BYTES)
         model.load_weights(weights)
+        if is_archive:
+            read_rewritten(model, archive)
 
 
 def _save_plainly(model: keras.Model, directory: str) -> bool:

@@ -5,10 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+import zipfile
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import keras
 
+from hvd_estimators.keras.files import WEIGHTS
+from hvd_estimators.keras.rewritten import rewritten_variables, write_rewritten
 from hvd_estimators.store import Store
 from hvd_estimators.store.local_file import CHUNK_BYTES
 
@@ -40,11 +45,41 @@ class KeptModel:
         suffix = ".weights.h5" if callback.save_weights_only else ".keras"
         self._path = os.path.join(directory, f"kept{suffix}")
         callback.filepath = self._path
+        name = "on_epoch_end" if callback.save_freq == "epoch" else "on_train_batch_end"
+        vars(callback)[name] = self._completing(callback, getattr(callback, name))
         self._store = store
         self._stored_at: str | None = None
         self._written = 0
         if checkpoints_path is not None:
             self._stored_at = f"{checkpoints_path}/kept{suffix}"
+
+    def _completing(
+        self, callback: keras.callbacks.ModelCheckpoint, save: Callable[..., None]
+    ) -> Callable[..., None]:
+        """Return the callback's method, which then adds what Keras's file leaves out."""
+        path = Path(self._path)
+
+        def saved_at() -> int:
+            return path.stat().st_mtime_ns if path.exists() else 0
+
+        def save_completely(*args: Any, **kwargs: Any) -> None:
+            before = saved_at()
+            save(*args, **kwargs)
+            if saved_at() == before:
+                return
+            values = rewritten_variables(callback.model)
+            if not values:
+                return
+            if path.read_bytes()[:2] == b"PK":
+                with zipfile.ZipFile(path, "a") as archive:
+                    write_rewritten(values, archive)
+                return
+            with zipfile.ZipFile(f"{path}.partial", "w") as archive:
+                archive.write(path, WEIGHTS)
+                write_rewritten(values, archive)
+            os.replace(f"{path}.partial", path)
+
+        return save_completely
 
     def fetch(self) -> None:
         """Get what an earlier part of the run kept."""

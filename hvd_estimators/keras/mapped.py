@@ -18,16 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import IO, Any
 
-import cloudpickle
 import h5py
 import keras
 import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.constructor_configs import constructing
 from hvd_estimators.keras.files import WEIGHTS
-from hvd_estimators.keras.states import is_keras
-from hvd_estimators.keras.traits import Traits
+from hvd_estimators.keras.rewritten import loads_plainly, variable_value
+from hvd_estimators.keras.states import StatePickler
+from hvd_estimators.keras.traits import Traits, same_bits
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
 from hvd_estimators.unpickling import load
@@ -119,10 +120,11 @@ class MappedModel:
         config["compile_config"] = None
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.traits.policy())
+            made = stack.enter_context(constructing(self.custom_objects))
             if unwritten:
                 stack.enter_context(tf.variable_creator_scope(_unwritten))
             model: keras.Model = keras.saving.deserialize_keras_object(
-                config, dict(self.custom_objects), safe_mode=False
+                config, made, safe_mode=False
             )
         self.traits.give(model)
         return model
@@ -152,11 +154,11 @@ def mapped_file(
     """
     if set(files) != _PLAIN_FILES or stored != len(model.weights):
         return None
-    if not all(map(_loads_plainly, all_layers(model))) or not _same_values(model, loaded):
+    if not all(map(loads_plainly, all_layers(model))) or not _same_values(model, loaded):
         return None
     weights, offset = [], 0
     for variable in model.weights:
-        value = _value(variable)
+        value = variable_value(variable)
         weights.append(_Weight(offset, value.shape, tf.as_dtype(value.dtype).name))
         offset = _aligned(offset + value.nbytes)
     config = files["config.json"].tobytes()
@@ -165,10 +167,10 @@ def mapped_file(
         return None
     local = LocalFile()
     with open(local.path, "wb") as file:
-        cloudpickle.dump(head, file)
+        StatePickler(file).dump(head)
         _pad(file)
         for variable in model.weights:
-            _value(variable).tofile(file)
+            variable_value(variable).tofile(file)
             _pad(file)
     return local
 
@@ -197,32 +199,12 @@ def stored_variables(path: str) -> int:
     return len(found)
 
 
-def _loads_plainly(layer: keras.Layer) -> bool:
-    """Return whether loading does no more to a layer than to assign to its variables in turn."""
-    kind = type(layer)
-    if hasattr(kind, "load_assets"):
-        return False
-    if kind.load_own_variables is keras.Layer.load_own_variables:
-        return True
-    # What Keras's own layers have of their own is for these two, or sets more than variables.
-    has_adapters = is_keras(kind.load_own_variables) and hasattr(kind, "enable_lora")
-    is_quantized = layer.dtype_policy.quantization_mode is not None
-    return has_adapters and not is_quantized and not getattr(layer, "lora_enabled", False)
-
-
 def _same_values(model: keras.Model, loaded: keras.Model) -> bool:
     """Return whether the weights of two models are the same to the bit, one after the other."""
     ours, theirs = model.weights, loaded.weights
     return len(ours) == len(theirs) and all(
-        _same_bits(_value(a), _value(b)) for a, b in zip(ours, theirs, strict=True)
+        same_bits(variable_value(a), variable_value(b)) for a, b in zip(ours, theirs, strict=True)
     )
-
-
-def _same_bits(a: Array, b: Array) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype or a.dtype.itemsize not in (1, 2, 4, 8):
-        return False
-    bits = f"u{a.dtype.itemsize}"
-    return bool(np.array_equal(a.reshape(-1).view(bits), b.reshape(-1).view(bits)))
 
 
 def _makes(head: MappedModel, model: keras.Model) -> bool:
@@ -234,16 +216,6 @@ def _makes(head: MappedModel, model: keras.Model) -> bool:
         return False
     ours = [(tuple(v.shape), str(v.dtype)) for v in model.weights]
     return ours == [(tuple(v.shape), str(v.dtype)) for v in made]
-
-
-def _value(variable: keras.Variable) -> Array:
-    """Return a variable's value, which is not to be written to; a copy only of what NumPy lacks."""
-    tensor = tf.convert_to_tensor(variable)
-    try:
-        value = np.asarray(memoryview(tensor))
-    except ValueError:  # such as bfloat16
-        value = tensor.numpy()
-    return np.ascontiguousarray(value).reshape(tuple(variable.shape))
 
 
 def _can_alias(value: Array) -> bool:

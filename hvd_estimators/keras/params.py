@@ -12,6 +12,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
+from hvd_estimators.keras.checks import LAMBDA_REMEDY, check_lambdas
 from hvd_estimators.keras.compiling import CompileSettings
 from hvd_estimators.keras.converters import class_weights, environment, label_weights
 from hvd_estimators.keras.inputs import input_structure, text_columns
@@ -230,14 +231,24 @@ class KerasParams(HorovodEstimator):
         objects = self.getOrDefault("custom_objects")
         with kept_random_state():
             try:
-                return copy_model(self.getOrDefault("model"), objects)
+                copy = copy_model(self.getOrDefault("model"), objects)
             except Exception as error:
+                reason = _first_reason(error)
+                if isinstance(reason, NameError):
+                    raise ParamError(
+                        f"model: its layers fail on the ranks (NameError: {reason}). "
+                        f"{LAMBDA_REMEDY}"
+                    ) from error
                 raise ParamError(
-                    "model: it can neither be pickled, nor saved and loaded, as its copies for "
-                    f"the ranks have to be ({type(error).__name__}: {error}). Give the classes "
-                    "that it is made of a get_config(), or leave out of their attributes what "
-                    "belongs to this process, such as open files, locks and datasets."
+                    "model: Keras cannot make equal copies of it for the ranks "
+                    f"({type(reason).__name__}: {reason}). Give each class of its layers a "
+                    "get_config() with all arguments of the constructor, and a from_config() "
+                    "where arguments are Keras objects; or keep each argument in an attribute of "
+                    "its name. Leave out of attributes what belongs to this process, such as "
+                    "open files, locks and datasets."
                 ) from error
+        check_lambdas(copy)
+        return copy
 
     def _compile_settings(self) -> CompileSettings:
         """Return what the model is compiled with for training."""
@@ -305,3 +316,10 @@ class KerasParams(HorovodEstimator):
             if model is not None and model.built:
                 document.restore(optimizer, model.trainable_variables)
         return values
+
+
+def _first_reason(error: BaseException) -> BaseException:
+    """Return the exception that the first one was raised for; Keras raises others for it."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    return error

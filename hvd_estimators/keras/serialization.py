@@ -15,14 +15,14 @@ import os
 import random
 import tempfile
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import cloudpickle
 import keras
 import numpy as np
 
 from hvd_estimators.keras.backend import has_own_compile
+from hvd_estimators.keras.constructor_configs import complete_configs
 from hvd_estimators.keras.custom_objects import find_custom_objects
 from hvd_estimators.keras.files import (
     WEIGHTS,
@@ -40,7 +40,7 @@ from hvd_estimators.keras.mapped import (
     stored_variables,
 )
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
-from hvd_estimators.keras.states import StatePickler, dump_state, same_attributes
+from hvd_estimators.keras.states import StatePickler
 from hvd_estimators.keras.traits import Traits
 from hvd_estimators.parquet.columns import Array
 from hvd_estimators.temporary import LocalFile
@@ -97,9 +97,7 @@ def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | N
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
     """Return a model as bytes without what it was compiled with."""
     saved = _saved(model, custom_objects)
-    if saved is None:
-        return cloudpickle.dumps((dump_state(model),))
-    return cloudpickle.dumps((*saved, None, Traits.of(model)))
+    return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
 
 
 def model_document(
@@ -108,20 +106,19 @@ def model_document(
     """Return what `dump_model` returns, or of a large model a file whose weights can be mapped."""
     if sum(map(size_of, model.weights)) < _LARGE_BYTES:
         return dump_model(model, custom_objects)
-    found = _saved_and_loaded(model, custom_objects)
-    if found is None:
-        return cloudpickle.dumps((dump_state(model),))
-    files, objects, stored, copy = found
+    saved, copy = _saved_and_loaded(model, custom_objects)
     # Loading draws numbers, see there.
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        file = mapped_file(model, copy, files, objects, stored)
+        file = mapped_file(model, copy, saved.files, saved.custom_objects, saved.stored)
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-    del found, copy
-    _collect(files)
-    return cloudpickle.dumps((files, objects, None, Traits.of(model))) if file is None else file
+    del copy
+    _collect(saved.files)
+    if file is not None:
+        return file
+    return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
 
 
 def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
@@ -145,8 +142,7 @@ def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> kera
 
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
     """Return what `load_model` makes of what `dump_model` returns."""
-    saved = _saved_and_loaded(model, custom_objects)
-    return _load_model(dump_state(model)) if saved is None else saved[-1]
+    return _saved_and_loaded(model, custom_objects)[1]
 
 
 class ModelDocument:
@@ -166,25 +162,20 @@ class ModelDocument:
     def __init__(self, model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> None:
         self._model: keras.Model | None = model
         self._custom_objects = dict(custom_objects or {})
-        self._has_config: bool | None = None
         self._parts: tuple[Any, ...] = ()
 
     def load(self) -> keras.Model:
         """Return the model, compiled; to be called once.
 
-        It is a copy. Where its config tells all, the process that has made the document gets the
-        given model itself, compiled with objects of its own.
+        It is a copy. The process that has made the document gets the given model itself, compiled
+        with objects of its own.
         """
         model, parts = self._model, self._parts
         self._model, self._parts = None, ()
         if model is None:
             return _load_parts(*parts)
-        if self._has_config is None:
-            self._has_config = _saved(model, self._custom_objects) is not None
-        if not self._has_config:
-            return _load_model(dump_state(model))
         optimizer, compiled = model.optimizer, _compiled_with(model)
-        if compiled is not None:
+        if compiled is not None and not has_own_compile(model):
             compiled = load(dump(compiled, self._custom_objects))
             model.compile(**{**compiled, "optimizer": optimizer})
             if model.trainable_variables and not optimizer.built:
@@ -192,23 +183,19 @@ class ModelDocument:
         return model
 
     def __reduce__(self) -> Any:
-        return _make_document, self._take_down()
+        return _make_document, self._serialize()
 
-    def _take_down(self) -> tuple[Any, ...]:
+    def _serialize(self) -> tuple[Any, ...]:
         model = self._model
         assert model is not None, "The model has been taken from the document."
         saved = _saved(model, self._custom_objects)
-        self._has_config = saved is not None
-        if saved is None:
-            return (dump_state(model),)
-        files, custom_objects = saved
         compiled, state = _compiled_with(model), None
         if compiled is not None:
             optimizer = OptimizerDocument.of(model.optimizer, self._custom_objects)
             state = optimizer.state
             compiled["optimizer"] = replace(optimizer, state={})
-        rest = dump((custom_objects, compiled, Traits.of(model)), self._custom_objects)
-        return files, rest, state
+        rest = dump((saved.custom_objects, compiled, saved.traits), self._custom_objects)
+        return saved.files, rest, state
 
 
 def _make_document(*parts: Any) -> ModelDocument:
@@ -242,12 +229,10 @@ class _Pickler(StatePickler):
 
     def _reduce_model(self, model: keras.Model) -> Any:
         saved = _saved(model, self._custom_objects)
-        if saved is None:
-            return _load_model, (dump_state(model),)
         compiled = _compiled_with(model)
         if compiled is not None:
             compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
-        return _load_model, (*saved, compiled, Traits.of(model))
+        return _load_model, (saved.files, saved.custom_objects, compiled, saved.traits)
 
 
 def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
@@ -260,45 +245,79 @@ def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
     return compiled
 
 
-def _saved(
-    model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[dict[str, Array], dict[str, Any]] | None:
-    """Return a model as Keras's files and its custom objects; None if these do not tell all."""
-    found = _saved_and_loaded(model, custom_objects)
-    if found is None:
-        return None
-    files, objects, _, copy = found
-    del found, copy
-    _collect(files)
-    return files, objects
+@dataclass
+class _Saved:
+    """A model as Keras's files, and what these leave out.
+
+    Attributes
+    ----------
+    files : dict
+        See `hvd_estimators.keras.files.read_files`.
+    custom_objects : dict
+        Name to class, function or constructor argument.
+    traits : Traits
+        What the config does not give to copies.
+    stored : int
+        Variables in the file of weights.
+    compiled : dict or None
+        What a model with its own ``compile`` was compiled with by Keras's.
+    """
+
+    files: dict[str, Array]
+    custom_objects: dict[str, Any]
+    traits: Traits
+    stored: int
+    compiled: dict[str, Any] | None
+
+
+def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Saved:
+    """Return a model as Keras's files, from which a copy was made that equals it.
+
+    Raises
+    ------
+    Exception
+        If Keras cannot write or load the files, or the copy differs from the model.
+    """
+    saved, copy = _saved_and_loaded(model, custom_objects)
+    del copy
+    _collect(saved.files)
+    return saved
 
 
 def _saved_and_loaded(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
-) -> tuple[dict[str, Array], dict[str, Any], int, keras.Model] | None:
-    """Return what `_saved` does, how many variables the files have, and the model made of them."""
-    if model.compiled and has_own_compile(model):
-        # What it was compiled with is known to its own compile() only.
-        return None
+) -> tuple[_Saved, keras.Model]:
+    """Return what `_saved` does, and the model made of it."""
     # Loading draws numbers, which the user's shall not be.
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        found = find_custom_objects([model], custom_objects)
+        held: dict[str, Any] = {}
+        # The optimizer goes by itself, and its state is twice as large as the weights.
+        view = uncompiled(model)
         with tempfile.TemporaryDirectory() as directory:
-            # The optimizer goes by itself, and its state is twice as large as the weights.
-            save_folder(uncompiled(model), directory)
+            with complete_configs(view, held):
+                found = find_custom_objects([view], custom_objects)
+                save_folder(view, directory)
             files = _undated(read_files(directory))
             stored = stored_variables(os.path.join(directory, WEIGHTS))
             _collect(files)
-            copy = _load_folder(directory, found, Traits.of(model))
-        if same_attributes(model, copy):
-            return files, found, stored, copy
-    except Exception as error:
-        logger.debug("A model has no config that makes another one", exc_info=error)
+            found.update(held)
+            traits, compiled = Traits.of(model), None
+            if has_own_compile(model):
+                compiled = _compiled_with(model)
+                if compiled is not None:
+                    optimizer = OptimizerDocument.of(model.optimizer, custom_objects)
+                    compiled["optimizer"] = optimizer
+            # A copy has objects of its own.
+            document = dump((found, compiled, traits), custom_objects)
+            objects, arguments, given = load(document)
+            copy = _load_folder(directory, objects, given)
+        traits = traits.completed(model, copy)
+        _compile(copy, arguments)
+        return _Saved(files, found, traits, stored, compiled), copy
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-    return None
 
 
 def _undated(files: dict[str, Array]) -> dict[str, Array]:
@@ -340,12 +359,19 @@ def _load_model(
     with tempfile.TemporaryDirectory() as directory:
         write_files(document, directory)
         model = _load_folder(directory, custom_objects, traits)
-    if compiled is not None:
-        optimizer: OptimizerDocument = compiled["optimizer"]
-        model.compile(**{**compiled, "optimizer": optimizer.make()})
-        if model.trainable_variables:
-            optimizer.restore(model.optimizer, model.trainable_variables)
+    _compile(model, compiled)
     return model
+
+
+def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
+    """Compile a model as it was; a class's own ``compile`` has left attributes, which travel."""
+    if compiled is None:
+        return
+    optimizer: OptimizerDocument = compiled["optimizer"]
+    compile_model = keras.Model.compile if has_own_compile(model) else type(model).compile
+    compile_model(model, **{**compiled, "optimizer": optimizer.make()})
+    if model.trainable_variables:
+        optimizer.restore(model.optimizer, model.trainable_variables)
 
 
 class _Uncompiled(Unpickler):

@@ -21,14 +21,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.backend import all_layers
-
 __all__ = [
     "StatePickler",
+    "base_names",
     "dump_state",
     "is_keras",
-    "same_attributes",
     "same_optimizer",
+    "same_value",
     "without_variables",
 ]
 
@@ -102,20 +101,6 @@ def _with_deep_stack(function: Callable[[], bytes]) -> bytes:
     return value
 
 
-def same_attributes(original: Any, copy: Any) -> bool:
-    """Return whether an object that was made from a config has all that the original has.
-
-    Parameters
-    ----------
-    original, copy : object
-        A model, or what models and ``compile`` are made of. Weights are not compared.
-    """
-    if isinstance(original, keras.Layer):
-        ours, theirs = all_layers(original), all_layers(copy)
-        return len(ours) == len(theirs) and all(map(_same_layer, ours, theirs))
-    return _same(original, copy)
-
-
 def same_optimizer(original: keras.optimizers.Optimizer, copy: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimizer made from a config has the settings of the original."""
     if type(original).__qualname__ != type(copy).__qualname__:
@@ -126,7 +111,7 @@ def same_optimizer(original: keras.optimizers.Optimizer, copy: keras.optimizers.
         names |= {name for name, value in vars(original).items() if not _holds_variables(value)}
         names -= set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
     ours, theirs = vars(original), vars(copy)
-    return all(name not in ours or _same(ours[name], theirs.get(name)) for name in names)
+    return all(name not in ours or same_value(ours[name], theirs.get(name)) for name in names)
 
 
 def _holds_variables(value: Any) -> bool:
@@ -153,25 +138,7 @@ def is_keras(entry: Any) -> bool:
     return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
 
 
-def _same_layer(original: Any, copy: Any) -> bool:
-    if type(original).__qualname__ != type(copy).__qualname__:
-        return False
-    known = _base_names()
-    ours, theirs = vars(original), vars(copy)
-    if is_keras(type(original)):
-        # Its config is complete, except perhaps for initializers, regularizers and the like.
-        names = [name for name, value in ours.items() if _is_custom_part(value)]
-    else:
-        names = [name for name in ours if name not in known and not hasattr(type(original), name)]
-    return all(name in theirs and _same(ours[name], theirs[name]) for name in names)
-
-
-def _is_custom_part(value: Any) -> bool:
-    kind = type(value)
-    return not is_keras(kind) and callable(getattr(kind, "get_config", None))
-
-
-def _base_names() -> set[str]:
+def base_names() -> set[str]:
     """Return the attributes that Keras itself gives to layers and models."""
     if not _names:
         inputs = keras.Input((1,))
@@ -188,7 +155,8 @@ def _base_names() -> set[str]:
 _names: set[str] = set()
 
 
-def _same(ours: Any, theirs: Any, depth: int = 0) -> bool:
+def same_value(ours: Any, theirs: Any, depth: int = 0) -> bool:
+    """Return whether two attributes hold the same; weights and layers are not compared."""
     if ours is theirs or depth > 6:
         return True
     if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
@@ -198,13 +166,13 @@ def _same(ours: Any, theirs: Any, depth: int = 0) -> bool:
         return (
             isinstance(theirs, (list, tuple))
             and len(ours) == len(theirs)
-            and all(_same(a, b, depth + 1) for a, b in zip(ours, theirs, strict=True))
+            and all(same_value(a, b, depth + 1) for a, b in zip(ours, theirs, strict=True))
         )
     if isinstance(ours, Mapping):
         return (
             isinstance(theirs, Mapping)
             and ours.keys() == theirs.keys()
-            and all(_same(value, theirs[key], depth + 1) for key, value in ours.items())
+            and all(same_value(value, theirs[key], depth + 1) for key, value in ours.items())
         )
     if isinstance(ours, (np.ndarray, np.generic, float)):
         return bool(np.array_equal(ours, theirs, equal_nan=np.asarray(ours).dtype.kind == "f"))
@@ -218,7 +186,7 @@ def _same(ours: Any, theirs: Any, depth: int = 0) -> bool:
         return True
     known = set(vars(keras.metrics.Metric())) if isinstance(ours, keras.metrics.Metric) else set()
     return all(
-        name in known or (name in vars(theirs) and _same(value, vars(theirs)[name], depth + 1))
+        name in known or (name in vars(theirs) and same_value(value, vars(theirs)[name], depth + 1))
         for name, value in vars(ours).items()
     )
 

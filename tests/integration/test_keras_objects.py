@@ -125,5 +125,5 @@ def test_what_has_no_config_trains_resumes_and_saves(store: Any, tmp_path: Path)
 def test_a_model_that_cannot_travel_is_refused_on_the_driver(store: Any) -> None:
     model = make_model()
     model.guard = threading.Lock()
-    with pytest.raises(ParamError, match=r"model: it can neither.*lock.*get_config\(\)"):
+    with pytest.raises(ParamError, match=r"model: .*'guard' of type lock.*get_config\(\)"):
         make_estimator(store, 2, model=model)._training_model()

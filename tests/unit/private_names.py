@@ -92,7 +92,11 @@ TABLE = (
         "_set_monitor_op",
         "whether less or more of what a callback monitors is better, as Keras finds out",
     ),
-    Private("keras.Layer", "_build_shapes_dict", "shapes a layer was built with, not compared"),
+    Private(
+        "keras.Layer",
+        "_auto_config _build_shapes_dict",
+        "constructor arguments that a config leaves out; shapes a layer was built with",
+    ),
     Private(
         "keras.layers.BatchNormalization",
         "_moments _reduction_axes",

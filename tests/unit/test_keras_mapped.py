@@ -118,12 +118,12 @@ MAPPED: dict[str, Callable[[], keras.Model]] = {
     "subclass": lambda: built(Tower()),
     "nested": lambda: sequential(built(Tower(2)), layers.BatchNormalization(), layers.Dropout(0.5)),
     "types": mixed,
+    "no config": lambda: built(NoConfig(UNITS)),
 }
 PLAIN: dict[str, Callable[[], keras.Model]] = {
     "normalization": normalized,
     "own loading": lambda: sequential(Scaled()),
     "lora": with_lora,
-    "no config": lambda: built(NoConfig(UNITS)),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -150,20 +151,21 @@ def test_layers_keep_initializers_constraints_and_regularizers() -> None:
     assert float(copy.losses[0]) == pytest.approx(0.125 * 9 * 6)
 
 
-def test_models_without_a_config_come_back_with_shared_layers_and_what_was_set(
+def test_models_without_a_config_come_back_with_what_was_set(
     tmp_path: Path,
 ) -> None:
     keras.utils.set_random_seed(0)
     x = keras.Input((3,))
     shared = keras.layers.Dense(3, activation="tanh")
     inner = keras.Model(x, shared(keras.layers.BatchNormalization()(shared(x))))
-    model = Wrapping(inner, [shared, keras.layers.Dense(1)])
+    model = Wrapping(inner, [keras.layers.Dense(3), keras.layers.Dense(1)])
     model.temperature = 4.0
     model.compile(keras.optimizers.Adam(0.1), Power(3.0), metrics=[Above(0.5)])
     model.fit(ROWS, ROWS[:, :1], verbose=0)
-    copy = load_model(dump_model(model))
+    copy = load(dump(model))
     assert copy.temperature == 4.0
-    assert copy.extra[0] is copy.inner.layers[1]
+    assert copy.inner.layers[1] is copy.inner.get_layer(index=1)
+    assert len(copy.inner.weights) == len(inner.weights)
     assert [v.path for v in copy.variables] == [v.path for v in model.variables]
     np.testing.assert_array_equal(copy.predict(ROWS, verbose=0), model.predict(ROWS, verbose=0))
     # What TensorFlow has compiled for that does not travel.
@@ -182,6 +184,94 @@ def test_models_without_a_config_come_back_with_shared_layers_and_what_was_set(
     assert again.count_params() == inner.count_params()
     copy.save_weights(tmp_path / "copy.weights.h5")
     model.load_weights(tmp_path / "copy.weights.h5")
+
+
+class Caller(keras.layers.Layer):
+    """As in Keras's ViT example: a config without an argument, and no name for the constructor."""
+
+    def __init__(self, units: int, depth: int) -> None:
+        super().__init__()
+        self.units = units
+        self.parts = [keras.layers.Dense(units) for _ in range(depth)]
+
+    def call(self, x: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(x))
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def get_config(self) -> dict[str, Any]:
+        return {**super().get_config(), "units": self.units}
+
+
+class Bare(keras.Model):
+    """As in tutorials: a constructor without arguments, and a loss that call() adds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Caller(4, 2)
+        self.last = keras.layers.Dense(1)
+
+    def call(self, x: Any) -> Any:
+        return self.last(self.inner(x))
+
+
+class Functional(keras.Model):
+    """Builds its graph in its constructor, and keeps an argument."""
+
+    def __init__(self, width: int = 2, parts: Any = ()) -> None:
+        x = y = keras.Input((3,))
+        for part in [keras.layers.Dense(width), *parts]:
+            y = part(y)
+        super().__init__(x, keras.layers.Dense(1)(y))
+        self.width = width
+        self.parts = parts
+
+
+class Rejected(keras.Model):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.renamed = inner
+
+    def call(self, x: Any) -> Any:
+        return self.renamed(x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [Bare, lambda: Functional(5), lambda: Functional(4, [keras.layers.Dense(6)])],
+    ids=["bare", "functional", "functional with layers"],
+)
+def test_classes_without_a_complete_config_come_back_after_they_were_traced(make: Any) -> None:
+    model = make()
+    model.compile("sgd", "mse")
+    expected = model.predict(ROWS, verbose=0)
+    copy = load_model(dump_model(model))
+    np.testing.assert_array_equal(copy.predict(ROWS, verbose=0), expected)
+    model.evaluate(ROWS, ROWS[:, :1], verbose=0)
+    for again in (load_model(dump_model(model)), load(dump(model))):
+        np.testing.assert_array_equal(again.predict(ROWS, verbose=0), expected)
+    copy(ROWS)
+    model(ROWS)
+    assert [float(v) for v in copy.losses] == [float(v) for v in model.losses]
+
+
+def test_what_makes_no_equal_copy_is_named() -> None:
+    shared = keras.layers.Dense(3)
+    shared.build((None, 3))
+    with pytest.raises(ValueError, match="could not be loaded"):
+        dump_model(built(Wrapping(keras.Sequential([keras.Input((3,)), shared]), [shared])))
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'inner'"):
+        dump_model(built(Rejected(keras.layers.Dense(1))))
+    model = built(Bare())
+    model.guard = threading.Lock()
+    with pytest.raises(ValueError, match="lacks the attribute 'guard' of type lock"):
+        dump_model(model)
+
+
+def built(model: keras.Model) -> keras.Model:
+    model(ROWS)
+    return model
 
 
 def test_deep_models_with_a_part_without_config_come_back() -> None:

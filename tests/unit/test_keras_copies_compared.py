@@ -1,0 +1,74 @@
+"""The dry run compares a model with the copy that ranks would get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+from keras import ops
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras import KerasEstimator
+from hvd_estimators.keras.dry_run import DryRun
+from hvd_estimators.keras.serialization import copy_model
+
+COLUMNS = {
+    "x": np.linspace(-1, 1, 6, dtype="float32").reshape(2, 3),
+    "y": np.zeros(2, dtype="float32"),
+}
+
+
+class Shifted(keras.layers.Layer):
+    """Its from_config() makes another layer than it was."""
+
+    def __init__(self, shift: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._hidden = keras.ops.convert_to_tensor(shift)
+
+    def call(self, x: Any) -> Any:
+        return x + self._hidden
+
+    def get_config(self) -> dict[str, Any]:
+        return super().get_config()
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        made = cls(**config)
+        made._hidden = keras.ops.convert_to_tensor(0.0)
+        return made
+
+
+def run(*layers: Any) -> None:
+    model = keras.Sequential([keras.Input((3,)), *layers, keras.layers.Dense(1)])
+    estimator = KerasEstimator(
+        model=model, optimizer="sgd", loss="mse", feature_cols=["x"], label_cols=["y"]
+    )
+    estimator._dry_run(COLUMNS)
+
+
+def test_a_copy_that_returns_the_same_is_taken() -> None:
+    run(keras.layers.Dense(2), keras.layers.Dropout(0.5))
+
+
+def test_outputs_that_are_random_compare_to_nothing() -> None:
+    def noisy(x: Any) -> Any:
+        return x + keras.random.normal(ops.shape(x))
+
+    run(keras.layers.Lambda(noisy))
+
+
+def test_a_lambda_that_lacks_its_module_stops_on_the_driver() -> None:
+    with pytest.raises(ParamError, match=r"name 'ops' is not defined.*named function"):
+        run(keras.layers.Lambda(lambda x: ops.square(x)))
+
+
+def test_a_copy_that_returns_something_else_is_rejected() -> None:
+    # As if Keras had lost what no check of attributes sees.
+    model = keras.Sequential([keras.Input((3,)), Shifted(), keras.layers.Dense(1)])
+    copy = copy_model(model)
+    model.layers[0]._hidden = keras.ops.convert_to_tensor(2.0)
+    dry_run = DryRun(copy, ["x"], ["y"], None, None, original=model)
+    with pytest.raises(ParamError, match=r"returns other outputs.*get_config\(\)"):
+        dry_run.run(COLUMNS)
