@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -77,7 +78,9 @@ def check_lambdas(model: keras.Model) -> None:
     """
     for layer in all_layers(model):
         function = getattr(layer, "function", None)
-        if not isinstance(layer, keras.layers.Lambda) or not hasattr(function, "__code__"):
+        if not isinstance(layer, keras.layers.Lambda):
+            continue
+        if not isinstance(function, types.FunctionType):
             continue
         for instruction in dis.get_instructions(function.__code__):
             name = instruction.argval

@@ -79,10 +79,23 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
                 changed.append(part)
                 # Past Keras, which tracks attributes.
                 vars(part)["get_config"] = functools.partial(_config, part, extra)
+                if _has_no_shapes(part):
+                    vars(part)["get_build_config"] = _nothing
             yield
         finally:
             for part in changed:
                 del vars(part)["get_config"]
+                vars(part).pop("get_build_config", None)
+
+
+def _has_no_shapes(part: Any) -> bool:
+    """Return whether Keras noted no shape to build a copy for, as of a model without ``call()``."""
+    shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
+    return bool(shapes) and all(shape is None for shape in shapes.values())
+
+
+def _nothing() -> None:
+    return None
 
 
 def data_attributes(part: Any) -> dict[str, Any]:

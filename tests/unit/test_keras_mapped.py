@@ -63,6 +63,7 @@ class NoConfig(keras.Model):
 
     def __init__(self, units: int = 3) -> None:
         super().__init__()
+        self.units = units
         self.inner = layers.Dense(units)
 
     def call(self, x: Any) -> Any:
