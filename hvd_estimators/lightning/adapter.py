@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torchmetrics import Metric
 
 from hvd_estimators.lightning.bases import LightningModule
 from hvd_estimators.lightning.collectives import gather_objects
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
+from hvd_estimators.torch.ranks import PendingSum
 from hvd_estimators.torch.serialization import load_optimizer
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
@@ -58,6 +63,14 @@ class ModuleAdapter(LightningModule):
         self._objective = objective
         self._on_rank: RankObjective | None = None
         self._states: dict[str, EpochMetricStates] = {}
+        # Whether the newest loss is scaled for its step over all ranks.
+        self.scales_its_loss = False
+        # Whether `epoch_losses` are logged, and not means over rows.
+        self.counts_losses = False
+        parts = max(1, len(objective.tensors.label_cols))
+        self.epoch_losses = torch.nn.ModuleDict(
+            {f"{stage}_loss": EpochLoss(parts) for stage in ("train", "val")}
+        )
 
     def forward(self, *inputs: Any, **named: torch.Tensor) -> Any:
         """Return the module's outputs."""
@@ -81,19 +94,55 @@ class ModuleAdapter(LightningModule):
     def training_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
         objective, batch = self._ready(columns)
+        strategy: Any = self.trainer.strategy
+        share: StepShare = strategy.step_share
+        if strategy.has_users_batches:
+            # Each rank's batch counts for the same; nobody knows the other batches of the step.
+            share = dataclasses.replace(share, totals=self.totals([columns]))
         if objective.has_own_step:
-            strategy: Any = self.trainer.strategy
+            optimizer: Any = self.optimizers()
             evaluation = objective.run_minibatch(
                 self.module,
-                self.optimizers(),
+                optimizer,
                 batch,
-                factor=strategy.factor,
+                share=share,
                 passes_per_step=self.passes_per_step,
                 index=batch_idx,
+                denominators=strategy.denominators,
             )
-        else:
-            evaluation = objective.evaluate(self, batch)
-        return self._logged("train", evaluation)
+            if evaluation.step_loss is not None:
+                self._step(evaluation, optimizer, batch_idx)
+            return self._logged("train", evaluation)
+        evaluation = objective.evaluate(self, batch, share)
+        loss = self._logged("train", evaluation)
+        self.scales_its_loss = not evaluation.is_row_mean
+        if evaluation.is_row_mean:
+            return loss
+        no_rows = evaluation.stated is not None and not share.rows
+        stated = 0.0 if no_rows else evaluation.stated
+        strategy.denominators.add(stated, share.rows)
+        assert evaluation.step_loss is not None
+        # The value of the batch's own loss, the gradient of its part of the step's.
+        return loss.detach() + evaluation.step_loss - evaluation.step_loss.detach()
+
+    def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
+        """Return the step's denominators that labels determine; called by all ranks."""
+        assert self._on_rank is not None
+        return self._on_rank.totals(window)
+
+    def _step(self, evaluation: Evaluation, optimizer: Any, batch_idx: int) -> None:
+        """Run the backward pass, and the step, that a function leaves to the estimator."""
+        strategy: Any = self.trainer.strategy
+        assert evaluation.step_loss is not None
+        strategy.denominators.add(evaluation.stated, evaluation.rows)
+        passes = self.passes_per_step
+        is_due = (batch_idx + 1) % passes == 0 or self.trainer.is_last_batch
+        self.scales_its_loss = True
+        with contextlib.nullcontext() if is_due else strategy.block_backward_sync():
+            self.manual_backward(evaluation.step_loss / passes)
+        if is_due:
+            optimizer.step()
+            optimizer.zero_grad()
 
     def validation_step(self, columns: Mapping[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a validation batch."""
@@ -125,7 +174,14 @@ class ModuleAdapter(LightningModule):
 
     def _logged(self, stage: str, evaluation: Evaluation) -> torch.Tensor:
         assert self._on_rank is not None
-        measured = {"loss": evaluation.loss, **self._on_rank.metrics(evaluation)}
+        measured: dict[str, Any] = {
+            "loss": evaluation.loss,
+            **self._on_rank.metrics(evaluation),
+        }
+        if not evaluation.is_row_mean or self._on_rank.has_own_step:
+            self.counts_losses = True
+            measured["loss"] = self.epoch_losses[f"{stage}_loss"]
+            measured["loss"].update(evaluation.counted)
         for name, value in measured.items():
             self.log(
                 f"{stage}_{name}",
@@ -140,3 +196,30 @@ class ModuleAdapter(LightningModule):
             if not strategy.has_no_rows:
                 states.update(evaluation)
         return evaluation.loss
+
+
+class EpochLoss(Metric):
+    """The loss of an epoch: numerators over denominators, both over the rows of all ranks.
+
+    Parameters
+    ----------
+    parts : int
+        The number of losses, which may have a denominator each.
+    """
+
+    full_state_update = False
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        zeros = torch.zeros((2, parts), dtype=torch.float64)
+        self.sums: torch.Tensor
+        self.add_state("sums", default=zeros, dist_reduce_fx="sum")
+
+    def update(self, counted: torch.Tensor) -> None:
+        """Add a batch; see `Loss.counted`."""
+        self.sums[:, : counted.shape[1]] += counted
+
+    def compute(self) -> torch.Tensor:
+        """Return the loss; a sum, which has the denominator 0, as it is."""
+        numerators, denominators = self.sums
+        return (numerators / torch.where(denominators > 0, denominators, 1.0)).sum()

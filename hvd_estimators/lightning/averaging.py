@@ -10,6 +10,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.torch.buckets import Bucket, fill_buckets, sparse_parameters
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 __all__ = ["BackwardAverager"]
 
@@ -27,9 +28,16 @@ class BackwardAverager:
         Names the parameters.
     compression : horovod compressor, optional
         For example ``horovod.torch.Compression.fp16``.
+    denominators : StatedDenominators, optional
+        Divides averaged gradients by the denominators that losses state.
     """
 
-    def __init__(self, module: torch.nn.Module, compression: Any = None) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        compression: Any = None,
+        denominators: StatedDenominators | None = None,
+    ) -> None:
         self._module = module
         self._compression = compression
         self._hooks: dict[torch.Tensor, Any] = {}
@@ -37,6 +45,7 @@ class BackwardAverager:
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
         self._pending = False
         self._unused: set[torch.Tensor] | None = None
+        self._denominators = denominators
 
     @property
     def pending(self) -> bool:
@@ -83,13 +92,14 @@ class BackwardAverager:
         finally:
             self._bucket_of = {}
         self._pending = False
-        if alone:
-            return
-        for bucket in buckets:
-            if not bucket.in_flight:
-                bucket.launch()
-        for bucket in buckets:
-            bucket.finish()
+        if not alone:
+            for bucket in buckets:
+                if not bucket.in_flight:
+                    bucket.launch()
+            for bucket in buckets:
+                bucket.finish()
+        if self._denominators is not None:
+            self._denominators.divide(p for bucket in buckets for p in bucket.parameters)
 
     def remove(self) -> None:
         """Take the hooks off the parameters."""

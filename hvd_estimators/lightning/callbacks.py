@@ -12,10 +12,12 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.launch.rank.liveness import made_progress
+from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.torch.finite import not_finite
+from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.progress import Progress
@@ -112,6 +114,10 @@ class EpochRecorder(Checkpoint):
             {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
             for loss, results in zip(self._losses, _results(trainer), strict=True)
         )
+        if isinstance(pl_module, ModuleAdapter) and pl_module.counts_losses:
+            for stage, measured in (("train", train), ("val", validation)):
+                if f"{stage}_loss" in measured:
+                    measured["loss"] = measured[f"{stage}_loss"]
         record = EpochMetrics(trainer.current_epoch, train, validation if self._validated else None)
         self.history.append(record)
         self._progress.record(record)
@@ -141,7 +147,12 @@ class EpochRecorder(Checkpoint):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         loader = self._loaders[stage]
-        weight = 1.0 if loader is None else float(loader.share.rows)
+        weight: Any = 1.0 if loader is None else float(loader.share.rows)
+        _, stated = as_stated(outputs, "the step of the LightningModule")
+        if stated is not None:
+            if not (weight and stated > 0):
+                return
+            weight = stated
         self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.lightning.strategy import HorovodStrategy
+from hvd_estimators.torch.loss import StepShare, as_stated
 from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.training.shards import ShardStates
 
@@ -73,6 +74,19 @@ class ExactStrategy(HorovodStrategy):
         return self._current is not None and self._current.share.is_stand_in
 
     @property
+    def step_share(self) -> StepShare:
+        """What this rank's batch counts in the current step, for losses that scale themselves."""
+        if self._train is None:
+            return StepShare(1, 1.0, self.world_size)
+        share = self._train.share
+        return StepShare(share.rows, share.factor, self.world_size * share.passes, share.totals)
+
+    @property
+    def has_users_batches(self) -> bool:
+        """Whether batches come from a LightningDataModule of the user's."""
+        return self._train is None
+
+    @property
     def averager(self) -> BackwardAverager:
         """What averages gradients, while the Trainer fits."""
         assert self._averager is not None
@@ -87,21 +101,17 @@ class ExactStrategy(HorovodStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's training step."""
-        with self._counted(self._train):
-            return super().training_step(*args, **kwargs)
+        with self._counted(self._train) as count:
+            return count(super().training_step(*args, **kwargs))
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""
-        with self._counted(self._validation):
-            return super().validation_step(*args, **kwargs)
+        with self._counted(self._validation) as count:
+            return count(super().validation_step(*args, **kwargs))
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Compute gradients, weighted by what the rank's batch counts for."""
-        factor = self.factor
-        loss = closure_loss if factor == 1.0 else closure_loss * factor
-        return super().backward(loss, optimizer, *args, **kwargs)
+    @property
+    def _batch_share(self) -> tuple[int, float]:
+        return (1, 1.0) if self._train is None else (self._train.share.rows, self.factor)
 
     @property
     def _learning_rate_scale(self) -> int:
@@ -121,25 +131,38 @@ class ExactStrategy(HorovodStrategy):
         return loaded
 
     @contextlib.contextmanager
-    def _counted(self, loader: TrainLoader | ValidationLoader | None) -> Iterator[None]:
+    def _counted(
+        self, loader: TrainLoader | ValidationLoader | None
+    ) -> Iterator[Callable[[Any], Any]]:
+        """Count logged values by rows; give a function that takes a step's output."""
         self._settle()
         self._current = loader
-        if loader is None:
-            yield
-            return
         module = self.lightning_module
         assert module is not None
         results = module.trainer._results
+        is_stand_in = self.has_no_rows
+
+        def count(output: Any) -> Any:
+            loss, stated = as_stated(output, "the step of the LightningModule")
+            if stated is not None and isinstance(results, RankResults) and not is_stand_in:
+                results.count_by(loss.detach(), stated)
+            return output
+
+        if isinstance(results, RankResults):
+            results.logged_in_step.clear()
+        if loader is None:
+            yield count
+            return
         if results is not None:
             results.batch_size = loader.share.rows
-        if loader.share.is_stand_in:
+        if is_stand_in:
             callbacks: Any = module.trainer
             self._grown = [*_lists_of_modules(module), *_lists_of(_of_users(callbacks.callbacks))]
             with _no_trace(module, results), self._hinting():
-                yield
+                yield count
         else:
             with self._hinting():
-                yield
+                yield count
 
     @contextlib.contextmanager
     def _hinting(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.sharding import played_shards
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.ranks import sum_over_ranks
+from hvd_estimators.torch.ranks import PendingSum, sum_over_ranks
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.weighted_batches import WeightedBatches
@@ -36,10 +36,16 @@ class Share:
         Rows of the batch; 0 for a stand-in.
     factor : float
         Weights the rank's gradient, see `WeightedBatches`.
+    passes : int
+        Micro-batches of the step on this rank.
+    totals : PendingSum or None
+        The step's denominators, see `RankObjective.totals`.
     """
 
     rows: int
     factor: float = 1.0
+    passes: int = 1
+    totals: PendingSum | None = None
 
     @property
     def is_stand_in(self) -> bool:
@@ -98,7 +104,13 @@ class _Loader:
         """Take rows that stand in for an empty batch, should one come first."""
         self._stand_in = rows
 
-    def _give(self, batch: TensorBatch | None, factor: float = 1.0) -> TensorBatch:
+    def _give(
+        self,
+        batch: TensorBatch | None,
+        factor: float = 1.0,
+        passes: int = 1,
+        totals: PendingSum | None = None,
+    ) -> TensorBatch:
         """Return a batch as tensors; for an empty one some rows of the one before.
 
         Every rank so runs the same code in every step: a module may reduce over the ranks in it.
@@ -110,11 +122,22 @@ class _Loader:
             batch = {name: tensor[:_STAND_IN_ROWS] for name, tensor in self._stand_in.items()}
         else:
             raise RuntimeError("A data module gave this rank no rows at all.")
-        self.share = Share(rows, factor)
+        self.share = Share(rows, factor, passes, totals)
         return self._form.apply(batch)
 
 
-Window = Sequence[tuple[TensorBatch, float]]
+Totals = Callable[[Sequence[TensorBatch]], PendingSum | None]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The batches of a step, each with its factor, and the step's denominators."""
+
+    batches: Sequence[tuple[TensorBatch, float]]
+    totals: PendingSum | None
+
+    def __len__(self) -> int:
+        return len(self.batches)
 
 
 class TrainLoader(_Loader):
@@ -136,6 +159,8 @@ class TrainLoader(_Loader):
         Whether each epoch gets the batches of the first one (``overfit_batches``).
     done : int
         Batches of the first pass that were trained on before; they are not given again.
+    totals : callable, optional
+        Sums a step's denominators over the ranks, see `RankObjective.totals`.
     """
 
     def __init__(
@@ -147,8 +172,10 @@ class TrainLoader(_Loader):
         shards: ShardStates,
         same: bool = False,
         done: int = 0,
+        totals: Totals | None = None,
     ) -> None:
         super().__init__(form, steps)
+        self._totals = totals
         self._done = done
         self._position = 0 if same else done
         self._kept: list[Window] | None = [] if same else None
@@ -170,18 +197,19 @@ class TrainLoader(_Loader):
             window = self._next_window(min(passes, left))
             if self._kept is not None:
                 self._kept.append(window)
-            for batch, factor in window:
+            for batch, factor in window.batches:
                 self._shards.enter((self._steps - left) % self._shards.passes)
                 left -= 1
                 if self._steps - left <= done and self._kept is not None:
                     continue
                 # Lightning divides each loss by the number of passes.
-                yield self._give(batch, factor * passes)
+                yield self._give(batch, factor * passes, passes, window.totals)
 
     def _again(self, windows: list[Window]) -> Iterator[TensorBatch]:
         for window in windows:
-            for batch, factor in window:
-                yield self._give(batch, factor * self._passes_per_step())
+            passes = self._passes_per_step()
+            for batch, factor in window.batches:
+                yield self._give(batch, factor * passes, passes, window.totals)
 
     def state_dict(self) -> dict[str, Any]:
         """Tell Lightning that an epoch can be gone on with; the position comes otherwise."""
@@ -191,9 +219,10 @@ class TrainLoader(_Loader):
         """Take what `state_dict` returned."""
 
     def _next_window(self, passes: int) -> Window:
-        window = self._batches.next_window(passes)
-        self._position = (self._position + len(window)) % self._steps
-        return window
+        batches = self._batches.next_window(passes)
+        self._position = (self._position + len(batches)) % self._steps
+        totals = None if self._totals is None else self._totals([batch for batch, _ in batches])
+        return Window(batches, totals)
 
 
 class ValidationLoader(_Loader):
@@ -249,6 +278,7 @@ def make_loaders(
     device: torch.device,
     same: bool,
     done: int,
+    totals: Totals | None = None,
 ) -> tuple[TrainLoader, ValidationLoader | None]:
     """Return the loaders of a data module. Called by all ranks.
 
@@ -258,7 +288,7 @@ def make_loaders(
         Begins behind the batches that are done; with ``same``, with the first epoch.
     data : DataSpec
         What the ranks are told about data.
-    form, shards, passes_per_step, same
+    form, shards, passes_per_step, same, totals
         See `TrainLoader`.
     size : int
         The number of ranks.
@@ -279,6 +309,7 @@ def make_loaders(
         shards,
         same,
         done * turns,
+        totals,
     )
     if data.val_plan is None:
         return train, None

@@ -35,6 +35,8 @@ class RankResults(ResultCollection):
         rank.
     rows : dict
         Rows of the batch for which a value was last logged.
+    logged_in_step : dict
+        Values that the current step has logged, and the rows that they count for.
     of_last_steps : dict
         Values that are logged for steps only, of the last step that was reduced.
     rows_of_epoch : int
@@ -48,8 +50,9 @@ class RankResults(ResultCollection):
 
     def __init__(self, training: bool) -> None:
         super().__init__(training)
-        self.rows: dict[str, int] = {}
+        self.rows: dict[str, float] = {}
         self.of_last_steps: dict[str, torch.Tensor] = {}
+        self.logged_in_step: dict[str, tuple[Any, int]] = {}
         self.rows_of_epoch = 0
         self.of_epoch: set[str] = set()
         self._is_of_epoch = False
@@ -71,6 +74,26 @@ class RankResults(ResultCollection):
         super().update_metrics(key, value, batch_size)
         (self.of_epoch.add if self._is_of_epoch else self.of_epoch.discard)(key)
         self.rows[key] = batch_size if self.batch_size is None else self.batch_size
+        self.logged_in_step[key] = value, batch_size
+
+    def count_by(self, loss: torch.Tensor, denominator: Any) -> None:
+        """Count the loss by its denominator where this step logged it.
+
+        A value that was logged with a ``batch_size`` of the user's own stays as it is.
+        """
+        for key, (value, batch_size) in self.logged_in_step.items():
+            is_loss = isinstance(value, torch.Tensor) and torch.equal(
+                value.detach().reshape(-1).to(loss), loss.reshape(-1)
+            )
+            if not is_loss or batch_size != (self.batch_size or batch_size):
+                continue
+            metric = self[key]
+            self.rows[key] = float(denominator)
+            if metric.meta.on_epoch and metric.meta.is_mean_reduction:
+                metric.value = metric.value + value * (float(denominator) - batch_size)
+                metric.cumulated_batch_size = metric.cumulated_batch_size + (
+                    float(denominator) - batch_size
+                )
 
     def reduce(self, only_steps: bool = False) -> None:
         """Reduce what has been logged since the values were last reduced. Called by all ranks.

@@ -35,8 +35,10 @@ from hvd_estimators.lightning.stopping import agree_on_stopping
 from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
 from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.metric_states import connect_metrics
-from hvd_estimators.torch.ranks import broadcast_tensors
+from hvd_estimators.torch.ranks import broadcast_tensors, sum_tensor
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -101,6 +103,8 @@ class HorovodStrategy(ParallelStrategy):
         self._scale_learning_rate = scale_learning_rate
         self._averager: BackwardAverager | None = None
         self._blocked = False
+        self._stated: Any = None
+        self.denominators = StatedDenominators()
         self._rates: dict[int, StepRate] = {}
         self._step_hooks: list[Any] = []
         self._disconnect_metrics: Callable[[], None] = _nothing
@@ -152,7 +156,8 @@ class HorovodStrategy(ParallelStrategy):
             return
         if self.world_size > 1:
             self._stop_apart = agree_on_stopping(trainer)
-        self._averager = BackwardAverager(module, self._compression)
+        self.denominators = StatedDenominators()
+        self._averager = BackwardAverager(module, self._compression, self.denominators)
         if not module.automatic_optimization:
             self._averager.note_unused()
         self._averager.watch(self.optimizers)
@@ -170,9 +175,12 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step."""
+        """Run the module's training step, and note the denominator that it states."""
         self._count_rows(args[0] if args else None)
-        return super().training_step(*args, **kwargs)
+        self._stated = None
+        output = super().training_step(*args, **kwargs)
+        self._stated = as_stated(output, "training_step")[1]
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's validation step."""
@@ -184,21 +192,54 @@ class HorovodStrategy(ParallelStrategy):
         self._count_rows(args[0] if args else None)
         return super().test_step(*args, **kwargs)
 
-    def backward(
-        self, closure_loss: torch.Tensor, optimizer: Any, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        """Compute gradients, and average them unless they are still to accumulate."""
+    def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute gradients, and average them unless they are still to accumulate.
+
+        In manual optimization, ``manual_backward({"loss": ..., "denominator": ...})`` states what
+        the loss is divided by; all ranks must call it equally often.
+        """
         module, averager = self.lightning_module, self._averager
         assert module is not None
         assert averager is not None
+        closure_loss, is_counted = self._scaled(closure_loss, module)
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
         averaging = averager.averaging(self.optimizers)
         with contextlib.nullcontext() if self._blocked else averaging:
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            if is_counted:
+                self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
         return loss
+
+    @property
+    def _batch_share(self) -> tuple[int, float]:
+        """Rows of the batch, and the factor that weights its gradient."""
+        return 1, 1.0
+
+    def _scaled(self, loss: Any, module: Any) -> tuple[torch.Tensor, bool]:
+        """Return a loss for the backward pass, and whether it has gradients to count."""
+        rows, factor = self._batch_share
+        stated = self._stated
+        if not module.automatic_optimization:
+            loss, stated = as_stated(loss, "manual_backward")
+        if stated is None:
+            if getattr(module, "scales_its_loss", False):
+                return loss, True
+            if module.automatic_optimization:
+                self.denominators.add(None, rows)
+            return (loss if factor == 1.0 else loss * factor), True
+        stated = torch.as_tensor(stated, dtype=torch.float64, device=loss.device)
+        if not rows:
+            stated = torch.zeros_like(stated)
+        if module.automatic_optimization:
+            self.denominators.add(stated, rows)
+            scale = stated * (factor / max(rows, 1))
+        else:
+            (total,) = sum_tensor(stated.reshape(1), "denominators")
+            scale = torch.where(total > 0, stated * (self.world_size / total), 0.0)
+        # The mean of nothing may be NaN.
+        return loss * scale, bool(stated > 0 or torch.isfinite(loss).all())
 
     def optimizer_step(
         self,

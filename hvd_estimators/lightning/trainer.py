@@ -140,6 +140,9 @@ class _Trainer:
                 self._loader_device,
                 same=self._overfits,
                 done=spec.data.batches_before(done, rows),
+                **(
+                    {"totals": self.module.totals} if isinstance(self.module, ModuleAdapter) else {}
+                ),
             )
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders

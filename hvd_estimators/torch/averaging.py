@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.torch.buckets import fill_buckets, sparse_parameters
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 __all__ = ["GradientAverager", "average_batch_norm", "batch_norm_statistics"]
 
@@ -36,6 +37,8 @@ class GradientAverager:
         Whether the last backward pass before a step waits for the gradients already, so that who
         looks at them before the step, such as a gradient scaler or a clipping function, finds the
         mean over the ranks. Holds where each parameter takes part in that pass.
+    denominators : StatedDenominators, optional
+        Divides averaged gradients by the denominators that losses state.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class GradientAverager:
         passes_per_step: int = 1,
         compression: Any = None,
         by_end_of_pass: bool = False,
+        denominators: StatedDenominators | None = None,
     ) -> None:
         self._passes = passes_per_step
         owned = {p for group in optimizer.param_groups for p in group["params"]}
@@ -56,6 +60,7 @@ class GradientAverager:
         self._is_averaged = False
         self._by_end_of_pass = by_end_of_pass
         self._alone = hvd.size() == 1
+        self._denominators = denominators
         for parameter in self._bucket_of:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
         optimizer.register_step_pre_hook(lambda *_: self._before_step())
@@ -73,14 +78,15 @@ class GradientAverager:
     def _synchronize(self) -> None:
         """Wait until every gradient is the mean over all ranks."""
         self._pending = False
-        if self._alone:
-            return
-        for bucket in self._buckets:
-            if not bucket.in_flight:
-                bucket.launch()
-        for bucket in self._buckets:
-            bucket.finish()
-        self._passes_left = dict.fromkeys(self._bucket_of, self._passes)
+        if not self._alone:
+            for bucket in self._buckets:
+                if not bucket.in_flight:
+                    bucket.launch()
+            for bucket in self._buckets:
+                bucket.finish()
+            self._passes_left = dict.fromkeys(self._bucket_of, self._passes)
+        if self._denominators is not None:
+            self._denominators.divide(self._bucket_of)
 
     def _on_gradient(self, parameter: Any) -> None:
         self._pending = True

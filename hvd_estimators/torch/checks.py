@@ -16,10 +16,11 @@ from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried, traceles
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.joint_loss import JointLoss
-from hvd_estimators.torch.loss import Loss
+from hvd_estimators.torch.loss import Loss, StepShare
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.outputs import Selected, require_tensors
 from hvd_estimators.torch.serialization import without_compile_notes
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import Batch, TensorSpec
 from hvd_estimators.torch.trial_copies import copied
 
@@ -216,9 +217,10 @@ def check_own_step(
                 module.train(),
                 optimizer,
                 batch,
-                factor=1.0,
+                share=StepShare(batch.rows, 1.0, passes_per_step),
                 passes_per_step=passes_per_step,
                 index=0,
+                denominators=StatedDenominators(),
             )
     except Exception as error:
         if leave_to_ranks(error):
@@ -363,6 +365,8 @@ def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSp
                 inputs=tensors.arguments(batch.inputs),
                 sample_weights=batch.weights,
             )
+    except ParamError:
+        raise
     except Exception as error:
         if leave_to_ranks(error):
             return
@@ -404,6 +408,8 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
             # Labels that only broadcast to the output train on something nobody meant.
             warnings.filterwarnings("error", message="Using a target size")
             value = loss(aligned, targets, batch.weights)
+    except ParamError:
+        raise
     except Exception as error:
         if leave_to_ranks(error):
             return

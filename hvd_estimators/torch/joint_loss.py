@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.loss import LossPart, LossParts, as_stated
 
 __all__ = ["LOSS_FORMS", "JointLoss", "check_joint"]
 
@@ -18,7 +19,7 @@ LOSS_FORMS = ("per_label", "joint")
 _OFFERED = ("outputs", "labels", "inputs", "sample_weights")
 
 
-class JointLoss:
+class JointLoss(LossParts):
     """One loss of everything, such as a variational autoencoder's.
 
     Parameters
@@ -27,20 +28,29 @@ class JointLoss:
         Called by keyword with those of ``outputs`` (what the module returned), ``labels`` (a list
         with a tensor per label column), ``inputs`` (what the module was called with: a list, or a
         dict if ``input_form`` has names) and ``sample_weights`` that it takes. Returns the mean
-        over a batch.
+        over a batch, or ``{"loss": ..., "denominator": ...}`` for a mean over something else.
     """
 
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__([1.0])
         self.functions = [function]
 
     def __call__(self, **offered: Any) -> torch.Tensor:
         """Return the loss of a batch, a scalar tensor."""
+        (part,) = self.parts(0, **offered)
+        return part.mean
+
+    def parts(self, rows: int, **offered: Any) -> list[LossPart]:
+        """Return the loss of a batch of so many rows as one part."""
         function = self.functions[0]
         parameters = _parameters(function)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
             names = {p.name for p in parameters}
             offered = {name: value for name, value in offered.items() if name in names}
-        return function(**offered)
+        value, stated = as_stated(function(**offered), "loss")
+        if stated is not None:
+            return [LossPart("stated", value, stated)]
+        return [LossPart("rows", value, rows)]
 
 
 def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss") -> None:

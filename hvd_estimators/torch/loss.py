@@ -1,78 +1,372 @@
-"""The loss of several labels, with weights of labels and of rows. Used on both sides."""
+"""The loss of several labels, as numerators and denominators over the global batch.
+
+Used on both sides. A step applies the gradient of ``sum(numerators) / sum(denominators)``, both
+summed over all ranks and over the micro-batches of the step.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.ranks import PendingSum
 
-__all__ = ["Loss", "check_weightable"]
+__all__ = ["Loss", "LossPart", "LossParts", "StepShare", "as_stated", "check_weightable"]
 
-LossFunction = Callable[..., torch.Tensor]
+LossFunction = Callable[..., Any]
 
 
-class Loss:
-    """The weighted sum of one loss per label: ``sum(loss_weight[i] * mean(loss[i]))``.
+@dataclass(frozen=True)
+class _Reduction:
+    """How a loss reduces the rows of a batch.
 
-    With sample weights each mean is ``sum(w * loss) / rows``, as horovod.spark and Keras have it:
-    a row of weight two counts twice, and weights that are all alike scale the loss.
+    Attributes
+    ----------
+    kind : str
+        ``"rows"`` (a mean over rows), ``"batchmean"`` (a sum of each row, a mean over rows),
+        ``"targets"`` (a mean over class indices that count), ``"sum"``.
+    weight : torch.Tensor or None
+        The weight of each class.
+    ignore_index : int
+        The class index that does not count.
+    """
+
+    kind: str
+    weight: torch.Tensor | None = None
+    ignore_index: int = -100
+
+    def of_label(self, label: torch.Tensor) -> str:
+        """Return the kind for labels of this dtype."""
+        # Class probabilities: a mean over rows.
+        by_index = self.kind == "targets" and not label.is_floating_point()
+        return self.kind if by_index or self.kind != "targets" else "rows"
+
+    def denominator(self, label: torch.Tensor) -> torch.Tensor:
+        """Return the denominator of a batch, from its class indices."""
+        counts = label != self.ignore_index
+        if self.weight is None:
+            return counts.sum().double()
+        weight = self.weight.to(label.device).double()
+        return (weight[torch.where(counts, label, 0)] * counts).sum()
+
+
+@dataclass(frozen=True)
+class StepShare:
+    """How much a micro-batch of this rank counts in a step.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of the micro-batch.
+    factor : float
+        See `WeightedBatches`.
+    slots : float
+        Micro-batches of the step on all ranks, over which gradients are averaged.
+    totals : PendingSum or None
+        The step's denominator of each label, where labels' values determine one.
+    """
+
+    rows: int
+    factor: float
+    slots: float
+    totals: PendingSum | None = None
+
+    def scale(self, part: LossPart, total: torch.Tensor | None) -> Any:
+        """Return the number by which a part of the loss is multiplied before the backward pass."""
+        if part.kind == "rows":
+            return self.factor
+        if part.kind == "sum":
+            return self.slots if self.rows else 0.0
+        if part.kind == "stated":
+            return part.denominator * self.factor / max(self.rows, 1)
+        assert total is not None
+        return torch.where(total > 0, self.slots / total, 0.0) if self.rows else 0.0
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """The loss of one label for a batch, before it is divided.
+
+    Attributes
+    ----------
+    kind : str
+        ``"rows"``, ``"targets"``, ``"sum"``, or ``"stated"`` by the user's function.
+    value : torch.Tensor
+        The mean over the batch for ``"rows"`` and ``"stated"``; the numerator otherwise.
+    denominator : torch.Tensor or float
+        What the numerator is divided by.
+    """
+
+    kind: str
+    value: torch.Tensor
+    denominator: Any
+
+    @property
+    def numerator(self) -> torch.Tensor:
+        """The numerator; 0 where nothing counts, whatever the mean of nothing is."""
+        if self.kind not in ("rows", "stated"):
+            return self.value
+        return torch.where(self._counts, self.value.double() * self.denominator, 0.0)
+
+    @property
+    def _counts(self) -> torch.Tensor:
+        return torch.as_tensor(self.denominator, device=self.value.device) > 0
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The loss of this batch alone."""
+        if self.kind == "stated":
+            return torch.where(self._counts, self.value, 0.0)
+        if self.kind != "targets":
+            return self.value
+        return self.value / _positive(self.denominator, self.value)
+
+
+def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return a denominator in a tensor's dtype, and 1 for 0."""
+    given = torch.as_tensor(denominator, dtype=like.dtype, device=like.device)
+    return torch.where(given > 0, given, 1.0)
+
+
+def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
+    """Return a loss and its stated denominator; the latter is None for a plain loss.
+
+    Raises
+    ------
+    ParamError
+        If a dict lacks one of them.
+    """
+    if not isinstance(value, Mapping) or "denominator" not in value:
+        return value, None
+    loss, denominator = value.get("loss"), value["denominator"]
+    if not isinstance(loss, torch.Tensor) or not isinstance(
+        denominator, (int, float, torch.Tensor)
+    ):
+        raise ParamError(
+            f"{owner}: expected {{'loss': tensor, 'denominator': number}}, found "
+            f"{ {name: type(part).__name__ for name, part in value.items()} }."
+        )
+    if isinstance(denominator, torch.Tensor):
+        denominator = denominator.detach().reshape(()).double()
+    return loss, denominator
+
+
+class LossParts:
+    """The weighted sum of parts, each a numerator over a denominator.
+
+    Parameters
+    ----------
+    loss_weights : sequence of float
+        One weight per part.
+    """
+
+    def __init__(self, loss_weights: Sequence[float]) -> None:
+        self.loss_weights = list(loss_weights)
+
+    @property
+    def has_one_denominator(self) -> bool:
+        """Whether all parts are divided by the same number."""
+        return len(self.loss_weights) == 1
+
+    def mean(self, parts: Sequence[LossPart]) -> torch.Tensor:
+        """Return the loss of one batch alone."""
+        return self.weighted([part.mean for part in parts])
+
+    def weighted(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the sum of the labels' values, times their loss weights."""
+        terms = [w * value for w, value in zip(self.loss_weights, values, strict=True)]
+        return torch.stack([term.reshape(()) for term in terms]).sum()
+
+    def over_ranks(self, parts: Sequence[LossPart], share: StepShare) -> torch.Tensor:
+        """Return the loss whose gradient, averaged over ranks, is the batch's part of the step's.
+
+        Gradients of stated losses are still to be divided, see `StatedDenominators`.
+        """
+        totals = [None] * len(parts) if share.totals is None else list(share.totals.value())
+        return self.weighted(
+            [
+                part.value * share.scale(part, total)
+                for part, total in zip(parts, totals, strict=True)
+            ]
+        )
+
+    def counted(self, parts: Sequence[LossPart]) -> torch.Tensor:
+        """Return numerators and denominators in float64, to be summed for the loss of an epoch.
+
+        Of shape ``(2, 1)`` where all labels share a denominator, ``(2, labels)`` otherwise. A sum
+        has the denominator 0.
+        """
+        with torch.no_grad():
+            if self.has_one_denominator and len(parts) > 1:
+                rows = parts[0].denominator
+                merged = [(self.mean(parts).double() * rows, rows)]
+            else:
+                merged = [
+                    (w * part.numerator.double(), 0 if part.kind == "sum" else part.denominator)
+                    for w, part in zip(self.loss_weights, parts, strict=True)
+                ]
+            device = parts[0].value.device
+            columns = [
+                torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair])
+                for pair in ((n.reshape(()), d) for n, d in merged)
+            ]
+            return torch.stack(columns, dim=1)
+
+
+class Loss(LossParts):
+    """The weighted sum of one loss per label: ``sum(loss_weight[i] * loss[i])``.
+
+    Each loss is a numerator over a denominator: rows for a mean over rows; for cross entropy of
+    class indices the classes' weights, without ignored indices; 1 for ``reduction="sum"``; what
+    the function states in ``{"loss": ..., "denominator": ...}``. Sample weights multiply the
+    numerator only: a row of weight two counts twice, and equal weights scale the loss.
 
     Parameters
     ----------
     functions : sequence of callable
-        ``function(output, label)`` returns the mean over a batch. With sample weights, functions
+        ``function(output, label)`` returns the loss of a batch. With sample weights, functions
         are called with ``reduction="none"``, and loss modules get that as their attribute.
     loss_weights : sequence of float
         One weight per label.
     """
 
     def __init__(self, functions: Sequence[LossFunction], loss_weights: Sequence[float]) -> None:
+        super().__init__(loss_weights)
         self.functions = list(functions)
-        self.loss_weights = list(loss_weights)
+        self._reductions = [_reduction(function) for function in self.functions]
 
     def __call__(
         self,
-        outputs: Sequence[torch.Tensor],
-        labels: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor] | torch.Tensor,
+        labels: Sequence[torch.Tensor] | torch.Tensor,
         sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the loss of a batch, a scalar tensor."""
-        terms = [
-            weight * _mean(function, output, label, sample_weights)
-            for function, weight, output, label in zip(
-                self.functions, self.loss_weights, outputs, labels, strict=True
-            )
+        return self.mean(self.parts(outputs, labels, sample_weights))
+
+    def parts(
+        self,
+        outputs: Sequence[torch.Tensor] | torch.Tensor,
+        labels: Sequence[torch.Tensor] | torch.Tensor,
+        sample_weights: torch.Tensor | None = None,
+    ) -> list[LossPart]:
+        """Return the loss of each label for a batch; a bare tensor stands for a list of one."""
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+        labels = [labels] if isinstance(labels, torch.Tensor) else labels
+        found = [
+            _part(*each, sample_weights)
+            for each in zip(self.functions, self._reductions, outputs, labels, strict=True)
         ]
-        return torch.stack([term.reshape(()) for term in terms]).sum()
+        if len(found) > 1 and any(part.kind == "stated" for part in found):
+            raise ParamError(
+                "loss: a function that returns a denominator must be the only loss, found "
+                f"{len(found)} labels. Their gradients are divided by one number."
+            )
+        return found
+
+    @property
+    def has_one_denominator(self) -> bool:
+        """Whether all labels' losses are divided by the same number."""
+        return len(self.functions) == 1 or all(
+            r.kind in ("rows", "batchmean") for r in self._reductions
+        )
+
+    def depends_on_targets(self, dtypes: Sequence[torch.dtype]) -> bool:
+        """Return whether labels of these dtypes have values on which a denominator depends."""
+        pairs = zip(self._reductions, dtypes, strict=True)
+        return any(r.kind == "targets" and not dtype.is_floating_point for r, dtype in pairs)
+
+    def denominators(self, labels: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return each label's denominator of a batch in float64, 0 where it is not by targets."""
+        zero = labels[0].new_zeros((), dtype=torch.float64)
+        return torch.stack(
+            [
+                r.denominator(label) if r.of_label(label) == "targets" else zero
+                for r, label in zip(self._reductions, labels, strict=True)
+            ]
+        )
 
 
-def _mean(
+def _reduction(function: LossFunction) -> _Reduction:
+    """Return how a loss of torch's reduces; for any other it is a mean over rows."""
+    if isinstance(function, torch.nn.Module):
+        options = vars(function) | dict(function.named_buffers(recurse=False))
+        forward = type(function).forward
+        by_targets = forward in (
+            torch.nn.CrossEntropyLoss.forward,
+            torch.nn.NLLLoss.forward,
+            torch.nn.LinearCrossEntropyLoss.forward,
+        )
+        if not type(function).__module__.startswith("torch.") and not by_targets:
+            # The user's module: its attribute need not be torch's.
+            options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
+    else:
+        options = {}
+        while isinstance(function, functools.partial):
+            options = {**function.keywords, **options}
+            function = function.func
+        by_targets = function in (
+            functional.cross_entropy,
+            functional.nll_loss,
+            functional.linear_cross_entropy,
+        )
+    if options.get("reduction") in ("sum", "batchmean"):
+        return _Reduction(options["reduction"])
+    if not by_targets:
+        return _Reduction("rows")
+    ignored = options.get("ignore_index")
+    return _Reduction("targets", options.get("weight"), -100 if ignored is None else ignored)
+
+
+def _part(
     function: LossFunction,
+    reduction: _Reduction,
     output: torch.Tensor,
     label: torch.Tensor,
     sample_weights: torch.Tensor | None,
-) -> torch.Tensor:
+) -> LossPart:
+    kind = reduction.of_label(label)
     if sample_weights is None:
+        found = _with_reduction(function, output, label, "sum" if kind == "targets" else None)
+    else:
+        found = _with_reduction(function, output, label, "none")
+    value, stated = as_stated(found, "loss")
+    rows = len(label)
+    if sample_weights is not None:
+        elements = value.reshape(len(sample_weights), -1)
+        is_mean = kind == "rows" and stated is None
+        of_rows = elements.mean(dim=1) if is_mean else elements.sum(dim=1)
+        weighted = of_rows * sample_weights
+        value = weighted.mean() if kind in ("rows", "batchmean") else weighted.sum()
+        if stated is not None:
+            value = weighted.sum() / _positive(stated, value)
+    if stated is not None:
+        return LossPart("stated", value, stated)
+    if kind == "targets":
+        return LossPart(kind, value, reduction.denominator(label))
+    return LossPart("sum", value, 1.0) if kind == "sum" else LossPart("rows", value, rows)
+
+
+def _with_reduction(
+    function: LossFunction, output: torch.Tensor, label: torch.Tensor, reduction: str | None
+) -> Any:
+    if reduction is None:
         return function(output, label)
-    elements = _unreduced(function, output, label)
-    rows = elements.reshape(len(sample_weights), -1).mean(dim=1)
-    return (rows * sample_weights).mean()
-
-
-def _unreduced(function: LossFunction, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     if isinstance(function, torch.nn.Module) and hasattr(function, "reduction"):
         module: Any = function
-        reduction, module.reduction = module.reduction, "none"
+        before, module.reduction = module.reduction, reduction
         try:
-            elements: torch.Tensor = function(output, label)
+            return function(output, label)
         finally:
-            module.reduction = reduction
-        return elements
-    return function(output, label, reduction="none")
+            module.reduction = before
+    return function(output, label, reduction=reduction)
 
 
 def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:

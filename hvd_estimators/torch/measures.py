@@ -16,7 +16,10 @@ __all__ = ["Measures"]
 
 
 class Measures:
-    """Adds up the loss and the metrics of batches, each weighted by its rows.
+    """Adds up the loss and the metrics of batches.
+
+    The loss is its numerators over its denominators, both over all rows; metrics are weighted by
+    rows.
 
     Metrics of torchmetrics count in states of their own.
 
@@ -24,10 +27,13 @@ class Measures:
     ----------
     metrics : Metrics
         What is measured besides the loss.
+    loss_parts : int
+        Denominators of the loss, see `Loss.counted`.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, loss_parts: int = 1) -> None:
         self._metrics = metrics
+        self._parts = loss_parts
         self._names = metrics.function_names
         self._states = EpochMetricStates(metrics)
         self._sums: torch.Tensor | None = None
@@ -37,10 +43,16 @@ class Measures:
         """Add a batch."""
         rows = evaluation.rows
         self._rows += rows
-        values = [evaluation.loss.detach(), *self._metrics(evaluation).values()]
-        # It stays on the GPU, so that steps do not wait for it, and becomes 64 bits before it is
-        # multiplied.
-        total = torch.cat([value.reshape(1).double() for value in values]).mul_(rows)
+        # Sums stay on the GPU, so that steps do not wait for them, and become 64 bits before they
+        # are multiplied.
+        measured = [
+            value.reshape(1).double() * rows for value in self._metrics(evaluation).values()
+        ]
+        counted = evaluation.counted
+        if counted is None:
+            loss = evaluation.loss.detach().reshape(1).double()
+            counted = torch.cat([loss * rows, torch.full_like(loss, rows)])
+        total = torch.cat([counted.reshape(-1), *measured])
         if self._sums is None:
             self._sums = total
         elif self._sums.device == total.device:
@@ -80,12 +92,21 @@ class Measures:
     def _own(self) -> torch.Tensor:
         counts = torch.tensor([self._rows], dtype=torch.float64)
         if self._sums is None:
-            return torch.cat([counts, torch.zeros(1 + len(self._names), dtype=torch.float64)])
+            sums = torch.zeros(2 * self._parts + len(self._names), dtype=torch.float64)
+            return torch.cat([counts, sums])
         return torch.cat([counts, self._sums.cpu()])
 
     def _means(self, sums: torch.Tensor) -> dict[str, float]:
         rows, *totals = sums.tolist()
-        return {
-            name: total / rows if rows else float("nan")
-            for name, total in zip(("loss", *self._names), totals, strict=True)
-        }
+        if not rows:
+            return dict.fromkeys(("loss", *self._names), float("nan"))
+        parts = self._parts
+        # A sum has no denominator.
+        loss = sum(
+            numerator / denominator if denominator else numerator
+            for numerator, denominator in zip(
+                totals[:parts], totals[parts : 2 * parts], strict=True
+            )
+        )
+        metrics = zip(self._names, totals[2 * parts :], strict=True)
+        return {"loss": loss, **{name: total / rows for name, total in metrics}}

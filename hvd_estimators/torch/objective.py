@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +14,26 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.calls import call_with_known, call_with_leading
 from hvd_estimators.torch.joint_loss import JointLoss, check_joint
-from hvd_estimators.torch.loss import Loss, check_weightable
+from hvd_estimators.torch.loss import (
+    Loss,
+    LossPart,
+    LossParts,
+    StepShare,
+    as_stated,
+    check_weightable,
+)
 from hvd_estimators.torch.metrics import Metric, Metrics
+from hvd_estimators.torch.ranks import PendingSum, sum_tensor
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import Batch, TensorSpec
 
-__all__ = ["Evaluation", "Objective", "RankObjective"]
+__all__ = ["LEAVES_BACKWARD", "Evaluation", "Objective", "RankObjective", "StepLoss"]
+
+LEAVES_BACKWARD = (
+    "train_minibatch_fn: it returned a dict as its loss and had called backward() already. With a "
+    "dict, leave backward() and optimizer.step() to the estimator; or return the loss alone, and "
+    "call loss_fn.scale(loss, denominator).backward()."
+)
 
 
 @dataclass(frozen=True)
@@ -85,13 +100,13 @@ class Objective:
             elif weighted:
                 check_weightable(losses, "loss_constructors")
         if losses is None:
-            return RankObjective(self, None)
+            return RankObjective(self, None, device)
         on_device = [
             loss.to(device) if isinstance(loss, torch.nn.Module) else loss for loss in losses
         ]
         if self.joint:
-            return RankObjective(self, JointLoss(on_device[0]))
-        return RankObjective(self, Loss(on_device, self.loss_weights))
+            return RankObjective(self, JointLoss(on_device[0]), device)
+        return RankObjective(self, Loss(on_device, self.loss_weights), device)
 
 
 @dataclass(frozen=True)
@@ -101,18 +116,30 @@ class Evaluation:
     Attributes
     ----------
     loss : torch.Tensor
-        The batch's mean loss, sample weights included; a scalar.
+        The batch's own loss, sample weights included; a scalar.
     outputs, labels : list of torch.Tensor
         One per label, in the shapes in which they are compared. If one loss takes all outputs and
         labels, they need not be as many.
     rows : int
         Rows of the batch.
+    counted : torch.Tensor or None
+        Numerators and denominators of the loss, see `Loss.counted`; None for a mean over rows.
+    step_loss : torch.Tensor or None
+        The loss for the backward pass, see `Loss.over_ranks`; None where there is none to take.
+    stated : torch.Tensor, float or None
+        The denominator that the user's function states.
+    is_row_mean : bool
+        Whether the loss is a mean over rows.
     """
 
     loss: torch.Tensor
     outputs: Sequence[torch.Tensor]
     labels: Sequence[torch.Tensor]
     rows: int
+    counted: torch.Tensor | None = None
+    step_loss: torch.Tensor | None = None
+    stated: Any = None
+    is_row_mean: bool = True
 
 
 class RankObjective:
@@ -124,9 +151,12 @@ class RankObjective:
         The metrics.
     """
 
-    def __init__(self, objective: Objective, loss: Loss | JointLoss | None) -> None:
+    def __init__(
+        self, objective: Objective, loss: Loss | JointLoss | None, device: torch.device
+    ) -> None:
         self._tensors = objective.tensors
         self._loss = loss
+        self._device = device
         self._train_minibatch_fn = objective.train_minibatch_fn
         self.metrics = objective.named_metrics
 
@@ -141,11 +171,59 @@ class RankObjective:
         losses = [] if self._loss is None else self._loss.functions
         return {"train_minibatch_fn": self._train_minibatch_fn, "loss": losses}
 
-    def evaluate(self, module: torch.nn.Module, batch: Batch) -> Evaluation:
-        """Return a batch's loss, for a backward pass."""
+    @property
+    def loss_parts(self) -> int:
+        """Columns of `Evaluation.counted`."""
+        if self._loss is None or self._loss.has_one_denominator:
+            return 1
+        return len(self._loss.functions)
+
+    def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
+        """Return the step's denominators that labels determine, over all ranks.
+
+        Called by all ranks, once for each step. The forward pass hides part of the reduction.
+
+        Parameters
+        ----------
+        window : sequence of mapping
+            The columns of this rank's micro-batches of the step.
+
+        Returns
+        -------
+        PendingSum or None
+            One denominator per label; None where a mean over rows needs none.
+        """
+        tensors = self._tensors
+        loss = self._loss
+        if (
+            self.has_own_step
+            or not isinstance(loss, Loss)
+            or not loss.depends_on_targets([tensors.dtype(name) for name in tensors.label_cols])
+        ):
+            return None
+        own = [loss.denominators(tensors.labels(columns, self._device)) for columns in window]
+        return PendingSum(torch.stack(own).sum(dim=0), "denominators")
+
+    def evaluate(
+        self, module: torch.nn.Module, batch: Batch, share: StepShare | None = None
+    ) -> Evaluation:
+        """Return a batch's loss; with its share of a step, for a backward pass."""
         raw = self._tensors.call(module, batch.inputs)
-        outputs, labels = self._arranged(raw, batch.labels)
-        return self._evaluation(self._computed(outputs, labels, batch.weights, batch), raw, batch)
+        arranged = self._arranged(raw, batch.labels)
+        parts = self._parts(*arranged, batch.weights, batch)
+        assert self._loss is not None
+        loss = self._loss.mean(parts)
+        is_mean = all(part.kind == "rows" for part in parts)
+        step_loss = None
+        if share is not None:
+            scaled = loss if share.factor == 1.0 else loss * share.factor
+            step_loss = scaled if is_mean else self._loss.over_ranks(parts, share)
+        outputs, labels = self._tensors.align(raw, batch.labels)
+        stated = next((part.denominator for part in parts if part.kind == "stated"), None)
+        if step_loss is not None and stated is not None and not stated > 0:
+            step_loss = _no_gradient(outputs)
+        counted = self._loss.counted(parts)
+        return Evaluation(loss, outputs, labels, batch.rows, counted, step_loss, stated, is_mean)
 
     def run_minibatch(
         self,
@@ -153,9 +231,10 @@ class RankObjective:
         optimizer: Any,
         batch: Batch,
         *,
-        factor: float,
+        share: StepShare,
         passes_per_step: int,
         index: int,
+        denominators: StatedDenominators,
     ) -> Evaluation:
         """Let the user's function train on a batch.
 
@@ -165,35 +244,47 @@ class RankObjective:
             What it trains.
         batch : Batch
             At least one row.
-        factor : float
-            What weights this rank's gradient; see `WeightedBatches`.
+        share : StepShare
+            What the batch counts in its step.
         passes_per_step : int
             Batches of a step.
         index : int
             The batch's number in its epoch.
+        denominators : StatedDenominators
+            Takes denominators that only the end of the step can divide by.
         """
-        computed: list[torch.Tensor] = []
 
-        def scaled_loss(outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-            computed.append(self._computed(outputs, labels, weights, batch))
-            return computed[-1] * factor
+        def parts(outputs: Any, labels: Any, weights: Any) -> list[LossPart]:
+            return self._parts(outputs, labels, weights, batch)
 
+        loss_fn = StepLoss(self._loss, parts, share, passes_per_step, denominators)
         assert self._train_minibatch_fn is not None
         raw, returned = call_with_leading(
             self._train_minibatch_fn,
             module,
             optimizer,
             self._arranged,
-            scaled_loss,
+            loss_fn,
             self._tensors.arguments(batch.inputs),
             batch.labels,
             batch.weights,
             passes_per_step,
             index,
         )
-        # What the function returns may be divided or scaled already.
-        loss = (computed[-1] if computed else returned).detach()
-        return self._evaluation(loss, raw, batch)
+        outputs, labels = self._tensors.align(raw, batch.labels)
+        if not isinstance(returned, Mapping):
+            # The returned loss may be divided or scaled already.
+            loss, counted = loss_fn.computed or _plain(returned, batch.rows)
+            return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
+        loss, stated = as_stated(returned, "train_minibatch_fn")
+        if stated is None:
+            loss, counted = _plain(returned["loss"], batch.rows)
+            step_loss = loss * share.factor
+            return Evaluation(loss.detach(), outputs, labels, batch.rows, counted, step_loss)
+        part = LossPart("stated", loss, stated)
+        step_loss = loss * share.scale(part, None) if stated > 0 else _no_gradient(outputs)
+        mean, counted = part.mean.detach(), _counted(part)
+        return Evaluation(mean, outputs, labels, batch.rows, counted, step_loss, stated)
 
     def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return outputs and labels as the loss takes them."""
@@ -201,8 +292,8 @@ class RankObjective:
             return raw, labels
         return self._tensors.align(raw, labels)
 
-    def _computed(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> torch.Tensor:
-        """Return the loss of arranged outputs and labels."""
+    def _parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[LossPart]:
+        """Return the parts of the loss of arranged outputs and labels."""
         if self._loss is None:
             raise ParamError(
                 "loss is not set, and train_minibatch_fn calls loss_fn. Set loss, or let "
@@ -210,9 +301,123 @@ class RankObjective:
             )
         if isinstance(self._loss, JointLoss):
             inputs = self._tensors.arguments(batch.inputs)
-            return self._loss(outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights)
-        return self._loss(outputs, labels, weights)
+            return self._loss.parts(
+                batch.rows, outputs=outputs, labels=labels, inputs=inputs, sample_weights=weights
+            )
+        return self._loss.parts(outputs, labels, weights)
 
-    def _evaluation(self, loss: torch.Tensor, raw: Any, batch: Batch) -> Evaluation:
-        outputs, labels = self._tensors.align(raw, batch.labels)
-        return Evaluation(loss, outputs, labels, batch.rows)
+
+class StepLoss:
+    """The loss that a custom step calls: its gradient is this rank's part of the global batch's.
+
+    Parameters
+    ----------
+    loss : Loss, JointLoss or None
+        The user's losses.
+    parts : callable
+        Returns the parts of the loss of outputs, labels and weights.
+    share : StepShare
+        The share of the micro-batch in its step.
+    passes_per_step : int
+        Micro-batches of a step on this rank.
+    denominators : StatedDenominators
+        Takes denominators where later micro-batches add to them.
+
+    Attributes
+    ----------
+    computed : tuple or None
+        The newest loss of this batch alone, and its numerator and denominator.
+    """
+
+    def __init__(
+        self,
+        loss: LossParts | None,
+        parts: Callable[..., list[LossPart]],
+        share: StepShare,
+        passes_per_step: int,
+        denominators: StatedDenominators,
+    ) -> None:
+        self._loss = loss
+        self._parts = parts
+        self._share = share
+        self._passes = passes_per_step
+        self._denominators = denominators
+        self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __call__(self, outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
+        """Return the loss of outputs and labels: lists with one tensor per label, or bare tensors.
+
+        A joint loss takes what the model returned, and a list of labels. A loss of cross entropy is
+        reduced over the ranks in each call, so that all ranks must call it equally often.
+        """
+        parts = self._parts(outputs, labels, weights)
+        assert self._loss is not None
+        mean = self._loss.mean(parts)
+        if self._loss.has_one_denominator:
+            counted = self._loss.counted(parts)
+        else:
+            counted = _plain(mean, self._share.rows)[1]
+        self.computed = mean, counted
+        if all(part.kind == "rows" for part in parts):
+            self._note(None)
+            return mean * self._share.factor
+        return self._loss.weighted([self._scaled(part, len(parts) > 1) for part in parts])
+
+    def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
+        """Return a loss that the step computed itself, for its backward pass.
+
+        Parameters
+        ----------
+        loss : torch.Tensor
+            The loss of this rank's batch.
+        denominator : torch.Tensor or float, optional
+            The number of what the loss is a mean of, such as tokens that count; default: rows. The
+            ranks reduce it in each call, so that all of them must call equally often.
+        """
+        if denominator is None:
+            self.computed = _plain(loss, self._share.rows)
+            self._note(None)
+            return loss * self._share.factor
+        _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
+        part = LossPart("stated", loss, stated)
+        self.computed = loss, _counted(part)
+        return self._scaled(part, False)
+
+    def _scaled(self, part: LossPart, is_one_of_several: bool) -> torch.Tensor:
+        """Return a part of the loss, scaled for a step over all ranks."""
+        if part.kind in ("rows", "sum"):
+            return part.value * self._share.scale(part, None)
+        if self._passes == 1:
+            own = torch.as_tensor(
+                part.denominator, dtype=torch.float64, device=part.value.device
+            ).reshape(1)
+            (total,) = sum_tensor(own, "denominators")
+            scaled = torch.where(total > 0, self._share.slots / total, 0.0)
+            return part.value * (scaled * own[0] if part.kind == "stated" else scaled)
+        if is_one_of_several:
+            raise ParamError(
+                "train_minibatch_fn: with backward_passes_per_step, losses of several labels must "
+                "be divided by the same number. Set backward_passes_per_step=1, or losses that are "
+                "means over rows."
+            )
+        self._note(part.denominator)
+        per_row = self._share.factor / self._share.rows
+        return part.value * (per_row * part.denominator if part.kind == "stated" else per_row)
+
+    def _note(self, denominator: Any) -> None:
+        if self._passes > 1:
+            self._denominators.add(denominator, self._share.rows)
+
+
+def _plain(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a mean over rows, and its numerator and denominator."""
+    return loss, _counted(LossPart("rows", loss.detach().reshape(()), rows))
+
+
+def _no_gradient(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a loss of zero: the mean of nothing may be NaN, and so may its gradient."""
+    return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
+
+
+def _counted(part: LossPart) -> torch.Tensor:
+    return LossParts([1.0]).counted([part])

@@ -13,7 +13,15 @@ from hvd_estimators.launch.gpu import check_gpus, describe_gpus, gpu_index, own_
 from hvd_estimators.torch.objects import exchange, gather_numbers
 from hvd_estimators.training.progress import tell_driver
 
-__all__ = ["CARRIED_AS", "broadcast_tensors", "choose_device", "sum_over_ranks", "weights_digest"]
+__all__ = [
+    "CARRIED_AS",
+    "PendingSum",
+    "broadcast_tensors",
+    "choose_device",
+    "sum_over_ranks",
+    "sum_tensor",
+    "weights_digest",
+]
 
 CARRIED_AS = {
     torch.bfloat16: torch.float32,
@@ -92,6 +100,48 @@ def sum_over_ranks(value: float, name: str = "step_weight") -> float:
     """
     own = torch.tensor([value], dtype=torch.float64)
     return float(hvd.allreduce(own, name=name, op=hvd.Sum))
+
+
+def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Add up a tensor of each rank, on its device. Called by all ranks.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's, of the same shape and dtype on all ranks.
+    name : str
+        What is added up; the same on all ranks.
+    """
+    # A dry run on the driver is no rank.
+    if not hvd.is_initialized() or hvd.size() == 1:
+        return tensor
+    total: torch.Tensor = hvd.allreduce(tensor, name=name, op=hvd.Sum)
+    return total
+
+
+class PendingSum:
+    """A tensor that is being added up over the ranks. Made by all ranks.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's, of the same shape and dtype on all ranks.
+    name : str
+        What is added up; the same on all ranks.
+    """
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._handle = (
+            None if hvd.size() == 1 else hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+        )
+        self._total: torch.Tensor = tensor
+
+    def value(self) -> torch.Tensor:
+        """Wait for the sum, and return it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._total = hvd.synchronize(handle)
+        return self._total
 
 
 def weights_digest(module: torch.nn.Module) -> str:

@@ -103,11 +103,11 @@ class TensorSpec:
         weights = None
         if self.sample_weight_col is not None:
             weights = _tensor(columns[self.sample_weight_col], torch.float32, device)
-        return Batch(
-            self.inputs(columns, device),
-            self._tensors(columns, self.label_cols, self.label_shapes, device),
-            weights,
-        )
+        return Batch(self.inputs(columns, device), self.labels(columns, device), weights)
+
+    def labels(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
+        """Return the targets of a batch."""
+        return self._tensors(columns, self.label_cols, self.label_shapes, device)
 
     def _tensors(
         self,

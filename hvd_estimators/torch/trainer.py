@@ -11,6 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.temporary import LocalFile
@@ -18,8 +19,9 @@ from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.measures import Measures
-from hvd_estimators.torch.objective import Objective
+from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.ranks import (
     broadcast_tensors,
@@ -35,6 +37,7 @@ from hvd_estimators.torch.serialization import (
     state_file,
 )
 from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest, interrupted
@@ -120,13 +123,17 @@ class _Trainer:
         broadcast_tensors(self.plain.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
+        self.denominators = StatedDenominators()
         self.averager = GradientAverager(
             self.optimizer,
             self.plain,
             self.passes,
             spec.gradient_compression,
             by_end_of_pass=self.objective.has_own_step,
+            denominators=self.denominators,
         )
+        # Whether the user's function calls backward() and step().
+        self.user_steps = self.objective.has_own_step
         self.progress = Progress(spec, self.rank)
         self.stop_request = StopRequest(
             functools.partial(sum_over_ranks, name="stop_request"), self.size
@@ -218,7 +225,8 @@ class _Trainer:
 
     def _begin_epoch(self, epoch: int) -> tuple[Measures, int]:
         """Return what has been measured in an epoch so far, and the batches that are done."""
-        measures = Measures(self.objective.metrics)
+        parts = 1 if self.objective.has_own_step else self.objective.loss_parts
+        measures = Measures(self.objective.metrics, parts)
         if not self._is_within(epoch):
             seed = self.spec.data.random_seed
             self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
@@ -237,14 +245,18 @@ class _Trainer:
         steps = self.spec.data.train_steps_per_epoch * turns
         for first in range(done * turns, steps, self.passes):
             window = batches.next_window(min(self.passes, steps - first))
+            totals = self.objective.totals([columns for columns, _ in window])
             losses = []
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
                 batch = self.spec.objective.tensors.batch(columns, self.device)
-                losses.append(self._minibatch(batch, factor, index, measures))
+                share = StepShare(batch.rows, factor, self.size * self.passes, totals)
+                losses.append(self._minibatch(batch, share, index, measures))
+            if totals is not None:
+                totals.value()  # where this rank had no rows
             self.shards.enter(0)
             is_last = first + len(window) >= steps
-            if not self.objective.has_own_step or (is_last and self.averager.pending):
+            if not self.user_steps or (is_last and self.averager.pending):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
             done = (first + len(window)) // turns
@@ -271,28 +283,35 @@ class _Trainer:
             raise interrupted(epoch, batches, is_saved)
 
     def _minibatch(
-        self, batch: Batch, factor: float, index: int, measures: Measures
+        self, batch: Batch, share: StepShare, index: int, measures: Measures
     ) -> torch.Tensor | None:
         """Compute and back-propagate the loss of one batch, and return it.
 
-        ``factor`` is what makes the mean of the ranks' gradients the gradient of the mean over
-        all rows of the step: 1 where all batches of the step count for the same.
+        ``share`` scales the loss so that the mean of the ranks' gradients is the gradient of the
+        loss over all rows of the step.
         """
         if not batch.rows:
             return None
         if self.objective.has_own_step:
+            was_pending = self.averager.pending
             evaluation = self.objective.run_minibatch(
                 self.module,
                 self.optimizer,
                 batch,
-                factor=factor,
+                share=share,
                 passes_per_step=self.passes,
                 index=index,
+                denominators=self.denominators,
             )
+            self.user_steps = evaluation.step_loss is None
+            if self.averager.pending and not was_pending and not self.user_steps:
+                raise ParamError(LEAVES_BACKWARD)
         else:
-            evaluation = self.objective.evaluate(self.module, batch)
-            scale = factor / self.passes
-            (evaluation.loss if scale == 1.0 else evaluation.loss * scale).backward()
+            evaluation = self.objective.evaluate(self.module, batch, share)
+        if evaluation.step_loss is not None:
+            self.denominators.add(evaluation.stated, batch.rows)
+            loss = evaluation.step_loss
+            (loss if self.passes == 1 else loss / self.passes).backward()
         measures.add(evaluation)
         if self.output_shapes is None:
             self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
@@ -300,7 +319,7 @@ class _Trainer:
 
     def _validate(self, data: DataModule) -> Measures:
         self.module.eval()
-        measures = Measures(self.objective.metrics)
+        measures = Measures(self.objective.metrics, self.objective.loss_parts)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):

@@ -10,8 +10,10 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.flavor import default_flavor, of_flavor
+from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.serialization import dump_optimizer
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import TensorSpec
 
 TENSORS = TensorSpec(("x",), ("blue", "amber"), sample_weight_col="w")
@@ -122,6 +124,14 @@ def test_a_users_step_gets_the_weighted_loss_and_the_plain_one_is_measured() -> 
     objective = make(train_minibatch_fn=step).on_rank(torch.device("cpu"))
     assert objective.has_own_step
     batch = TENSORS.batch(COLUMNS)
-    evaluation = objective.run_minibatch(Two(), None, batch, factor=0.5, passes_per_step=1, index=0)
+    evaluation = objective.run_minibatch(
+        Two(),
+        None,
+        batch,
+        share=StepShare(batch.rows, 0.5, 1),
+        passes_per_step=1,
+        index=0,
+        denominators=StatedDenominators(),
+    )
     assert given["loss"].item() == pytest.approx(0.5 * evaluation.loss.item())
     assert not evaluation.loss.requires_grad

@@ -1,0 +1,453 @@
+"""Losses that are divided by something else than rows: ranks train and measure as one process.
+
+A masked language model of Hugging Face, with padding and ignored targets, and a small net.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from fewer_ranks import FourShards
+from pyarrow import parquet
+from pytorch_lightning import LightningModule
+from reference import assert_same_weights, global_batches
+from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+TOKENS, LENGTH, ROWS, BATCH = 9, 5, 23, 4
+RATE = 0.3
+CLASS_WEIGHT = torch.linspace(0.2, 2.0, TOKENS)
+
+
+def language_model() -> BertForMaskedLM:
+    torch.manual_seed(4)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(
+        BertConfig(
+            vocab_size=TOKENS,
+            num_hidden_layers=1,
+            max_position_embeddings=LENGTH,
+            **sizes,
+            **dropout,
+        )
+    )
+
+
+class TokenNet(torch.nn.Module):
+    """Logits of each token, classes second, and a number."""
+
+    def __init__(self, with_number: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = torch.nn.Embedding(TOKENS, 6)
+        self.logits = torch.nn.Linear(6, TOKENS)
+        self.number = torch.nn.Linear(6, 1)
+        self.with_number = with_number
+
+    def forward(self, input_ids: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.embedding(input_ids))
+        logits = self.logits(hidden).transpose(1, 2)
+        if not self.with_number:
+            return logits
+        return logits, self.number(hidden.mean(dim=1)).reshape(-1)
+
+
+def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Write rows of tokens of which some are padding, and return them."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, LENGTH + 1, rows)
+    lengths[: rows // 2] = 1  # Rank 0's rows have fewer targets than rank 1's.
+    mask = np.arange(LENGTH) < lengths[:, None]
+    columns = {
+        "input_ids": np.where(mask, rng.integers(1, TOKENS, (rows, LENGTH)), 0),
+        "attention_mask": mask.astype(np.int64),
+        "label": np.where(mask, rng.integers(1, TOKENS, (rows, LENGTH)), -100),
+        "number": rng.normal(size=rows).astype(np.float32),
+        "weight": rng.uniform(0.2, 3.0, rows).astype(np.float32),
+    }
+    path.mkdir(parents=True)
+    for index, part in enumerate(np.array_split(np.arange(rows), 2)):
+        table = pa.table({name: pa.array(array[part].tolist()) for name, array in columns.items()})
+        parquet.write_table(table, path / f"part-{index}.parquet")
+    return {name: torch.from_numpy(array) for name, array in columns.items()}
+
+
+Step = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+
+
+def train_alone(
+    net: torch.nn.Module,
+    columns: dict[str, torch.Tensor],
+    loss: Step,
+    ranks: int = 2,
+    passes: int = 1,
+    clip: float = float("inf"),
+) -> torch.nn.Module:
+    """Train an epoch in one process, over the global batches."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=RATE)
+    net.train()
+    batches = global_batches(len(columns["label"]), ranks, BATCH)
+    for first in range(0, len(batches), passes):
+        rows = np.concatenate(batches[first : first + passes])
+        optimizer.zero_grad()
+        loss(net, {name: column[rows] for name, column in columns.items()}).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net.eval()
+
+
+def own_loss(net: Any, batch: Any) -> torch.Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    return net(**inputs, labels=batch["label"]).loss
+
+
+def by_tokens(net: Any, batch: Any, **options: Any) -> torch.Tensor:
+    return functional.cross_entropy(net(batch["input_ids"]), batch["label"], **options)
+
+
+def lm_loss(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
+    """Return the mean over tokens that count, and their number."""
+    loss = functional.cross_entropy(output.transpose(1, 2), label)
+    return {"loss": loss, "denominator": (label != -100).sum()}
+
+
+def stated(output: torch.Tensor, label: torch.Tensor) -> dict[str, Any]:
+    return {
+        "loss": functional.cross_entropy(output, label),
+        "denominator": (label != -100).sum(),
+    }
+
+
+def settings(backend: Any, store: Any, **params: Any) -> dict[str, Any]:
+    labels = params.get("label_cols", ["label"])
+    features = params.get("feature_cols", ["input_ids"])
+    model = params["model"]
+    if not isinstance(model, LightningModule):
+        params.setdefault("optimizer", torch.optim.SGD(model.parameters(), lr=RATE))
+        params.setdefault("loss", torch.nn.CrossEntropyLoss())
+    return {
+        "backend": backend,
+        "store": store,
+        "feature_cols": features,
+        "label_cols": labels,
+        "column_dtypes": {c: "int64" for c in (*features, *labels) if c != "number"},
+        "shuffle": False,
+        "scale_learning_rate": False,
+        "random_seed": 3,
+        "batch_size": BATCH,
+        "epochs": 1,
+        "verbose": 0,
+        **params,
+    }
+
+
+def torch_fit(backend: Any, store: Any, **params: Any) -> Any:
+    return TorchEstimator(**settings(backend, store, **params)).fit_on_parquet()
+
+
+def lightning_fit(backend: Any, store: Any, **params: Any) -> Any:
+    return LightningEstimator(**settings(backend, store, logger=False, **params)).fit_on_parquet()
+
+
+FITS = {"torch": torch_fit, "lightning": lightning_fit}
+
+
+@pytest.mark.parametrize("framework", FITS)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_class_weights_and_ignored_targets(
+    backend: Any, store: Any, framework: str, passes: int
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    model = FITS[framework](
+        backend,
+        store,
+        model=TokenNet(),
+        loss=torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHT),
+        backward_passes_per_step=passes,
+        validation=0.5,
+        val_batch_size=2,
+    )
+    loss = functools.partial(by_tokens, weight=CLASS_WEIGHT)
+    expected = train_alone(TokenNet(), columns, loss, passes=passes)
+    assert_same_weights(model.getModel(), expected)
+    with torch.no_grad():
+        reference = float(loss(model.getModel(), held_out))
+    history = model.getHistory()[-1]
+    assert history["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", FITS)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_function_states_its_denominator(
+    backend: Any, store: Any, framework: str, passes: int
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    model = FITS[framework](
+        backend,
+        store,
+        model=language_model(),
+        input_form="keyword",
+        feature_cols=["input_ids", "attention_mask"],
+        loss=lm_loss,
+        backward_passes_per_step=passes,
+        validation=0.5,
+        val_batch_size=2,
+    )
+    expected = train_alone(language_model(), columns, own_loss, passes=passes)
+    assert_same_weights(model.getModel(), expected)
+    with torch.no_grad():
+        reference = float(own_loss(model.getModel(), held_out))
+    assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
+
+
+@pytest.mark.parametrize("framework", FITS)
+def test_losses_of_several_labels_have_denominators_of_their_own(
+    backend: Any, store: Any, framework: str
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    model = FITS[framework](
+        backend,
+        store,
+        model=TokenNet(with_number=True),
+        label_cols=["label", "number"],
+        loss=[
+            torch.nn.CrossEntropyLoss(weight=CLASS_WEIGHT),
+            functools.partial(functional.mse_loss, reduction="sum"),
+        ],
+        loss_weights=[0.75, 0.05],
+        backward_passes_per_step=2,
+        validation=0.5,
+    )
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        logits, number = net(batch["input_ids"])
+        tokens = functional.cross_entropy(logits, batch["label"], weight=CLASS_WEIGHT)
+        return 0.75 * tokens + 0.05 * ((number - batch["number"]) ** 2).sum()
+
+    expected = train_alone(TokenNet(with_number=True), columns, loss, passes=2)
+    assert_same_weights(model.getModel(), expected)
+    with torch.no_grad():
+        reference = float(loss(model.getModel(), held_out))
+    assert model.getHistory()[-1]["validation"]["loss"] == pytest.approx(reference, rel=1e-5)
+
+
+def step_with_own_loss(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Leave the backward pass and the step to the estimator."""
+    output = model(**inputs, labels=labels[0])
+    return output, {"loss": output.loss, "denominator": (labels[0] != -100).sum()}
+
+
+def step_with_scaled_loss(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    output = model(**inputs, labels=labels[0])
+    optimizer.zero_grad()
+    loss_fn.scale(output.loss, (labels[0] != -100).sum()).backward()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        # In Lightning, gradients are averaged when the optimizer steps.
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    return output, output.loss
+
+
+@pytest.mark.parametrize(
+    ("framework", "step", "passes", "clip"),
+    [
+        ("torch", step_with_own_loss, 1, float("inf")),
+        ("torch", step_with_own_loss, 2, float("inf")),
+        ("torch", step_with_scaled_loss, 1, 0.5),
+        ("lightning", step_with_own_loss, 2, float("inf")),
+        ("lightning", step_with_scaled_loss, 1, float("inf")),
+    ],
+)
+def test_a_step_of_the_users_with_the_models_own_loss(
+    backend: Any, store: Any, framework: str, step: Any, passes: int, clip: float
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    model = FITS[framework](
+        backend,
+        store,
+        model=language_model(),
+        input_form="keyword",
+        feature_cols=["input_ids", "attention_mask"],
+        train_minibatch_fn=step,
+        loss=lm_loss,
+        backward_passes_per_step=passes,
+    )
+    expected = train_alone(language_model(), columns, own_loss, passes=passes, clip=clip)
+    assert_same_weights(model.getModel(), expected)
+
+
+def test_a_step_that_computes_a_mean_over_rows_weighs_it(backend: Any, store: Any) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()), 9)
+
+    def loss(net: Any, batch: Any) -> torch.Tensor:
+        return functional.mse_loss(net(batch["input_ids"])[1], batch["number"])
+
+    def scaled(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        outputs = model(*inputs)
+        optimizer.zero_grad()
+        own = functional.mse_loss(outputs[1], labels[0])
+        loss_fn.scale(own).backward()
+        optimizer.step()
+        return outputs[1], own
+
+    def bare(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        outputs = model(*inputs)
+        optimizer.zero_grad()
+        found = loss_fn(outputs[1], labels[0])
+        found.backward()
+        optimizer.step()
+        return outputs[1], found
+
+    for step in (scaled, bare):
+        model = torch_fit(
+            backend,
+            store,
+            model=TokenNet(with_number=True),
+            label_cols=["number"],
+            loss=functional.mse_loss,
+            train_minibatch_fn=step,
+            dry_run=False,
+        )
+        expected = train_alone(TokenNet(with_number=True), columns, loss)
+        assert_same_weights(model.getModel(), expected)
+
+
+def contrast(outputs: torch.Tensor) -> torch.Tensor:
+    """Return a loss that compares each row with all others."""
+    unit = functional.normalize(outputs.reshape(len(outputs), -1), dim=1)
+    return (unit @ unit.T).logsumexp(dim=1).mean()
+
+
+def test_a_contrastive_loss_of_gathered_outputs(backend: Any, store: Any) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()), 9)
+
+    def step(
+        model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        import horovod.torch as hvd
+
+        optimizer.zero_grad()
+        outputs = model(*inputs)
+        everywhere = hvd.allgather(outputs, name="outputs")
+        everywhere.register_hook(lambda gradient: gradient * hvd.size())
+        loss = contrast(everywhere)
+        loss.backward()
+        optimizer.step()
+        return outputs, loss
+
+    model = torch_fit(backend, store, model=TokenNet(), train_minibatch_fn=step)
+    expected = train_alone(TokenNet(), columns, lambda net, b: contrast(net(b["input_ids"])))
+    assert_same_weights(model.getModel(), expected)
+
+
+class LanguageModule(LightningModule):
+    """Hugging Face's model with its own loss, as in Lightning's examples."""
+
+    def __init__(self, manual: bool = False) -> None:
+        super().__init__()
+        self.net = language_model()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        found = {
+            "loss": own_loss(self.net, batch),
+            "denominator": (batch["label"] != -100).sum(),
+        }
+        self.log("train_loss", found["loss"], on_epoch=True)
+        if not self.automatic_optimization:
+            self.optimizers().zero_grad()
+            self.manual_backward(found)
+            self.optimizers().step()
+        return found
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = own_loss(self.net, batch)
+        self.log("val_loss", loss)
+        self.log("val_rows", float(len(batch["label"])), reduce_fx="sum")
+        return {"loss": loss, "denominator": (batch["label"] != -100).sum()}
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=RATE)
+
+
+@pytest.mark.parametrize(("manual", "passes"), [(False, 1), (False, 2), (True, 1)])
+def test_a_lightning_module_states_its_denominator(
+    backend: Any, store: Any, manual: bool, passes: int
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    model = lightning_fit(
+        backend,
+        store,
+        model=LanguageModule(manual),
+        feature_cols=["input_ids", "attention_mask"],
+        backward_passes_per_step=passes,
+        validation=0.5,
+        val_batch_size=2,
+    )
+    net = model.getModel().net.eval()
+    expected = train_alone(language_model(), columns, own_loss, passes=passes)
+    assert_same_weights(net, expected)
+    with torch.no_grad():
+        reference = float(own_loss(net, held_out))
+    measured = model.getHistory()[-1]["validation"]
+    assert measured["loss"] == pytest.approx(reference, rel=1e-5)
+    assert measured["val_loss"] == pytest.approx(reference, rel=1e-5)
+    assert measured["val_rows"] == 11
+
+
+class TorchOfFourShards(FourShards, TorchEstimator):
+    """A run that began with 4 ranks."""
+
+
+class LightningOfFourShards(FourShards, LightningEstimator):
+    """A run that began with 4 ranks."""
+
+
+@pytest.mark.parametrize("kind", [TorchOfFourShards, LightningOfFourShards])
+@pytest.mark.parametrize("loss", [torch.nn.CrossEntropyLoss(), stated])
+def test_fewer_ranks_divide_by_the_denominator_of_all_shards(
+    backend: Any, store: Any, kind: Any, loss: Any
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    further = {"logger": False} if kind is LightningOfFourShards else {}
+    params = settings(backend, store, model=TokenNet(), loss=loss, **further)
+    model = kind(**params).fit_on_parquet()
+    assert_same_weights(model.getModel(), train_alone(TokenNet(), columns, by_tokens, ranks=4))
+
+
+def test_a_stated_denominator_and_a_second_loss_are_rejected(backend: Any, store: Any) -> None:
+    write_tokens(Path(store.get_train_data_path()))
+    with pytest.raises(ParamError, match="must be the only loss"):
+        torch_fit(
+            backend,
+            store,
+            model=TokenNet(with_number=True),
+            label_cols=["label", "number"],
+            loss=[stated, functional.mse_loss],
+        )
