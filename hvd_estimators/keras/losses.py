@@ -25,6 +25,7 @@ __all__ = [
     "may_add_loss",
     "pairs_labels",
     "weights_by_samples",
+    "without_reduction",
 ]
 
 NO_LOSS = (
@@ -81,23 +82,23 @@ def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) 
     return compiled.get("loss") is not None
 
 
-def weights_by_samples(loss: Any) -> bool | None:
-    """Return whether losses divide by the sum of sample weights, not by rows.
+def weights_by_samples(loss: Any) -> bool:
+    """Return whether all losses divide by the sum of sample weights, not by rows.
 
     Parameters
     ----------
     loss : object
         What `compile` is given.
-
-    Returns
-    -------
-    bool or None
-        None if losses differ in that, or one of them is no mean at all.
     """
-    found = {str(getattr(entry, "reduction", "sum_over_batch_size")) for entry in losses(loss)}
-    if found <= {"sum_over_batch_size", "mean"}:
-        return False
-    return True if found == {"mean_with_sample_weight"} else None
+    found = losses(loss)
+    return bool(found) and all(
+        getattr(entry, "reduction", None) == "mean_with_sample_weight" for entry in found
+    )
+
+
+def without_reduction(loss: Any) -> list[Any]:
+    """Return the losses that give one number per row."""
+    return [entry for entry in losses(loss) if getattr(entry, "reduction", "") in (None, "none")]
 
 
 def find_metric(name: Any) -> Any:

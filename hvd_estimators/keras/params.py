@@ -13,7 +13,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
 from hvd_estimators.keras.checks import LAMBDA_REMEDY, check_lambdas
-from hvd_estimators.keras.compiling import CompileSettings
+from hvd_estimators.keras.compiling import CompileSettings, losses
 from hvd_estimators.keras.converters import class_weights, environment, label_weights
 from hvd_estimators.keras.inputs import input_structure, text_columns
 from hvd_estimators.keras.losses import (
@@ -23,6 +23,7 @@ from hvd_estimators.keras.losses import (
     has_own_step,
     may_add_loss,
     weights_by_samples,
+    without_reduction,
 )
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import copy_model, dump
@@ -292,15 +293,23 @@ class KerasParams(HorovodEstimator):
 
     def _weights_by_samples(self, settings: CompileSettings) -> bool:
         """Return what batches count for; see `KerasTrainSpec`."""
-        found = weights_by_samples(settings.loss)
-        if found is None:
-            raise ParamError(
-                "loss: expected losses that are means over the rows, all in the same way, so that "
-                "the ranks' gradients can be averaged. Set reduction='sum_over_batch_size', or "
-                "'mean_with_sample_weight', for all of them."
-            )
         get = self.getOrDefault
-        return found and bool(get("sample_weight_col") is not None or get("class_weight"))
+        unreduced = without_reduction(settings.loss)
+        if unreduced:
+            raise ParamError(
+                f"loss: expected a loss with one number per batch, found {unreduced[0]!r} with "
+                f"reduction={unreduced[0].reduction!r}. Set reduction='sum_over_batch_size', "
+                "'mean_with_sample_weight' or 'sum'."
+            )
+        sums = [e for e in losses(settings.loss) if getattr(e, "reduction", None) == "sum"]
+        if sums and get("backward_passes_per_step") > 1:
+            raise ParamError(
+                "backward_passes_per_step: expected 1 for a loss with reduction='sum', found "
+                f"{get('backward_passes_per_step')}. Set reduction='sum_over_batch_size'."
+            )
+        return weights_by_samples(settings.loss) and bool(
+            get("sample_weight_col") is not None or get("class_weight")
+        )
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         if name == "optimizer" and isinstance(value, keras.optimizers.Optimizer):

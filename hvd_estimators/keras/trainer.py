@@ -8,6 +8,7 @@ import hashlib
 import shutil
 import tempfile
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
 from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState, save_file
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.ends import EpochEnd, StepEnd
 from hvd_estimators.keras.kept_model import KeptModel
@@ -272,19 +274,28 @@ class _Trainer:
             chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
         # Keras says so of every pass over validation batches that end by themselves.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
-        model.fit(
-            train,
-            epochs=spec.epochs,
-            initial_epoch=done,
-            steps_per_epoch=steps * passes,
-            validation_data=validation if has_validation else None,
-            # The data module shuffles.
-            shuffle=False,
-            callbacks=RankCallbacks(
-                chosen, self.end, model, spec.epochs, steps, turns, statistics, step_end, resumed
-            ),
-            verbose=0,
-        )
+        with self.denominators.patched(model):
+            model.fit(
+                train,
+                epochs=spec.epochs,
+                initial_epoch=done,
+                steps_per_epoch=steps * passes,
+                validation_data=validation if has_validation else None,
+                # The data module shuffles.
+                shuffle=False,
+                callbacks=RankCallbacks(
+                    chosen,
+                    self.end,
+                    model,
+                    spec.epochs,
+                    steps,
+                    turns,
+                    statistics,
+                    step_end,
+                    resumed,
+                ),
+                verbose=0,
+            )
 
     def _save_epoch(self, epochs: int) -> None:
         """Save the run after its newest epoch. Called by all ranks."""
@@ -296,27 +307,42 @@ class _Trainer:
         self.saver.save_within(self.end.history, batches, self.statistics.digests, self.end.stop)
 
     def _weight_batches(self) -> None:
-        """Tell the averagers, from within the training step, what the batch counts for."""
-        step, averagers = self.model.train_step, self.averagers
-        by_samples, full = self.spec.weight_by_samples, self.spec.data.batch_size
+        """Tell averagers and losses, from within the steps, what the batch counts for."""
+        averagers, data = self.averagers, self.spec.data
+        by_samples, full = self.spec.weight_by_samples, data.batch_size
         synchronized = SynchronizedMoments(self.model, averagers[0])
-        name = f"{type(self.model).__name__}.train_step"
+        passes = self.spec.backward_passes_per_step * data.passes_per_batch
+        self.denominators = denominators = LossDenominators(averagers, passes, full, by_samples)
 
-        def explained(data: Any) -> contextlib.AbstractContextManager[None]:
-            return naming_data(name, data) if has_own_step(self.model) else contextlib.nullcontext()
+        def explained(step: str, batch: Any) -> contextlib.AbstractContextManager[None]:
+            if not has_own_step(self.model):
+                return contextlib.nullcontext()
+            return naming_data(f"{type(self.model).__name__}.{step}", batch)
 
-        def train_step(data: Any) -> Any:
-            x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            if by_samples:
-                weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
-            else:
-                weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
-            for averager in averagers:
-                averager.weight = weight / full
-            with synchronized.in_step(), explained(data):
-                return step(data)
+        def weighted(step: Callable[[Any], Any], is_training: bool) -> Callable[[Any], Any]:
+            def counted(batch: Any) -> Any:
+                x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+                if by_samples and sample_weight is not None:
+                    weight = tf.reduce_sum(tf.cast(sample_weight, tf.float32))
+                else:
+                    weight = tf.cast(tf.shape(keras.tree.flatten(x)[0])[0], tf.float32)
+                labels = sum(label is not None for label in keras.tree.flatten(y))
+                if is_training:
+                    for averager in averagers:
+                        averager.weight = weight / full
+                moments = synchronized.in_step() if is_training else contextlib.nullcontext()
+                name = "train_step" if is_training else "test_step"
+                with (
+                    moments,
+                    denominators.in_step(weight, is_training, labels),
+                    explained(name, batch),
+                ):
+                    return step(batch)
 
-        self.model.train_step = train_step
+            return counted
+
+        self.model.train_step = weighted(self.model.train_step, True)
+        self.model.test_step = weighted(self.model.test_step, False)
 
     def _final_state(self) -> LocalFile | None:
         if self.rank != 0:

@@ -210,7 +210,7 @@ def test_a_model_that_was_not_fitted_predicts(spark: Any) -> None:
         ({"callbacks": [keras.callbacks.BackupAndRestore("x")]}, "BackupAndRestore.*run_id"),
         ({"checkpoint_callback": 1}, "checkpoint_callback: expected.*ModelCheckpoint, found 1"),
         ({"loss_weights": [1.0, 2.0]}, "loss_weights: expected one per label, 1, found 2"),
-        ({"loss": keras.losses.MeanSquaredError(reduction="sum")}, "loss: .*reduction="),
+        ({"loss": keras.losses.MeanSquaredError(reduction="none")}, "loss: .*reduction="),
         ({"label_shapes": [[-1, 1], [-1, 1]]}, "label_shapes: expected one shape per label, 1"),
     ],
 )

@@ -104,6 +104,11 @@ TABLE = (
     ),
     Private("keras.Variable", "_path", "names by which MultiOptimizer chooses"),
     Private(
+        "keras.src.backend.common.masking",
+        "get_keras_mask",
+        "rows and steps that a loss leaves out",
+    ),
+    Private(
         "keras.src.random.seed_generator", "global_seed_generator", "the state of keras.random"
     ),
     # torch
