@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -34,6 +35,8 @@ __all__ = [
     "takes_one_row",
     "torch_traceless",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -430,6 +433,58 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
             f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
         ) from error
     _check_number(value)
+    if batch.weights is None:
+        _check_reduction(loss, aligned, targets, tensors.label_cols)
+
+
+def _check_reduction(
+    loss: Loss,
+    outputs: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> None:
+    """Compare losses that are taken for means over rows with the losses of both halves of the rows.
+
+    Raises
+    ------
+    ParamError
+        If a loss is the sum of those of the halves.
+    """
+    rows = len(labels[0])
+    half = rows // 2
+    if not half:
+        return
+    try:
+        with torch_traceless():
+            whole, *halves = [
+                loss.parts([o[rows_of] for o in outputs], [label[rows_of] for label in labels])
+                for rows_of in (slice(None), slice(half), slice(half, None))
+            ]
+    except Exception:
+        # It takes the whole batch, which is what it is given; nothing is known of its halves.
+        return
+    for name, found, first, second in zip(names, whole, *halves, strict=True):
+        if found.kind != "rows" or not torch.isfinite(found.value):
+            continue
+        mean = (first.value * half + second.value * (rows - half)) / rows
+        if torch.isclose(found.value, mean, rtol=1e-3, atol=1e-6):
+            continue
+        if torch.isclose(found.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+            raise ParamError(
+                f"loss: expected a mean over rows for label {name!r}, found a sum. Return a mean, "
+                "or give a loss of torch with reduction='sum', such as functools.partial("
+                "torch.nn.functional.mse_loss, reduction='sum')."
+            )
+        logger.warning(
+            "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
+            "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
+            "'denominator': ...} if it is a mean over something else than rows. If it compares "
+            "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",
+            name,
+            rows,
+            float(found.value),
+            float(mean),
+        )
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:

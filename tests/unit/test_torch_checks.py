@@ -226,3 +226,25 @@ def test_losses_that_can_be_had_row_by_row_can_be_weighted(function):
 def test_other_losses_are_refused_with_sample_weights(function):
     with pytest.raises(ParamError, match="cannot be weighted by sample_weight_col"):
         check_weightable([F.mse_loss, function])
+
+
+def test_a_loss_that_is_a_sum_is_rejected_and_one_over_the_batch_is_warned_of(caplog):
+    module = torch.nn.Linear(4, 1)
+    columns = {**COLUMNS, "x": np.arange(12, dtype=np.float32).reshape(3, 4)}
+
+    def total(output, label):
+        return ((output - label) ** 2).sum()
+
+    def spread(output, label):
+        return (output - label).abs().max()
+
+    def stated(output, label):
+        return {"loss": (output - label).abs().sum() / 7, "denominator": 7}
+
+    with pytest.raises(ParamError, match="expected a mean over rows for label 'y', found a sum"):
+        check_fit(module, Loss([total], [1.0]), SPEC, columns)
+    for loss in (F.mse_loss, torch.nn.MSELoss(reduction="sum"), stated):
+        check_fit(module, Loss([loss], [1.0]), SPEC, columns)
+    assert caplog.records == []
+    check_fit(module, Loss([spread], [1.0]), SPEC, columns)
+    assert "do not train as one process" in caplog.text

@@ -51,6 +51,15 @@ def make(**changes: Any) -> Objective:
     return Objective(**{**given, **changes})
 
 
+class OneRankTrainer:
+    """Stands for a Trainer on one rank, whose batch is a whole step."""
+
+    def __init__(self) -> None:
+        self.strategy = self
+        self.step_share = StepShare(3, 1.0, 1)
+        self.has_users_batches = False
+
+
 def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
     module = Two()
     x, weights = COLUMNS["x"][:, 0], COLUMNS["w"]
@@ -77,6 +86,8 @@ def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
     )
     adapter.log = lambda name, value, **_: logged.update({name: value.item()})
     adapter._on_rank = objective
+    trainer = OneRankTrainer()
+    adapter.trainer = trainer
     adapter.training_step(COLUMNS, 0).backward()
     assert logged == {f"train_{name}": value.item() for name, value in found.items()}
     gradient = module.scale.grad
