@@ -126,6 +126,7 @@ class TrainPlanning(
             checkpoints=self._checkpoint_options(self._framework),
             resume_stopped=get("resume_stopped"),
             terminate_on_nan=get("terminate_on_nan"),
+            buffer_reduction=get("buffer_reduction"),
         )
 
     def _plan(

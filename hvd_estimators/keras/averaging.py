@@ -7,7 +7,7 @@ so only ``horovod.tensorflow``'s own operations are used here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,13 +15,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_estimators.keras.objects import exchange
 from hvd_estimators.parquet.columns import Array
+from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.shards import ShardStates
 
 __all__ = [
     "GradientAverager",
     "StatisticsAverager",
     "broadcast_variables",
+    "reductions_of",
     "sum_arrays",
     "sum_number",
     "sum_tensors",
@@ -211,32 +214,45 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 class StatisticsAverager:
-    """Sets what layers count while they train to its mean over the shards.
+    """Reduces the variables that layers compute while they train over the shards.
 
-    That is the moving statistics of batch normalization and every other variable of floats that is
-    not trained and changes nevertheless.
+    Moving statistics of batch normalization and all other variables of floats that are not trained
+    become their mean, if they have changed. ``buffer_reduction`` sets another reduction for the
+    variables that it names, of integers as well.
 
     Parameters
     ----------
     model : keras.Model
         Built, and the same on all ranks.
+    reductions : mapping
+        The value of ``buffer_reduction``.
 
     Attributes
     ----------
     digests : list of bytes
-        Of the variables as they were in the beginning: what differs from these has changed.
+        Of the variables at the start of the epoch: a variable that differs has changed.
+    bases : dict
+        Values of the summed variables at the start of the epoch, by place: a sum counts what each
+        shard has added since.
     """
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(self, model: keras.Model, reductions: Mapping[str, str] | None = None) -> None:
+        named = reductions_of(model, reductions or {})
         self._variables = [
             variable
             for variable in model.non_trainable_variables
-            if keras.backend.is_float_dtype(variable.dtype)
+            if keras.backend.is_float_dtype(variable.dtype) or variable.path in named
         ]
+        self._reductions = [named.get(variable.path, "mean") for variable in self._variables]
         self.digests = [_digest(variable) for variable in self._variables]
+        self.bases = {
+            index: self._variables[index].numpy()
+            for index, reduction in enumerate(self._reductions)
+            if reduction == "sum"
+        }
 
     def average(self, shards: ShardStates) -> None:
-        """Average over the shards that the ranks play; called by all of them at the same time."""
+        """Reduce over the shards that the ranks run; called by all ranks at the same time."""
         if not self._variables or shards.num_shards == 1:
             return
         changed = [0.0] * len(self._variables)
@@ -246,22 +262,62 @@ class StatisticsAverager:
                 changed[index] += float(_digest(self._variables[index]) != before)
 
         shards.for_each(look)
-        # What changed on any rank is averaged on all ranks; frozen layers stay as they are.
+        # A variable that changed on any rank is reduced on all; frozen layers keep theirs.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
-        moved = [v for v, count in zip(self._variables, changes, strict=True) if count]
-        found: list[list[Array]] = []
-        shards.for_each(lambda _: found.append([variable.numpy() for variable in moved]))
-        own = [
-            np.add.reduce([np.asarray(value, np.float64) for value in of_shards])
-            for of_shards in zip(*found, strict=True)
-        ]
-        sums = sum_arrays(own, "statistics")
+        moved = [index for index, count in enumerate(changes) if count]
+        found: dict[int, list[Array]] = {index: [] for index in moved}
 
-        def set_mean(_: int) -> None:
-            for variable, total in zip(moved, sums, strict=True):
-                variable.assign(total / shards.num_shards)
+        def capture(shard: int) -> None:
+            for index in moved:
+                found[index].append(self._contribution(index, shard))
 
-        shards.for_each(set_mean)
+        shards.for_each(capture)
+        summed = [index for index in moved if self._reductions[index] not in _EXTREMES]
+        own = [np.add.reduce(found[index]) for index in summed]
+        totals = dict(zip(summed, sum_arrays(own, "statistics"), strict=True))
+        others = {index: found[index] for index in moved if index not in totals}
+        if others:
+            ranks = exchange.gather(others, "hvd_estimators.statistics.extremes")
+            for index in others:
+                values = [value for of_rank in ranks for value in of_rank[index]]
+                totals[index] = _EXTREMES[self._reductions[index]].reduce(values)
+
+        def set_reduced(_: int) -> None:
+            for index, total in totals.items():
+                if self._reductions[index] == "mean":
+                    total = total / shards.num_shards
+                if index in self.bases:
+                    total = total + self.bases[index]
+                variable = self._variables[index]
+                is_float = keras.backend.is_float_dtype(variable.dtype)
+                variable.assign(total if is_float else np.round(total))
+
+        shards.for_each(set_reduced)
+
+    def _contribution(self, index: int, shard: int) -> Array:
+        value = np.asarray(self._variables[index].numpy(), np.float64)
+        if index in self.bases:
+            return value - np.asarray(self.bases[index], np.float64)
+        if self._reductions[index] == "rank0" and shard:
+            return np.zeros_like(value)
+        return value
+
+
+_EXTREMES: Mapping[str, np.ufunc] = {"max": np.maximum, "min": np.minimum}
+
+
+def reductions_of(model: keras.Model, reductions: Mapping[str, str]) -> dict[str, str]:
+    """Return path of a variable to reduction, as `find_buffers` does for those of a model."""
+    if not reductions:
+        return {}
+    kinds = {variable.path: _kind(variable.dtype) for variable in model.non_trainable_variables}
+    return find_buffers(reductions, kinds, "/")
+
+
+def _kind(dtype: str) -> str:
+    if keras.backend.is_float_dtype(dtype):
+        return "float"
+    return dtype if dtype in ("bool", "string") else "int"
 
 
 def _digest(variable: Any) -> bytes:

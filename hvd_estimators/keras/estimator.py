@@ -14,6 +14,7 @@ from hvd_estimators.fitting.results import RunResults
 from hvd_estimators.fitting.runs import named
 from hvd_estimators.fitting.trials import Trial
 from hvd_estimators.history import as_keras_history
+from hvd_estimators.keras.averaging import reductions_of
 from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.checks import check_batches
 from hvd_estimators.keras.class_weights import check_classes
@@ -140,6 +141,7 @@ class KerasEstimator(KerasParams):
 
     def _check_spec(self, common: TrainSpec, trial: Any) -> None:
         check_batches(trial.dry_run.model, common.data)
+        reductions_of(trial.dry_run.model, common.buffer_reduction)
         if common.data.train_plan.num_shards > 1:
             trial.dry_run.check_metrics()
 

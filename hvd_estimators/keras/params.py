@@ -10,6 +10,7 @@ import keras
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.averaging import reductions_of
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
 from hvd_estimators.keras.checks import LAMBDA_REMEDY, check_lambdas
@@ -123,6 +124,9 @@ class KerasParams(HorovodEstimator):
             raise ParamError(NO_LOSS)
         check_callbacks(get("callbacks"))
         self._check_compiled_with()
+        if model.built:
+            # A model that the dry run builds is checked after it.
+            reductions_of(model, get("buffer_reduction"))
         checkpoint = get("checkpoint_callback")
         if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
             raise ParamError(

@@ -83,7 +83,7 @@ class PartialEpoch:
 
         self._turns.shards.for_each(restore_shard)
         _restore_metrics(self._model, partial["metrics"], self._rank, self._size)
-        callbacks.put_back(partial["digests"], partial["stop"])
+        callbacks.put_back(partial["digests"], partial.get("bases", {}), partial["stop"])
 
     def skip(self, batches_per_call: int) -> None:
         """Let the model's training function do nothing for the batches that are done.

@@ -17,6 +17,7 @@ from hvd_estimators.keras.kept_model import KeptModel
 from hvd_estimators.keras.objects import exchange
 from hvd_estimators.keras.partial import metric_states, unequal_variables
 from hvd_estimators.keras.randomness import RandomStreams
+from hvd_estimators.keras.session import StatisticsCallback
 from hvd_estimators.keras.shards import Turns
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
@@ -103,7 +104,7 @@ class RunSaver:
         self,
         history: Sequence[EpochMetrics],
         batches: int,
-        digests: Sequence[bytes],
+        statistics: StatisticsCallback,
         stop: bool,
     ) -> None:
         """Save the run within an epoch.
@@ -114,12 +115,17 @@ class RunSaver:
             The epochs before.
         batches : int
             Batches of a shard that are done.
-        digests : sequence of bytes
-            See `StatisticsAverager`.
+        statistics : StatisticsCallback
+            Has the statistics of the epoch's start.
         stop : bool
             Whether a callback of this rank has asked for a stop.
         """
-        partial = {"digests": list(digests), "metrics": metric_states(self._model), "stop": stop}
+        partial = {
+            "digests": list(statistics.digests),
+            "bases": statistics.bases,
+            "metrics": metric_states(self._model),
+            "stop": stop,
+        }
         self._save(history, batches, partial)
 
     def _save(
@@ -147,6 +153,7 @@ class RunSaver:
         if partial is not None:
             parts["partial"] = {
                 "digests": partial["digests"],
+                "bases": partial["bases"],
                 "metrics": [of_rank["metrics"] for of_rank in partials],
                 "stop": any(of_rank["stop"] for of_rank in partials),
                 "variables": variables,

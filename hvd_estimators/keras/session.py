@@ -44,23 +44,26 @@ class StreamsCallback(keras.callbacks.Callback):
 
 
 class StatisticsCallback(keras.callbacks.Callback):
-    """Averages the statistics of batch normalization before they are validated with or saved.
+    """Reduces the variables that layers compute, before a validation and before they are saved.
 
     Parameters
     ----------
     shards : ShardStates
         The shards that the rank plays.
+    reductions : mapping
+        The value of ``buffer_reduction``.
     """
 
-    def __init__(self, shards: ShardStates) -> None:
+    def __init__(self, shards: ShardStates, reductions: Mapping[str, str]) -> None:
         super().__init__()
         self._shards = shards
+        self._reductions = reductions
         self._averager: StatisticsAverager | None = None
         self._due = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Remember what the statistics are."""
-        self._averager = StatisticsAverager(self.model)
+        self._averager = StatisticsAverager(self.model, self._reductions)
         self._due = True
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -76,10 +79,16 @@ class StatisticsCallback(keras.callbacks.Callback):
         """What the statistics were when the epoch began, see `StatisticsAverager`."""
         return [] if self._averager is None else self._averager.digests
 
-    def put_back(self, digests: Sequence[bytes]) -> None:
-        """Go on within an epoch that had begun with these statistics."""
+    @property
+    def bases(self) -> dict[int, Any]:
+        """Summed variables when the epoch began, see `StatisticsAverager`."""
+        return {} if self._averager is None else self._averager.bases
+
+    def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any]) -> None:
+        """Resume within an epoch that had begun with these statistics."""
         assert self._averager is not None
         self._averager.digests = list(digests)
+        self._averager.bases.update(bases)
 
     def _average(self) -> None:
         if self._due and self._averager is not None:
@@ -193,10 +202,10 @@ class RankCallbacks(keras.callbacks.CallbackList):
         # Only now, since instances can be given other functions at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
-    def put_back(self, digests: Sequence[bytes], stop: bool) -> None:
+    def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any], stop: bool) -> None:
         """Go on within an epoch: give callbacks their states back."""
         if self._statistics is not None:
-            self._statistics.put_back(digests)
+            self._statistics.put_back(digests, bases)
         self._end.put_back(stop)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:

@@ -259,7 +259,7 @@ class _Trainer:
                 streams.restore,
             )
             resumed.build(train.element_spec)
-        statistics = self.statistics = StatisticsCallback(turns.shards)
+        statistics = self.statistics = StatisticsCallback(turns.shards, spec.buffer_reduction)
         chosen: list[Any] = [
             StreamsCallback(streams, turns.shards),
             statistics,
@@ -304,7 +304,7 @@ class _Trainer:
 
     def _save_within(self, epoch: int, batches: int) -> None:
         """Save the run after so many batches of an epoch. Called by all ranks."""
-        self.saver.save_within(self.end.history, batches, self.statistics.digests, self.end.stop)
+        self.saver.save_within(self.end.history, batches, self.statistics, self.end.stop)
 
     def _weight_batches(self) -> None:
         """Tell averagers and losses, from within the steps, what the batch counts for."""

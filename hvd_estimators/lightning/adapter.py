@@ -17,7 +17,7 @@ from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.metrics import EpochMetricStates
 from hvd_estimators.torch.objective import Evaluation, Objective, RankObjective
 from hvd_estimators.torch.ranks import PendingSum
-from hvd_estimators.torch.serialization import load_optimizer
+from hvd_estimators.torch.serialization import load_optimizer, load_with_references
 from hvd_estimators.torch.tensors import Batch
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
@@ -36,10 +36,15 @@ class ModuleAdapter(LightningModule):
         What is trained.
     optimizer : bytes
         See `dump_optimizer`.
-    objective : Objective
-        Losses, metrics, and how columns become the tensors that they take.
+    objects : bytes
+        A pickled tuple: the objective and the objects of the param ``stateful``, which refer to
+        the module and the optimizer. See `dump_with_references`.
+    has_own_step : bool
+        Whether ``train_minibatch_fn`` makes the steps.
     passes_per_step : int
         Backward passes of a step, for ``train_minibatch_fn``.
+    loss_parts : int
+        The number of losses.
 
     Attributes
     ----------
@@ -51,26 +56,29 @@ class ModuleAdapter(LightningModule):
         self,
         module: torch.nn.Module,
         optimizer: bytes,
-        objective: Objective,
+        objects: bytes,
+        has_own_step: bool,
         passes_per_step: int,
+        loss_parts: int,
     ) -> None:
         super().__init__()
         self.module = module
-        self.automatic_optimization = objective.train_minibatch_fn is None
+        self.automatic_optimization = not has_own_step
         self.passes_per_step = passes_per_step
         self.train_spec: TrainSpec | None = None
         self._optimizer = optimizer
-        self._objective = objective
+        self._objects = objects
+        self._objective: Objective | None = None
         self._on_rank: RankObjective | None = None
         self._states: dict[str, EpochMetricStates] = {}
         # Whether the newest loss is scaled for its step over all ranks.
         self.scales_its_loss = False
         # Whether `epoch_losses` are logged, and not means over rows.
         self.counts_losses = False
-        parts = max(1, len(objective.tensors.label_cols))
         self.epoch_losses = torch.nn.ModuleDict(
-            {f"{stage}_loss": EpochLoss(parts) for stage in ("train", "val")}
+            {f"{stage}_loss": EpochLoss(loss_parts) for stage in ("train", "val")}
         )
+        self._stateful: Any = ()
 
     def forward(self, *inputs: Any, **named: torch.Tensor) -> Any:
         """Return the module's outputs."""
@@ -78,10 +86,14 @@ class ModuleAdapter(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return the user's optimizer, bound to the module's parameters."""
-        return load_optimizer(self._optimizer, self.module)
+        optimizer = load_optimizer(self._optimizer, self.module)
+        objects = load_with_references(self._objects, self.module, optimizer)
+        self._objective, self._stateful = objects
+        return optimizer
 
     def on_fit_start(self) -> None:
         """Make the losses on this rank's device."""
+        assert self._objective is not None
         self._on_rank = self._objective.on_rank(
             self.device,
             model=self.module,
@@ -149,8 +161,15 @@ class ModuleAdapter(LightningModule):
         objective, batch = self._ready(columns)
         return self._logged("val", objective.evaluate(self, batch))
 
+    @property
+    def users_objects(self) -> dict[str, Any]:
+        """Objects of the user's that may have a state, by param."""
+        assert self._on_rank is not None
+        return {"stateful": self._stateful, **self._on_rank.users_objects}
+
     def _ready(self, columns: Mapping[str, torch.Tensor]) -> tuple[RankObjective, Batch]:
         assert self._on_rank is not None
+        assert self._objective is not None
         return self._on_rank, self._objective.tensors.batch(columns, self.device)
 
     def on_train_epoch_end(self) -> None:

@@ -18,7 +18,7 @@ from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.loss import as_stated
-from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.torch.shards import BufferReducer
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shards import ShardStates
@@ -43,6 +43,8 @@ class EpochRecorder(Checkpoint):
         Tell what batches count for.
     shards : ShardStates
         The shards that the rank plays.
+    buffers : BufferReducer
+        Reduces the module's buffers.
     """
 
     def __init__(
@@ -51,8 +53,10 @@ class EpochRecorder(Checkpoint):
         train: TrainLoader | None,
         validation: ValidationLoader | None,
         shards: ShardStates,
+        buffers: BufferReducer,
     ) -> None:
         self._shards = shards
+        self._buffers = buffers
         self.history: list[EpochMetrics] = []
         self._progress = progress
         self._loaders = train, validation
@@ -106,7 +110,7 @@ class EpochRecorder(Checkpoint):
                 f"The training loader had no batch in epoch {trainer.current_epoch}. A data module "
                 "must give loaders that can be iterated in every epoch, with rows on every rank."
             )
-        average_shards(pl_module, self._shards)
+        self._buffers.reduce()
         for loss in self._losses:
             loss.reduce()
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,15 +33,13 @@ from hvd_estimators.torch.checks import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,
     load_module,
-    load_state,
+    load_trained,
     module_file,
 )
 from hvd_estimators.training.handover import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["LightningEstimator", "TorchEstimator"]
-
-logger = logging.getLogger(__name__)
 
 _OF_A_PART = frozenset(
     {
@@ -192,17 +189,8 @@ class LightningEstimator(LightningParams):
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> LightningModel:
-        state = load_state(run_results.state)
-        if "module" in state:
-            module = load_module(state["module"])
-        else:
-            logger.warning(
-                "The trained module cannot be pickled because of %s. The model that was given "
-                "comes back with the trained weights; other attributes are as before training.",
-                ", ".join(state["lost"]),
-            )
-            module = load_module(dump_module(self.getOrDefault("model")))
-            module.load_state_dict(state["weights"])
+        given = self.getOrDefault("model")
+        module, _ = load_trained(run_results.state, lambda: load_module(dump_module(given)))
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

@@ -17,7 +17,7 @@ from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.lightning.strategy import HorovodStrategy
 from hvd_estimators.torch.loss import StepShare, as_stated
-from hvd_estimators.torch.shards import average_shards
+from hvd_estimators.torch.shards import BufferReducer
 from hvd_estimators.training.shards import ShardStates
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ class ExactStrategy(HorovodStrategy):
         The canonical shards, of which the rank plays one or several.
     batch_hint : str
         Added to the error of a step that takes the batch for a tuple.
+    buffers : BufferReducer
+        Reduces the module's buffers.
     **kwargs
         See `HorovodStrategy`.
     """
@@ -53,11 +55,13 @@ class ExactStrategy(HorovodStrategy):
         *,
         shards: ShardStates,
         batch_hint: str = "",
+        buffers: BufferReducer,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._batch_hint = batch_hint
         self._shards = shards
+        self._buffers = buffers
         self._train = train
         self._validation = validation
         self._current: TrainLoader | ValidationLoader | None = None
@@ -118,8 +122,10 @@ class ExactStrategy(HorovodStrategy):
         return self._shards.num_shards
 
     def _average_batch_norm(self) -> None:
-        if self.lightning_module is not None and self._averager is not None:
-            outside_inference_mode(average_shards)(self.lightning_module, self._shards)
+        module = self.lightning_module
+        if module is None or self._averager is None or module.trainer.sanity_checking:
+            return
+        outside_inference_mode(self._buffers.reduce)()
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None

@@ -21,7 +21,13 @@ from hvd_estimators.loading.transformation import Transformation
 from hvd_estimators.params import boolean, declare, integer, objects
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
-from hvd_estimators.torch.serialization import dump_module, load_module, plain_module
+from hvd_estimators.torch.serialization import (
+    dump_module,
+    dump_with_references,
+    load_module,
+    plain_module,
+)
+from hvd_estimators.torch.shards import reductions_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -160,6 +166,7 @@ class LightningParams(TorchEstimator):
             "loss_form",
             "metrics",
             "train_minibatch_fn",
+            "stateful",
         ):
             if self.isSet(name) and get(name) not in (None, []):
                 raise ParamError(
@@ -167,6 +174,9 @@ class LightningParams(TorchEstimator):
                     "torch.nn.Module."
                 )
         self._batch_shapes()
+        is_overridden = self._flavor().get("utilities.model_helpers.is_overridden")
+        if not is_overridden("configure_model", get("model")):
+            reductions_of(get("model"), get("buffer_reduction"))
         if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
             raise ParamError(
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "
@@ -211,6 +221,13 @@ class LightningParams(TorchEstimator):
             shapes.update(zip(named, map(tuple, given), strict=True))
         return shapes
 
+    def _dump_objects(self) -> bytes:
+        """Return objective and stateful objects; callbacks travel with the Trainer's objects."""
+        get = self.getOrDefault
+        stateful = tuple(get("stateful") or ())
+        given = self._objective(), stateful
+        return dump_with_references(given, get("model"), get("optimizer"), stateful)
+
     def _lightning_module(self, flavor: Flavor) -> LightningModule:
         """Return the module that trains: the user's, or an adapter around it."""
         get = self.getOrDefault
@@ -221,8 +238,10 @@ class LightningParams(TorchEstimator):
         return of_flavor(ModuleAdapter, flavor)(
             module=module,
             optimizer=self._dump_optimizer(),
-            objective=self._objective(),
+            objects=self._dump_objects(),
+            has_own_step=get("train_minibatch_fn") is not None,
             passes_per_step=get("backward_passes_per_step"),
+            loss_parts=max(1, len(get("label_cols") or ())),
         )
 
 

@@ -6,16 +6,18 @@ callbacks and loops. What an epoch has measured so far, and what has been set fo
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators.lightning.attributes import Attributes
+import torch
+
 from hvd_estimators.lightning.flavor import Flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
+from hvd_estimators.torch.checkpoint import copied
 from hvd_estimators.torch.metric_states import metric_states, restore_metrics
 
 if TYPE_CHECKING:
-    import torch
     from pytorch_lightning import Trainer
 
     from hvd_estimators.lightning.callbacks import EpochRecorder
@@ -37,6 +39,11 @@ class PartialEpoch:
         This rank, and the number of ranks.
     flavor : Flavor
         The Trainer's package.
+
+    Attributes
+    ----------
+    base_attributes : frozenset of str
+        Attributes that every LightningModule has.
     """
 
     def __init__(
@@ -52,11 +59,7 @@ class PartialEpoch:
         self.rank = rank
         self._size = size
         self._flavor = flavor
-        self._attributes = Attributes(flavor)
-
-    def begin(self, trainer: Trainer) -> None:
-        """Note what there is before hooks of a beginning change it."""
-        self._attributes.begin(trainer)
+        self.base_attributes = frozenset(vars(flavor.get("LightningModule")()))
 
     def state(self, trainer: Trainer) -> dict[str, Any]:
         """Return what there is on this rank, as values that can be pickled."""
@@ -66,7 +69,6 @@ class PartialEpoch:
             "logged": logged_so_far(trainer),
             "metrics": metric_states(module),
             "stand_in": None if self._loader is None else self._loader.stand_in(),
-            "attributes": self._attributes.changed(trainer),
             "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
             "evaluating": [name for name, part in module.named_modules() if not part.training],
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -97,11 +99,54 @@ class PartialEpoch:
             lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
             self._loader.lend(lent[0] if lent else None)
         _restore_module(module, first)
-        self._attributes.restore(trainer, states[self.rank % len(states)]["attributes"])
         # Set by a callback in the epoch; it counts for as many shards as ranks played then.
         if "accumulate_grad_batches" in first:
             trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
         trainer.should_stop = first["should_stop"]
+
+
+def repeat_epoch_start(trainer: Trainer) -> None:
+    """Call the user's ``on_train_epoch_start`` hooks again, and undo what they do to the state.
+
+    Lightning does not call them in an epoch that is resumed, and they make attributes that the
+    steps use, such as lists of losses. Weights, buffers, learning rates, schedulers and callbacks
+    keep the state that was restored.
+    """
+    given: Any = trainer
+    module, name = trainer.lightning_module, "on_train_epoch_start"
+    callbacks = [c for c in given.callbacks if not _is_library(getattr(type(c), name))]
+    has_hook = not _is_library(getattr(type(module), name))
+    if not (callbacks or has_hook):
+        return
+    weights = copied({**dict(module.named_buffers()), **module.state_dict()})
+    options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
+    schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
+    states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    # Under this name they can log.
+    before, module._current_fx_name = module._current_fx_name, name
+    for callback in callbacks:
+        getattr(callback, name)(trainer, module)
+    if has_hook:
+        module.on_train_epoch_start()
+    module._current_fx_name = before
+    module.load_state_dict({n: v for n, v in weights.items() if n in module.state_dict()})
+    with torch.no_grad():
+        for buffer_name, buffer in module.named_buffers():
+            if buffer_name in weights:
+                buffer.copy_(weights[buffer_name])
+    for optimizer, groups in zip(trainer.optimizers, options, strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    for callback, state in zip(callbacks, states, strict=True):
+        if state:
+            callback.load_state_dict(state)
+
+
+def _is_library(function: Any) -> bool:
+    packages = ("pytorch_lightning.", "lightning.", "hvd_estimators.")
+    return f"{getattr(function, '__module__', '')}.".startswith(packages)
 
 
 def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:

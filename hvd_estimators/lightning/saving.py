@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import Callback
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.flavor import is_lightning
-from hvd_estimators.lightning.partial import PartialEpoch
+from hvd_estimators.lightning.partial import PartialEpoch, repeat_epoch_start
 from hvd_estimators.lightning.users_data import skip_batches
 from hvd_estimators.lightning.wrapping import wrapped
 from hvd_estimators.torch.checkpoint import ShardBuffers, copied, fleeting_buffers
 from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.shards import BufferState
+from hvd_estimators.torch.shards import BufferReducer, BufferState
+from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.interruption import StopRequest, interrupted
 from hvd_estimators.training.long_validation import LongValidation
 from hvd_estimators.training.rank import seed_rank
@@ -37,10 +39,12 @@ if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
 BUFFERS = "hvd_estimators.buffers"
+_BASES = "hvd_estimators.buffer_bases"
+_STATEFUL = "hvd_estimators.stateful"
 _GRADIENTS = "hvd_estimators.gradients"
 PARTIAL = "hvd_estimators.partial"
 # The large parts of a checkpoint, which may share tensors.
-_TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _GRADIENTS)
+_TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _BASES, _GRADIENTS)
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +70,8 @@ class RunCheckpoint(Callback):
         Where the files of the user's ``ModelCheckpoint`` go.
     shards : ShardStates
         The shards that the rank plays.
+    buffers : BufferReducer
+        Reduces the module's buffers.
     streams : TorchStreams
         The rank's random numbers.
     partial : PartialEpoch
@@ -88,6 +94,7 @@ class RunCheckpoint(Callback):
         seed: int,
         directory: str,
         shards: ShardStates,
+        buffers: BufferReducer,
         streams: TorchStreams,
         partial: PartialEpoch,
         options: CheckpointOptions,
@@ -97,6 +104,8 @@ class RunCheckpoint(Callback):
         restored: RunState | None,
     ) -> None:
         self._shards = shards
+        self._reducer = buffers
+        self._bases: Mapping[str, torch.Tensor] = {}
         self._streams = streams
         self._seed = seed
         self._directory = directory
@@ -115,6 +124,9 @@ class RunCheckpoint(Callback):
         self._fleeting: Mapping[str, bytes] = {}
         self._gradients: Mapping[str, torch.Tensor] | None = None
         self._states: Sequence[dict[str, Any]] = ()
+        self._stateful_states: Mapping[str, Any] = {}
+        self._stateful: StatefulObjects | None = None
+        self._attributes: AttributeWatch | None = None
 
     @contextlib.contextmanager
     def within_epochs(self, trainer: Trainer) -> Iterator[None]:
@@ -146,6 +158,8 @@ class RunCheckpoint(Callback):
         self._buffers = checkpoint.get(BUFFERS, ())
         self._gradients = checkpoint.get(_GRADIENTS, {})
         self._states = checkpoint.get(PARTIAL, ())
+        self._bases = checkpoint.get(_BASES, {})
+        self._stateful_states = checkpoint.get(_STATEFUL, {})
         own = self._states[self._partial.rank :][:1]
         if own:
             # Where the loader of the user's data module was, on this rank.
@@ -167,26 +181,41 @@ class RunCheckpoint(Callback):
             # Lightning has set a handler, by which this rank alone would end after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
-        self._partial.begin(trainer)
+        known = _known_objects(trainer)
+        ignored = self._partial.base_attributes
+        given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
+        self._stateful = StatefulObjects(given, pl_module, known, ignored)
+        self._attributes = AttributeWatch(
+            pl_module, known, ignored, is_active=trainer.is_global_zero
+        )
         self._fleeting = fleeting_buffers(pl_module)
-        own, buffers = BufferState(pl_module), self._buffers
-        if len(buffers) == self._shards.num_shards:
-            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        self.restore_buffers(pl_module)
+        self._reducer.start(self._bases)
         _averager(trainer).restore_gradients(self._gradients or {})
-        self._buffers, self._gradients = (), None
+        self._gradients = None
         self._steps = steps_taken(trainer)
         if self._restored is not None and not self._restored.rows:
             # With max_steps Lightning would take up the epoch that is over.
             _restarted(trainer.fit_loop)
 
+    def restore_buffers(self, module: torch.nn.Module) -> None:
+        """Restore the buffers of each shard, once; also for a run that is complete."""
+        own, buffers = BufferState(module), self._buffers
+        if len(buffers) == self._shards.num_shards:
+            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        self._buffers = ()
+
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
         if self._started:
+            assert self._attributes is not None
+            self._attributes.epoch_ended()
             self.save(trainer)
             if self._stop.after_step():
                 raise interrupted(trainer.current_epoch, 0, self._keeps)
         self._started = True
         self._seed_epoch(trainer.current_epoch)
+        self._restore_stateful()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that validation begins."""
@@ -198,6 +227,9 @@ class RunCheckpoint(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note gradients that wait for a step, which a longer run takes."""
+        assert self._attributes is not None
+        self._attributes.epoch_ended()
+        self._attributes.training_ended()
         self._gradients = _averager(trainer).unused_gradients()
 
     def save(self, trainer: Trainer) -> None:
@@ -215,6 +247,8 @@ class RunCheckpoint(Callback):
             weights_only=False
         )
         checkpoint[BUFFERS] = ShardBuffers(trainer.lightning_module, self._shards, self._fleeting)
+        assert self._stateful is not None
+        checkpoint[_STATEFUL] = self._stateful.capture()
         # When training is over the strategy knows them no more.
         if self._gradients is None:
             checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
@@ -223,17 +257,29 @@ class RunCheckpoint(Callback):
         return checkpoint
 
     def _begin(self, trainer: Trainer) -> None:
-        """Go on within an epoch, once: all hooks of a beginning have run."""
+        """Resume within an epoch, once: all hooks of an epoch's start have run."""
         state, self._restored = self._restored, None
-        if state is None or not state.rows:
-            return
+        if state is not None and state.rows:
+            self._resume(trainer, state)
+        assert self._attributes is not None
+        self._attributes.epoch_started()
+
+    def _resume(self, trainer: Trainer, state: RunState) -> None:
         self._started = True
+        self._seed_epoch(trainer.current_epoch)
+        repeat_epoch_start(trainer)
+        self._restore_stateful()
         skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
         self._partial.restore(trainer, self._states)
         self._states = ()
         # Lightning would leave schedulers out that follow a metric, and validate once more.
         _restarted(trainer.fit_loop)
         self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
+
+    def _restore_stateful(self) -> None:
+        states, self._stateful_states = self._stateful_states, {}
+        assert self._stateful is not None
+        self._stateful.restore(states)
 
     def _end(self, trainer: Trainer) -> None:
         """Save the run where that is due, and end where asked. Called by all ranks per batch."""
@@ -254,6 +300,7 @@ class RunCheckpoint(Callback):
         checkpoint = self._checkpoint(trainer)
         loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
         passes = self._shards.passes
+        checkpoint[_BASES] = self._reducer.bases
         checkpoint[PARTIAL] = {
             **self._partial.state(trainer),
             "loaders": loaders,
@@ -295,6 +342,23 @@ def _steps_left(trainer: Trainer) -> int:
         return 0
     done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
     return -(-int(batches - done) // trainer.accumulate_grad_batches)
+
+
+def _known_objects(trainer: Trainer) -> list[Any]:
+    """Return the objects whose state Lightning's own checkpoint holds."""
+    given: Any = trainer
+    wrappers: Any = trainer.lightning_module.optimizers()
+    return [
+        trainer,
+        trainer.strategy,
+        trainer.precision_plugin,
+        given.datamodule,
+        *given.callbacks,
+        *trainer.loggers,
+        *trainer.optimizers,
+        *(wrappers if isinstance(wrappers, list) else [wrappers]),
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+    ]
 
 
 def _averager(trainer: Trainer) -> BackwardAverager:

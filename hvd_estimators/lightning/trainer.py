@@ -23,20 +23,20 @@ from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
 from hvd_estimators.lightning.saving import BUFFERS, PARTIAL, RunCheckpoint, snapshot
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.trained import load_best, state_of
+from hvd_estimators.lightning.trained import load_best, users_module
 from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.run_directory import RunDirectory
-from hvd_estimators.temporary import folder_prefix
+from hvd_estimators.temporary import LocalFile, folder_prefix
 from hvd_estimators.torch.checkpoint import ShardBuffers
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
-from hvd_estimators.torch.serialization import load_module, save_state
-from hvd_estimators.torch.shards import BufferState
+from hvd_estimators.torch.serialization import load_module, trained_file
+from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.finite import FiniteCheck
 from hvd_estimators.training.interruption import StopRequest
@@ -99,6 +99,8 @@ class _Trainer:
         self.streams = TorchStreams(self.device)
         parts = (self.streams, BufferState(self.module))
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
+        users = users_module(self.module)
+        self.buffers = BufferReducer(users, self.shards, spec.buffer_reduction)
 
     def train(self) -> TrainResult:
         with contextlib.ExitStack() as stack:
@@ -154,6 +156,7 @@ class _Trainer:
             checkpoint_io=self.checkpoint_io,
             shards=self.shards,
             batch_hint=spec.batch_hint if isinstance(train_loader, TrainLoader) else "",
+            buffers=self.buffers,
         )
         callbacks = [*self.objects.callbacks]
         if has_epoch_ends(self.module):
@@ -184,6 +187,7 @@ class _Trainer:
             train_loader,
             validation_loader,
             self.shards,
+            self.buffers,
         )
         if self.restored is not None:
             recorder.history[:] = self.restored.history
@@ -192,6 +196,7 @@ class _Trainer:
             spec.data.random_seed,
             self._checkpoint_directory(scratch),
             self.shards,
+            self.buffers,
             self.streams,
             PartialEpoch(recorder, train_loader, self.rank, self.size, spec.flavor),
             spec.checkpoints,
@@ -207,6 +212,7 @@ class _Trainer:
         connected.callbacks = [run_checkpoint, *connected.callbacks, recorder]
         with run_checkpoint.within_epochs(trainer), without_epoch_ends(self.module):
             trainer.fit(self.module, ckpt_path=self.restored_path, weights_only=False, **data)
+        run_checkpoint.restore_buffers(self.module)
         if len(recorder.history) > done:
             self.stopped = trainer.should_stop
             run_checkpoint.save(trainer)
@@ -298,10 +304,12 @@ class _Trainer:
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
         digest = weights_digest(self.module)
-        state = None
+        state: LocalFile | None = None
         if self.rank == 0:
             load_best(self.trainer, self.module, self.checkpoint_io)
-            state = save_state(state_of(self.module, self.spec.module))
+            file = self.spec.module
+            trained = users_module(self.module)
+            state = trained_file(trained, lambda: users_module(load_module(file, True)), {})
         return TrainResult(digest, state, tuple(recorder.history), stopped=self.stopped)
 
 

@@ -17,6 +17,7 @@ from hvd_estimators.params import (
     numbers,
     objects,
 )
+from hvd_estimators.training.buffer_reduction import parse_buffer_reduction
 
 __all__ = ["TrainingParams"]
 
@@ -59,6 +60,16 @@ class TrainingParams(DeclaredParams):
         "is kept: schedulers, for example.",
         default=[],
         convert=objects,
+    )
+    buffer_reduction = declare(
+        "Buffer to how it is reduced over the ranks at the end of each epoch and before a "
+        "validation: 'mean', 'max', 'min', 'sum' (of what each rank has added) or 'rank0'. For "
+        "buffers that the model computes from its batches; {'running_max': 'max'} is each buffer "
+        "of this name. In Keras the name is that of a variable that is not trained. Default: "
+        "statistics of batch normalization are averaged; other buffers are rank 0's in torch and "
+        "Lightning, and averaged in Keras.",
+        default={},
+        convert=parse_buffer_reduction,
     )
     gradient_compression = declare("Horovod compressor of gradients.", convert=_compressor)
     batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))

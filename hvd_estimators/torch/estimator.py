@@ -16,9 +16,8 @@ from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
-    load_state,
+    load_trained,
     module_file,
-    plain_module,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.handover import Trainer
@@ -93,10 +92,10 @@ class TorchEstimator(TorchParams):
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
         return TorchTrainSpec(
-            **vars(common),
+            **{**vars(common), "callbacks": ()},
             module=module_file(get("model")),
             optimizer=self._dump_optimizer(),
-            objective=self._objective(),
+            objects=self._dump_objects(),
         )
 
     def _rank_function(self) -> Trainer:
@@ -105,10 +104,9 @@ class TorchEstimator(TorchParams):
     def _create_model(
         self, run_results: RunResults, run_id: str, metadata: Mapping[str, Any]
     ) -> TorchModel:
-        state = load_state(run_results.state)
-        module = load_module(run_results.spec.module)
-        plain_module(module).load_state_dict(state["model"])
-        optimizer = load_optimizer(run_results.spec.optimizer, module)
+        spec = run_results.spec
+        module, state = load_trained(run_results.state, lambda: load_module(spec.module))
+        optimizer = load_optimizer(spec.optimizer, module)
         optimizer.load_state_dict(state["optimizer"])
         return self.get_model_class()(
             **self._get_model_kwargs(

@@ -12,7 +12,7 @@ import torch
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.sending import check_sendable
-from hvd_estimators.params import declare, functions, one_of, shapes
+from hvd_estimators.params import declare, functions, objects, one_of, shapes
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
@@ -21,7 +21,14 @@ from hvd_estimators.torch.model import dump_torch_param, load_torch_params
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.outputs import selection
 from hvd_estimators.torch.pickling import Pickler
-from hvd_estimators.torch.serialization import dump_optimizer, load_optimizer, plain_module
+from hvd_estimators.torch.serialization import (
+    dump_optimizer,
+    dump_with_references,
+    load_optimizer,
+    plain_module,
+)
+from hvd_estimators.torch.shards import reductions_of
+from hvd_estimators.torch.stateful import StatefulObjects, has_state, used_by_function
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchParams"]
@@ -40,6 +47,17 @@ def _dtypes(name: str, value: Any) -> dict[str, str]:
         if not isinstance(getattr(torch, text, None), torch.dtype):
             raise ParamError(f"{name}: expected torch dtypes such as 'int64', found {dtype!r}.")
         converted[column] = text
+    return converted
+
+
+def _stateful(name: str, value: Any) -> list[Any]:
+    converted = objects(name, value)
+    for entry in converted:
+        if not has_state(entry):
+            raise ParamError(
+                f"{name}: expected objects with state_dict() and load_state_dict(), found "
+                f"{entry!r}."
+            )
     return converted
 
 
@@ -75,7 +93,14 @@ class TorchParams(HorovodEstimator):
         "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
         "batch_idx), or the first of these; returns (outputs, loss). Gradients are the mean over "
         "the ranks when the last backward() before a step returns, so that they can be clipped. "
-        "What it holds that has state_dict(), such as a GradScaler, is kept with the run."
+        "List objects with a state that it uses, such as a GradScaler, in stateful."
+    )
+    stateful = declare(
+        "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers and "
+        "averages of weights, that train_minibatch_fn, losses or callbacks use. Checkpoints hold "
+        "their state. The functions and objects of one estimator share them on the ranks, with "
+        "the model and the optimizer that train. [] states that there are none.",
+        convert=_stateful,
     )
     column_dtypes = declare(
         "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",
@@ -95,7 +120,7 @@ class TorchParams(HorovodEstimator):
 
     _sent = (
         *HorovodEstimator._sent,
-        *("loss", "loss_constructors", "metrics", "train_minibatch_fn"),
+        *("loss", "loss_constructors", "metrics", "train_minibatch_fn", "stateful"),
     )
 
     def _check_params(self) -> None:
@@ -149,6 +174,7 @@ class TorchParams(HorovodEstimator):
                 "model: what model.compile() did is lost when a module is sent to the ranks, and "
                 "they train it without. Give torch.compile(model) instead."
             )
+        reductions_of(plain_module(get("model")), get("buffer_reduction"))
         self._check_losses()
         for loss in self._functions("loss") or ():
             if isinstance(loss, type) and issubclass(loss, torch.nn.Module):
@@ -168,6 +194,7 @@ class TorchParams(HorovodEstimator):
         step = get("train_minibatch_fn")
         if step is not None and not callable(step):
             raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
+        self._warn_of_undeclared_state()
 
     def _check_losses(self) -> None:
         """Check the loss, or what makes it, with the labels."""
@@ -276,6 +303,39 @@ class TorchParams(HorovodEstimator):
         for group in copied.param_groups:
             group["lr"] = rate
         return dump_optimizer(copied, module)
+
+    def _dump_objects(self) -> bytes:
+        """Return callbacks, objective and stateful objects, as the ranks get them."""
+        get = self.getOrDefault
+        stateful = tuple(get("stateful") or ())
+        given = tuple(get("callbacks")), self._objective(), stateful
+        return dump_with_references(given, get("model"), get("optimizer"), stateful)
+
+    def _warn_of_undeclared_state(self) -> None:
+        """Warn if a checkpoint may lack the state of what train_minibatch_fn uses."""
+        get = self.getOrDefault
+        step, stateful = get("train_minibatch_fn"), get("stateful")
+        if step is None or stateful == [] or not get("store").saving_runs():
+            return
+        model, optimizer = plain_module(get("model")), get("optimizer")
+        given = {name: get(name) for name in ("stateful", "train_minibatch_fn", "callbacks")}
+        declared = [found for _, found in StatefulObjects(given, model, (optimizer,)).items()]
+        known = {id(part) for part in (get("model"), *model.modules(), optimizer, *declared)}
+        used = {n: v for n, v in used_by_function(step).items() if id(v) not in known}
+        if used:
+            listed = ", ".join(f"{name} ({type(value).__name__})" for name, value in used.items())
+            logger.warning(
+                "train_minibatch_fn uses %s, whose state no checkpoint holds: a resumed run "
+                "starts with the state from before training. Set stateful=[%s].",
+                listed,
+                ", ".join(used),
+            )
+        elif stateful is None and not declared:
+            logger.warning(
+                "train_minibatch_fn is set and stateful is not: if the function uses objects with "
+                "a state, such as a scheduler or a GradScaler, no checkpoint holds it. Set "
+                "stateful=[...] to these objects, or stateful=[] if there are none."
+            )
 
     def _per_label(self, name: str) -> list[Any]:
         """Return a param that is one callable for all labels, or one per label, as the latter."""

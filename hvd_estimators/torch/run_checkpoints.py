@@ -15,10 +15,10 @@ from hvd_estimators.torch.checkpoint import (
     load_file,
     save_file,
 )
-from hvd_estimators.torch.held_states import HeldStates
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.shards import BufferState
+from hvd_estimators.torch.shards import BufferReducer, BufferState
+from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
 from hvd_estimators.training.randomness import captured, of_shards
 from hvd_estimators.training.shards import ShardStates
@@ -54,6 +54,10 @@ class RunCheckpoints:
         The context in which `save` is to be called.
     shards : ShardStates
         The shards that the rank plays.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    attributes : AttributeWatch
+        Warns, on rank 0, of attributes of the module that no checkpoint holds.
     """
 
     def __init__(
@@ -73,27 +77,29 @@ class RunCheckpoints:
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
-        self._held = HeldStates({})
+        self.buffers = BufferReducer(module, self.shards, spec.buffer_reduction)
+        self._stateful = StatefulObjects({}, module, (optimizer,))
+        self.attributes = AttributeWatch(module, (optimizer,), is_active=rank == 0)
         self._saved: dict[str, Any] = {}
         self._metric_states: list[Any] = []
         self.state = self._load()
         self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
 
-    def hold(self, owners: Mapping[str, Any]) -> None:
-        """Save the states of these objects of the user's, too, by the names of their params."""
-        known = (*self._module.modules(), self._module, self._optimizer)
-        self._held = HeldStates(owners, known)
+    def add_stateful(self, given: Mapping[str, Any]) -> None:
+        """Save the states of the user's objects as well, by the names of their params."""
+        self._stateful = StatefulObjects(given, self._module, (self._optimizer,))
 
     def restore(self) -> None:
         """Set what the run goes on from, whatever callbacks have done when training began."""
         saved, self._saved = self._saved, {}
         if not saved:
+            self.buffers.start()
             return
         if "model" in saved:
             self._module.load_state_dict(saved["model"])
         # As old as a version that kept no more than states of callbacks.
         old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
-        self._held.restore({**old, **saved.get("held", {})})
+        self._stateful.restore({**old, **saved.get("held", {})})
         # Schedulers that are made when training begins set the rates of the first epoch.
         groups = self._optimizer.param_groups
         for group, options in zip(groups, saved["options"], strict=False):
@@ -101,6 +107,7 @@ class RunCheckpoints:
         buffers = saved["buffers"]
         if len(buffers) == self._spec.data.num_shards:
             self.shards.for_each(lambda shard: self._buffers.restore(buffers[shard]))
+        self.buffers.start(saved.get("buffer_bases"))
 
     def restore_streams(self) -> None:
         """Set the random streams of each shard to what they were within the epoch."""
@@ -174,9 +181,10 @@ class RunCheckpoints:
                 "measures": [m["sums"] for m in of_measured if m is not None],
             },
         )
-        saved: Any = {**self.content(), "buffers": unequal, "held": self._held.capture()}
+        saved: Any = {**self.content(), "buffers": unequal, "held": self._stateful.capture()}
         if batches:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
+            saved["buffer_bases"] = self.buffers.bases
             saved = copied(saved)
         self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
         return True
@@ -192,8 +200,6 @@ class RunCheckpoints:
         def load(file: IO[bytes]) -> None:
             saved.update(load_file(file))
             self._module.load_state_dict(saved["model"])
-            if not spec.callbacks:
-                del saved["model"]
             self._optimizer.load_state_dict(saved.pop("optimizer"))
             self._metric_states = saved.pop("metrics", [])
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import importlib
 import io
 import logging
 import os
 import pickle
+import sys
 import zipfile
+from collections.abc import Callable, Iterable, Mapping
 from typing import IO, Any
 
 import cloudpickle
@@ -24,14 +28,18 @@ from hvd_estimators.torch import pickling
 __all__ = [
     "dump_module",
     "dump_optimizer",
+    "dump_with_references",
     "load_module",
     "load_optimizer",
     "load_state",
+    "load_trained",
+    "load_with_references",
     "module_document",
     "module_file",
     "plain_module",
     "save_state",
     "state_file",
+    "trained_file",
     "without_compile_notes",
 ]
 
@@ -212,3 +220,193 @@ def load_state(document: bytes | LocalFile) -> dict[str, Any]:
     with _opened(document) as file:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
+
+
+def dump_with_references(
+    value: Any,
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    shared: Iterable[Any] = (),
+) -> bytes:
+    """Return the user's objects as bytes that refer to the model and the optimizer.
+
+    On the ranks, a scheduler then steps the optimizer that trains, and a function that names the
+    model uses the trained one.
+
+    Parameters
+    ----------
+    value : object
+        What is pickled, in one document, so that shared objects stay shared.
+    module, optimizer
+        The model and its optimizer: references stand for them, for layers, parameters and buffers.
+    shared : iterable of object
+        If one is a global variable of a module that the ranks import, the document refers to that
+        variable: functions of the module use the same object.
+    """
+    references: dict[int, tuple[str, ...]] = {}
+    for entry in shared:
+        place = _global_variable(entry)
+        if place is not None:
+            references[id(entry)] = ("global", *place)
+    references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
+    references[id(optimizer)] = ("optimizer", "")
+
+    class Pickler(pickling.Pickler):
+        def persistent_id(self, obj: Any) -> tuple[str, ...] | None:
+            return references.get(id(obj))
+
+    buffer = io.BytesIO()
+    Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+def load_with_references(
+    document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Any:
+    """Return what `dump_with_references` wrote, with references to this model and optimizer."""
+    parts = {(kind, name): part for kind, name, part in _parts_of(module)}
+    parts["optimizer", ""] = optimizer
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            if pid[0] == "global":
+                return getattr(importlib.import_module(pid[1]), pid[2])
+            return parts[pid]
+
+    return Unpickler(io.BytesIO(document)).load()
+
+
+def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
+    """Return kind, name and object of a model's parts."""
+    inner = plain_module(module)
+    return [
+        ("model", "", module),
+        *(("module", name, part) for name, part in inner.named_modules()),
+        *(("parameter", name, part) for name, part in inner.named_parameters()),
+        *(("buffer", name, part) for name, part in inner.named_buffers()),
+    ]
+
+
+def _global_variable(value: Any) -> tuple[str, str] | None:
+    """Return module and name of a global variable of a module that is pickled by reference."""
+    by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())
+    for name, module in list(sys.modules.items()):
+        if getattr(module, "__spec__", None) is None or f"{name}.".startswith(
+            tuple(f"{root}." for root in by_value)
+        ):
+            continue
+        for variable, held in list(vars(module).items()):
+            if held is value:
+                return name, variable
+    return None
+
+
+def trained_file(
+    module: torch.nn.Module, given: Callable[[], torch.nn.Module], further: Mapping[str, Any]
+) -> LocalFile:
+    """Return a file with a trained module whole, and further plain values. Runs on the ranks.
+
+    The file holds tensors and plain values only. One of them is the pickled module, in which names
+    stand for parameters and buffers. It is left out if attributes of the module cannot be pickled.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module; it is moved to the CPU.
+    given : callable
+        Returns the module as the rank received it.
+    further : mapping
+        Tensors and plain values.
+    """
+    module = module.cpu()
+    inner = plain_module(module)
+    tensors = dict([*inner.named_parameters(), *inner.named_buffers()])
+    state = {**further, "model": inner.state_dict(), "tensors": tensors}
+    try:
+        if isinstance(module, torch.jit.ScriptModule):
+            state["script"] = dump_module(module)
+        else:
+            state["module"] = _pickled_trained(module, tensors)
+    except Exception as error:
+        if state["model"].keys() != plain_module(given()).state_dict().keys():
+            raise
+        state["lost"] = _unpicklable(inner) or [f"{type(error).__name__}: {error}"]
+    # Extra state of the user's may be of any type; the module has it.
+    state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
+    return state_file(state)
+
+
+def load_trained(
+    state: LocalFile, given: Callable[[], torch.nn.Module]
+) -> tuple[torch.nn.Module, dict[str, Any]]:
+    """Return the module that `trained_file` wrote, and all values. Runs on the driver.
+
+    Parameters
+    ----------
+    state : LocalFile
+        The file.
+    given : callable
+        Returns a copy of the module as it was given; it gets the weights if the file has no module.
+    """
+    found = load_state(state)
+    if "script" in found:
+        return load_module(found["script"]), found
+    if "module" in found:
+        tensors = found["tensors"]
+
+        class Unpickler(pickle.Unpickler):
+            def persistent_load(self, pid: Any) -> Any:
+                return tensors[pid]
+
+        return Unpickler(io.BytesIO(found["module"])).load(), found
+    logger.warning(
+        "The trained module cannot be pickled because of %s. The model that was given comes back "
+        "with the trained weights; other attributes are as before training.",
+        ", ".join(found["lost"]),
+    )
+    module = given()
+    plain_module(module).load_state_dict(found["model"], strict=False)
+    return module, found
+
+
+def _pickled_trained(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> bytes:
+    names = {id(tensor): name for name, tensor in tensors.items()}
+
+    class Pickler(pickling.Pickler):
+        def persistent_id(self, obj: Any) -> str | None:
+            return names.get(id(obj))
+
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, torch.Tensor) and obj.device.type != "cpu":
+                # The driver may have no GPU.
+                return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return super().reducer_override(obj)
+
+    def dump(value: torch.nn.Module) -> bytes:
+        buffer = io.BytesIO()
+        Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
+        return buffer.getvalue()
+
+    inner = plain_module(module)
+    if inner is not module:
+        # The options of torch.compile may not be picklable.
+        with contextlib.suppress(Exception):
+            return dump(module)
+    return dump(without_compile_notes(inner))
+
+
+def _unpicklable(module: torch.nn.Module) -> list[str]:
+    """Return the names of attributes that cannot be pickled."""
+    names = []
+    managed = vars(torch.nn.Module())
+    for prefix, part in module.named_modules():
+        # A LightningModule leaves its Trainer out.
+        state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
+        for name, value in dict(state).items():
+            if name in managed:
+                continue
+            try:
+                cloudpickle.dumps(value)
+            except Exception:
+                names.append(f"{prefix}.{name}" if prefix else name)
+    return names

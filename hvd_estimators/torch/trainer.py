@@ -21,7 +21,7 @@ from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.learning_rate import StepRate
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.measures import Measures
-from hvd_estimators.torch.objective import LEAVES_BACKWARD, Objective
+from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.ranks import (
     broadcast_tensors,
@@ -33,10 +33,10 @@ from hvd_estimators.torch.run_checkpoints import RunCheckpoints
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
+    load_with_references,
     plain_module,
-    state_file,
+    trained_file,
 )
-from hvd_estimators.torch.shards import average_shards
 from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.training.finite import FiniteCheck
@@ -62,13 +62,14 @@ class TorchTrainSpec(TrainSpec):
         See `module_file`.
     optimizer : bytes
         See `dump_optimizer`.
-    objective : Objective
-        Losses, metrics, and how columns become the tensors that they take.
+    objects : bytes
+        A pickled tuple: the callbacks; the `Objective`, which has losses and metrics; the objects
+        of the param ``stateful``. See `dump_with_references`.
     """
 
     module: LocalFile
     optimizer: bytes
-    objective: Objective
+    objects: bytes
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
@@ -98,7 +99,9 @@ class _Trainer:
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves what an optimizer remembers to its parameters' device.
         self.optimizer.load_state_dict(self.optimizer.state_dict())
-        self.objective = spec.objective.on_rank(
+        objects = load_with_references(spec.objects, self.module, self.optimizer)
+        self.callbacks, self.given_objective, stateful = objects
+        self.objective = self.given_objective.on_rank(
             self.device,
             model=self.module,
             optimizer=self.optimizer,
@@ -109,7 +112,9 @@ class _Trainer:
         self.checkpoints = RunCheckpoints(
             spec, self.rank, self.size, self.plain, self.optimizer, self.device
         )
-        self.checkpoints.hold({"callbacks": spec.callbacks, **self.objective.users_objects})
+        self.checkpoints.add_stateful(
+            {"callbacks": self.callbacks, "stateful": stateful, **self.objective.users_objects}
+        )
         self.shards = self.checkpoints.shards
         self.history: list[EpochMetrics] = []
         self.output_shapes: list[list[int]] | None = None
@@ -186,8 +191,12 @@ class _Trainer:
                 is_saved = self._save_checkpoint(epoch + 1)
                 if epoch + 1 < spec.epochs and self.stop_request.after_step():
                     raise interrupted(epoch + 1, 0, is_saved)
+            self.checkpoints.attributes.training_ended()
             self._callbacks("on_train_end")
-        state = state_file(self.checkpoints.content()) if self.rank == 0 else None
+        state = None
+        if self.rank == 0:
+            further = {"optimizer": self.optimizer.state_dict()}
+            state = trained_file(self.module, lambda: load_module(spec.module, True), further)
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
         return TrainResult(
             weights_digest(self.plain), state, tuple(self.history), output_shapes=shapes
@@ -196,8 +205,10 @@ class _Trainer:
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         train, done = self._begin_epoch(epoch)
         self.progress.start_epoch(epoch, done)
+        self.checkpoints.attributes.epoch_started()
         self._train_epoch(epoch, batches, train, done)
-        average_shards(self.plain, self.shards)
+        self.checkpoints.attributes.epoch_ended()
+        self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         if self.spec.data.val_plan is not None:
             with self.long_validation.measure():
@@ -211,10 +222,9 @@ class _Trainer:
         """Tell callbacks that training begins; where it goes on, set what it goes on from."""
         self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
         state = self.restored
-        if state is None:
-            return
-        if self._is_within(state.epoch):
+        if state is not None and self._is_within(state.epoch):
             # What a callback has changed when the epoch began, other than states.
+            self._seed_epoch(state.epoch)
             self._callbacks("on_epoch_begin", epoch=state.epoch)
         self.checkpoints.restore()
 
@@ -228,14 +238,17 @@ class _Trainer:
         parts = 1 if self.objective.has_own_step else self.objective.loss_parts
         measures = Measures(self.objective.metrics, parts)
         if not self._is_within(epoch):
-            seed = self.spec.data.random_seed
-            self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
+            self._seed_epoch(epoch)
             self._callbacks("on_epoch_begin", epoch=epoch)
             return measures, 0
         measures.restore(self.checkpoints.measured())
         self.checkpoints.restore_streams()
         assert self.restored is not None
         return measures, self.spec.data.batches_before(epoch, self.restored.rows)
+
+    def _seed_epoch(self, epoch: int) -> None:
+        seed = self.spec.data.random_seed
+        self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
 
     def _train_epoch(
         self, epoch: int, batches: WeightedBatches, measures: Measures, done: int
@@ -249,7 +262,7 @@ class _Trainer:
             losses = []
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
-                batch = self.spec.objective.tensors.batch(columns, self.device)
+                batch = self.given_objective.tensors.batch(columns, self.device)
                 share = StepShare(batch.rows, factor, self.size * self.passes, totals)
                 losses.append(self._minibatch(batch, share, index, measures))
             if totals is not None:
@@ -324,7 +337,7 @@ class _Trainer:
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):
             for columns in itertools.islice(batches, steps):
-                batch = self.spec.objective.tensors.batch(columns, self.device)
+                batch = self.given_objective.tensors.batch(columns, self.device)
                 if not batch.rows:
                     continue
                 measures.add(self.objective.evaluate(self.module, batch))
@@ -344,7 +357,7 @@ class _Trainer:
         )
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:
-        for callback in self.spec.callbacks:
+        for callback in self.callbacks:
             method = getattr(callback, moment, None)
             if method is not None:
                 method(**arguments)

@@ -101,6 +101,8 @@ class TrainSpec:
         Go on with a run that a callback has stopped.
     terminate_on_nan : bool
         End training on all ranks when a loss or a parameter is not finite.
+    buffer_reduction : mapping
+        Buffer name to reduction, see `training.buffer_reduction`.
     """
 
     data: DataSpec
@@ -118,6 +120,7 @@ class TrainSpec:
     checkpoints: CheckpointOptions
     resume_stopped: bool
     terminate_on_nan: bool
+    buffer_reduction: Mapping[str, str]
 
     def steps_done(self, epoch: int, batches: int) -> int:
         """Return the optimizer steps of the run after so many epochs, and batches of the next one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,20 @@ def end_of(store: Any, model: Any, run_id: str) -> list[Any]:
     return [model.getHistory(), model.getModel().state_dict(), saved, history, state.random]
 
 
+def same_parts(found: list[Any], whole: list[Any], position: tuple[int, int]) -> list[list[Any]]:
+    """Return what is equal in a run that was resumed there.
+
+    A list that a module fills in an epoch, of which it logs the mean, has the second part only.
+    """
+    ends = [copy.deepcopy(found), copy.deepcopy(whole)]
+    if position[1]:
+        for records in (end[index] for end in ends for index in (0, 3)):
+            # An earlier part of the run may have resumed within an epoch, too.
+            for record in records[: position[0] + 1]:
+                assert record["train"].pop("plain_mean") > 0
+    return ends
+
+
 def plain() -> dict[str, Any]:
     return {"model": Logging(), "trainer_args": {"val_check_interval": 3}}
 
@@ -163,7 +178,7 @@ def test_a_run_goes_on_from_each_checkpoint(
     found = []
     for run_id, position in kept_checkpoints(store, "kept"):
         found.append(position)
-        assert_equal_bits(run(run_id), whole)
+        assert_equal_bits(*same_parts(run(run_id), whole, position))
     assert found == positions
 
     # Asked to end in the first step, and each time that it goes on. Where steps are slow ranks end
@@ -175,7 +190,7 @@ def test_a_run_goes_on_from_each_checkpoint(
         state = read_state(store, store.get_checkpoints("asked")[-1])
         stopped.append((state.epoch, state.rows))
     assert stopped == sorted(set(stopped))
-    assert_equal_bits(run("asked"), whole)
+    assert_equal_bits(*same_parts(run("asked"), whole, stopped[-1]))
 
 
 class Manual(Logging):
@@ -215,7 +230,7 @@ def test_gradients_that_wait_for_a_step_are_kept(backend: Any, store: Any) -> No
         found.append(position)
         # With gradients of one batch, after a step of both, and after an epoch.
         if position in ((0, 64), (0, 96), (1, 0)):
-            assert_equal_bits(run(run_id), whole)
+            assert_equal_bits(*same_parts(run(run_id), whole, position))
     assert {(0, 64), (0, 96), (1, 0)} < set(found)
 
 

@@ -183,6 +183,11 @@ TABLE = (
         "were trained on before",
     ),
     Private(
+        "pytorch_lightning.LightningModule",
+        "_current_fx_name",
+        "hooks that are called again in an epoch that is resumed can log",
+    ),
+    Private(
         "pytorch_lightning.strategies.ParallelStrategy",
         "_layer_sync",
         "sync_batchnorm=True is refused with a remedy",

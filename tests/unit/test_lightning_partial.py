@@ -1,18 +1,16 @@
-"""An epoch that is gone on with: logged values on other numbers of ranks, attributes of modules."""
+"""An epoch that is resumed: logged values on other numbers of ranks."""
 
 from __future__ import annotations
 
 import pickle
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningModule
+from pytorch_lightning import LightningModule
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from hvd_estimators.lightning.attributes import Attributes
 from hvd_estimators.lightning.flavor import FLAVORS, of_flavor
 from hvd_estimators.lightning.logged import logged_so_far, restore_logged
 from hvd_estimators.lightning.results import RankResults
@@ -91,37 +89,3 @@ def test_values_of_several_ranks_become_those_of_fewer(ranks: int) -> None:
             torch.testing.assert_close(results[key].compute(), of_one[key].compute())
         both = (t.lightning_module.both.compute() for t in (found, expected))
         torch.testing.assert_close(*both)
-
-
-class Remembering(Callback):
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.batches = 0
-
-
-def test_attributes_come_back_and_refer_to_what_is_there(caplog: Any) -> None:
-    module, callback = Module(), Remembering()
-    module.constant, module.table = [1, 2], torch.ones(5 * 2**20)
-    trainer, attributes = trainer_of(module, callback), Attributes(FLAVOR)
-    attributes.begin(trainer)
-    module.outputs = [torch.tensor(2.0)]
-    module.same = module.outputs
-    module.chosen = [module.layer, trainer.optimizers[0], callback]
-    module.iterator = (number for number in range(3))
-    module.layer.calls = 7
-    callback.batches = 3
-    for _ in range(2):
-        document = attributes.changed(trainer)
-    # The lock was there before training, and is made anew.
-    assert len(caplog.messages) == 1
-    assert "iterator of module cannot be pickled" in caplog.text
-    assert len(document) < 2**12
-
-    other, its_callback = Module(), Remembering()
-    its_trainer = trainer_of(other, its_callback)
-    Attributes(FLAVOR).restore(its_trainer, document)
-    assert other.outputs == [torch.tensor(2.0)]
-    assert other.same is other.outputs
-    assert other.chosen == [other.layer, its_trainer.optimizers[0], its_callback]
-    assert (other.layer.calls, its_callback.batches) == (7, 3)
-    assert not hasattr(other, "constant")

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 
+from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.shards import BufferState, average_shards
+from hvd_estimators.torch.shards import BufferReducer, BufferState
+from hvd_estimators.training.buffer_reduction import find_buffers
 from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
 
@@ -59,7 +61,7 @@ def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
     for turn, batch in enumerate(rows):
         states.enter(turn)
         layer(batch)
-    average_shards(layer, states)
+    BufferReducer(layer, states, {}).reduce()
     # By default a tenth of what is new.
     means = [0.1 * float(batch.mean()) for batch in rows]
     variances = [0.9 + 0.1 * float(batch.var()) for batch in rows]
@@ -68,3 +70,81 @@ def test_statistics_are_averaged_over_the_shards_of_a_rank() -> None:
     expected = (np.mean(means), np.mean(variances))
     assert found == [pytest.approx(expected, rel=1e-5)] * 3
     assert int(layer.num_batches_tracked) == 1
+
+
+class Counted(torch.nn.Module):
+    """Buffers of several types, which each shard changes in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1)
+        for name in ("most", "least", "total", "mean", "first", "other"):
+            self.register_buffer(name, torch.zeros(2))
+        self.register_buffer("rows", torch.tensor(2**53, dtype=torch.int64))
+        self.register_buffer("seen", torch.zeros(3, dtype=torch.bool), persistent=False)
+        self.register_buffer("phase", torch.zeros(1, dtype=torch.complex64))
+
+    def step(self, shard: int) -> None:
+        value = torch.tensor([shard + 1.0, -shard - 1.0])
+        self.most.copy_(torch.maximum(self.most, value))
+        self.least.copy_(torch.minimum(self.least, value))
+        for buffer in (self.mean, self.first, self.other):
+            buffer.copy_(value)
+        self.total += value
+        self.rows += shard + 1
+        self.seen[shard] = True
+        self.phase += complex(shard, 1)
+        self.norm.running_mean.fill_(shard)
+
+
+def test_named_buffers_are_reduced_over_the_shards_of_a_rank() -> None:
+    hvd.init()
+    rules = {"most": "max", "least": "min", "total": "sum", "mean": "mean", "first": "rank0"}
+    rules |= {"rows": "sum", "seen": "max", "phase": "sum", "running_mean": "max"}
+    module = Counted()
+    states = ShardStates(3, 0, 1, (BufferState(module),))
+    states.for_each(lambda _: None)
+    reducer = BufferReducer(module, states, rules)
+    for epoch in (1, 2):
+        for turn in range(3):
+            states.enter(turn)
+            module.step(turn)
+        # Resumed within the epoch, with the sums' bases of a checkpoint.
+        bases = reducer.bases
+        reducer = BufferReducer(module, states, rules)
+        reducer.start(bases)
+        reducer.reduce()
+        found: list[Any] = []
+        states.for_each(
+            lambda _, found=found: found.append(
+                {name: buffer.tolist() for name, buffer in module.named_buffers()}
+            )
+        )
+        others = [shard.pop("other") for shard in found]
+        assert others == [[1.0, -1.0], [2.0, -2.0], [3.0, -3.0]]
+        assert found[0] == found[1] == found[2]
+        assert found[0] == {
+            "norm.running_mean": [2.0],
+            "norm.running_var": [1.0],
+            "norm.num_batches_tracked": 0,
+            "most": [3.0, 0.0],
+            "least": [0.0, -3.0],
+            "total": [6.0 * epoch, -6.0 * epoch],
+            "mean": [2.0, -2.0],
+            "first": [1.0, -1.0],
+            "rows": 2**53 + 6 * epoch,
+            "seen": [True] * 3,
+            "phase": [complex(3, 3) * epoch],
+        }
+
+
+def test_names_of_buffers_are_checked() -> None:
+    buffers = {"a.most": "float", "b.most": "float", "b.seen": "bool", "b.phase": "complex"}
+    found = find_buffers({"most": "max", "b.most": "min", "seen": "max"}, buffers, ".")
+    assert found == {"a.most": "max", "b.most": "min", "b.seen": "max"}
+    with pytest.raises(ParamError, match=r"no buffer 'ost'\. Its buffers: 'a\.most', "):
+        find_buffers({"ost": "max"}, buffers, ".")
+    with pytest.raises(ParamError, match=r"'b\.seen' is bool, .* 'sum'\. Set one of 'max'"):
+        find_buffers({"seen": "sum"}, buffers, ".")
+    with pytest.raises(ParamError, match=r"'b\.phase' is complex, which has no 'max'"):
+        find_buffers({"phase": "max"}, buffers, ".")

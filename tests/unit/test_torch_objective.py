@@ -12,7 +12,7 @@ from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.flavor import default_flavor, of_flavor
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.serialization import dump_optimizer
+from hvd_estimators.torch.serialization import dump_optimizer, dump_with_references
 from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import TensorSpec
 
@@ -81,9 +81,16 @@ def test_a_batch_is_measured_as_by_hand_and_alike_under_lightning() -> None:
     )
 
     logged: dict[str, float] = {}
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     adapter = of_flavor(ModuleAdapter, default_flavor())(
-        module, dump_optimizer(torch.optim.SGD(module.parameters(), lr=0.1), module), make(), 1
+        module,
+        dump_optimizer(optimizer, module),
+        dump_with_references((make(), ()), module, optimizer),
+        has_own_step=False,
+        passes_per_step=1,
+        loss_parts=1,
     )
+    adapter.configure_optimizers()
     adapter.log = lambda name, value, **_: logged.update({name: value.item()})
     adapter._on_rank = objective
     trainer = OneRankTrainer()

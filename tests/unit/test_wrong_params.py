@@ -94,6 +94,15 @@ ALL = {
         ParamError, "checkpoint_mode", "expected one of 'auto'", checkpoint_mode="least"
     ),
     "terminate_on_nan": truth("terminate_on_nan"),
+    "buffer_reduction: a list": param(
+        ParamError, "buffer_reduction", "expected a dict of buffer", buffer_reduction=["max"]
+    ),
+    "buffer_reduction: unknown": param(
+        ParamError, "buffer_reduction", "expected one of 'mean', 'max'", buffer_reduction={"m": "x"}
+    ),
+    "buffer_reduction: no buffer": param(
+        ParamError, "buffer_reduction", "the model has no buffer 'm'", buffer_reduction={"m": "max"}
+    ),
     "epochs: none": whole("epochs", 0, "1 or more"),
     "epochs: text": whole("epochs", "3"),
     "epochs: a half": whole("epochs", 1.5),

@@ -1,0 +1,371 @@
+"""The state of the user's objects in checkpoints: schedulers, scalers, averages of weights.
+
+A checkpoint holds the state of every object that has ``state_dict()`` and ``load_state_dict()``
+and that the estimator was given, or that the module holds in an attribute. Used by torch and
+Lightning.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import inspect
+import io
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import cloudpickle
+import torch
+
+from hvd_estimators.plain import plain
+from hvd_estimators.torch.checkpoint import load_file, save_file
+
+__all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable", "used_by_function"]
+
+logger = logging.getLogger(__name__)
+
+_PLAIN = (
+    *(bool, int, float, complex, str, bytes, type(None)),
+    *(torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype, torch.device),
+)
+_DICTS = (dict, collections.OrderedDict)
+_LISTS = (list, tuple)
+_DEPTH = 3
+_MAX_BYTES = 2**24
+# Layers of these packages have no Python state, or hold it in their state_dict().
+_LIBRARIES = ("torch.", "torchmetrics.", "pytorch_lightning.", "lightning.", "hvd_estimators.")
+
+
+class StatefulObjects:
+    """Captures and restores the states of the user's objects.
+
+    An object without the two methods is searched for such objects in its attributes; so are the
+    arguments of a ``functools.partial`` and the object of a bound method. Global variables and
+    closures of functions are not searched.
+
+    Parameters
+    ----------
+    given : mapping
+        Param name to the object that was given there, or to a list of objects.
+    module : torch.nn.Module
+        The trained module. Its attributes are searched, and those of its layers.
+    known : iterable of object
+        Objects whose state is saved elsewhere, such as the optimizer.
+    ignored : iterable of str
+        Attributes of the module that are not the user's.
+    """
+
+    def __init__(
+        self,
+        given: Mapping[str, Any],
+        module: torch.nn.Module,
+        known: Iterable[Any] = (),
+        ignored: Iterable[str] = (),
+    ) -> None:
+        self._given = given
+        self._module = module
+        self._ignored = frozenset(ignored)
+        self._known = {id(value): value for value in known}
+        self._warned: set[str] = set()
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states by name, if they are tensors and plain values.
+
+        Other states are left out with a warning: loading them would run code from the file.
+        """
+        states = {}
+        for name, found in self.items():
+            try:
+                state = plain(found.state_dict())
+            except Exception as error:
+                self._warn(name, found, f"failed ({type(error).__name__}: {error})")
+                continue
+            if not is_loadable(state):
+                self._warn(name, found, "returns more than tensors and plain values")
+            elif state:
+                states[name] = state
+        return states
+
+    def restore(self, states: Mapping[str, Any]) -> None:
+        """Load the states into the objects of these names."""
+        found = dict(self.items()) if states else {}
+        for name, state in states.items():
+            if name in found:
+                found[name].load_state_dict(state)
+            else:
+                logger.warning(
+                    "%s: the run's checkpoint holds its state, and the object does not exist when "
+                    "training starts. It starts without that state. Create it in "
+                    "on_train_begin() or earlier; in a LightningModule in configure_optimizers() "
+                    "or earlier.",
+                    name,
+                )
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        """Yield name and object for each object that has a state."""
+        seen = {id(part) for part in self._module.modules()} | self._known.keys()
+        roots: list[tuple[str, Any]] = []
+        for name, value in self._given.items():
+            roots += _parts(name, value) if isinstance(value, _LISTS) else [(name, value)]
+        for path, part in self._module.named_modules():
+            for name, value in own_attributes(part, self._ignored):
+                if isinstance(value, (*_LISTS, *_DICTS)) or has_state(value):
+                    roots.append((_joined("model", path, name), value))
+        for name, value in roots:
+            yield from _search(name, value, seen, _DEPTH)
+
+    def _warn(self, name: str, found: Any, reason: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning(
+                "%s: %s.state_dict() %s. Checkpoints do not hold its state, and a resumed run "
+                "starts without it. Return tensors and plain values from state_dict().",
+                name,
+                type(found).__name__,
+                reason,
+            )
+
+
+class AttributeWatch:
+    """Finds attributes of a module that training changes and no checkpoint holds.
+
+    The first epoch is observed. An attribute that the hooks at the start of an epoch set again is
+    left out, and so is a layer that defines ``get_extra_state()``.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The trained module.
+    known : iterable of object
+        Objects that an attribute may refer to without owning them, such as the optimizer.
+    ignored : iterable of str
+        Attributes that are not the user's.
+    is_active : bool
+        Whether to observe at all: one rank does.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        known: Iterable[Any] = (),
+        ignored: Iterable[str] = (),
+        is_active: bool = True,
+    ) -> None:
+        self._module = module
+        self._known = tuple(known)
+        self._ignored = frozenset(ignored)
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+        self._is_done = not is_active
+
+    def epoch_started(self) -> None:
+        """Note the attributes, after all hooks of an epoch's start."""
+        if self._is_done:
+            return
+        found = self._fingerprints()
+        if self._before is not None and self._after is not None:
+            self._decide([name for name in self._changed() if self._after[name] == found.get(name)])
+        self._before = found
+
+    def epoch_ended(self) -> None:
+        """Note the attributes, after an epoch's last step."""
+        if not self._is_done:
+            self._after = self._fingerprints()
+
+    def training_ended(self) -> None:
+        """Report what the only epoch changed."""
+        if not self._is_done and self._after is not None:
+            self._decide(self._changed())
+
+    def _changed(self) -> list[str]:
+        before, after = self._before or {}, self._after or {}
+        return [name for name, now in after.items() if now and before.get(name, ()) != now]
+
+    def _decide(self, names: list[str]) -> None:
+        self._is_done = True
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+            logger.warning(
+                "%s: training changes this attribute, and no checkpoint holds it. A resumed run "
+                "starts with the value from before training. Return it from get_extra_state() of "
+                "its module and accept it in set_extra_state(), keep it in a buffer "
+                "(register_buffer), or set it when an epoch starts.",
+                shown,
+            )
+
+    def _fingerprints(self) -> dict[str, Any]:
+        names = {id(value): f"known.{n}" for n, value in enumerate(self._known)}
+        for path, part in self._module.named_modules():
+            names[id(part)] = f"module.{path}"
+        for tensors in (self._module.named_parameters(), self._module.named_buffers()):
+            names.update((id(tensor), f"tensor.{name}") for name, tensor in tensors)
+        found = {}
+        for path, part in self._module.named_modules():
+            kind = type(part)
+            has_extra_state = kind.get_extra_state is not torch.nn.Module.get_extra_state
+            if has_extra_state or f"{kind.__module__}.".startswith(_LIBRARIES):
+                continue
+            for name, value in own_attributes(part, self._ignored):
+                is_searched = isinstance(value, (*_LISTS, *_DICTS)) or has_state(value)
+                if not (is_searched and any(_search(name, value, set(names), _DEPTH))):
+                    found[_joined("model", path, name)] = _fingerprint(value, names)
+        return found
+
+
+def own_attributes(
+    module: torch.nn.Module, ignored: Iterable[str] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a module that ``torch.nn.Module`` does not manage."""
+    for name, value in list(vars(module).items()):
+        if name not in _MANAGED and name not in ignored:
+            yield name, value
+
+
+_MANAGED = frozenset(vars(torch.nn.Module())) | {"_compile_kwargs"}
+
+
+def has_state(value: Any) -> bool:
+    """Return whether an object has ``state_dict`` and ``load_state_dict``."""
+    if isinstance(value, (type, ModuleType)):
+        return False
+    # Static, since some objects answer to any name.
+    methods = (inspect.getattr_static(value, m, None) for m in ("state_dict", "load_state_dict"))
+    return all(method is not None for method in methods)
+
+
+def is_loadable(state: Any) -> bool:
+    """Return whether a state can be loaded without running code from the file."""
+    if type(state) in _PLAIN:
+        return True
+    if type(state) in _DICTS:
+        return all(is_loadable(part) for pair in state.items() for part in pair)
+    if type(state) in _LISTS:
+        return all(map(is_loadable, state))
+    file = io.BytesIO()
+    try:
+        save_file({"state": state}, file)
+        file.seek(0)
+        load_file(file)
+    except Exception as error:
+        logger.debug("A state cannot be loaded", exc_info=error)
+        return False
+    return True
+
+
+def used_by_function(function: Any) -> dict[str, Any]:
+    """Return the objects with a state that a function's closure and global variables name.
+
+    A hint for a warning, and incomplete: nested functions are searched, called functions are not.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not isinstance(function, FunctionType):
+        return {}
+    named = {
+        name: cell.cell_contents
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        )
+        if _is_set(cell)
+    }
+    for name in _names_in(function.__code__):
+        if name in function.__globals__:
+            named.setdefault(name, function.__globals__[name])
+    return {name: value for name, value in named.items() if has_state(value) and _holds(value)}
+
+
+def _holds(value: Any) -> bool:
+    try:
+        return bool(value.state_dict())
+    except Exception:
+        return True
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_in(constant)
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Yield an object that has a state, or else such objects among its parts."""
+    if id(value) in seen or depth < 0:
+        return
+    if has_state(value):
+        seen.add(id(value))
+        yield name, value
+        return
+    for part, found in _parts(name, value):
+        if isinstance(found, (*_LISTS, *_DICTS)) or has_state(found):
+            yield from _search(part, found, seen, depth - 1)
+
+
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the parts of a value, each with a name that says where it is."""
+    # A list with one number per batch is searched at each checkpoint.
+    if isinstance(value, _DICTS):
+        for key, entry in value.items():
+            if type(entry) not in _PLAIN:
+                yield f"{name}[{key!r}]", entry
+    elif isinstance(value, _LISTS):
+        for index, entry in enumerate(value):
+            if type(entry) not in _PLAIN:
+                yield f"{name}[{index}]", entry
+    elif isinstance(value, functools.partial):
+        yield from _parts(f"{name}.func", value.func)
+        yield from _parts(f"{name}.args", value.args)
+        yield from _parts(f"{name}.keywords", value.keywords)
+    elif isinstance(value, MethodType):
+        owner = value.__self__
+        yield from [(name, owner)] if has_state(owner) else _parts(name, owner)
+    elif not isinstance(value, (FunctionType, type, ModuleType)):
+        for part, found in getattr(value, "__dict__", {}).items():
+            yield f"{name}.{part}", found
+
+
+def _fingerprint(value: Any, names: Mapping[int, str]) -> Any:
+    """Return what differs if a value has changed; None if the value cannot be pickled."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
+        return value, type(value)
+    if isinstance(value, FunctionType):
+        return None  # its pickle holds global variables
+    file = _LimitedFile()
+    try:
+        _Pickler(file, names).dump(value)
+    except Exception:
+        return None
+    return (hashlib.sha256(file.getvalue()).digest(),)
+
+
+class _LimitedFile(io.BytesIO):
+    def write(self, data: Any) -> int:
+        if self.tell() + memoryview(data).nbytes > _MAX_BYTES:
+            raise OverflowError(f"more than {_MAX_BYTES} bytes")
+        return super().write(data)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Pickles references to the module's parts by name."""
+
+    def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
+        super().__init__(file)
+        self._names = names
+
+    def persistent_id(self, obj: Any) -> str | None:
+        return self._names.get(id(obj))

@@ -1,0 +1,191 @@
+"""Buffers that a model computes from its batches, reduced as ``buffer_reduction`` says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras
+import numpy as np
+import pytest
+import resuming
+import torch
+from keras import ops
+from lightning_ranks import StandingBackend
+from lightning_reference import fit as fit_lightning
+from pytorch_lightning import LightningModule
+from reference import WIDTH, fit, write_rows
+from resuming import kept_checkpoints
+from test_resuming import assert_equal_bits
+
+from hvd_estimators.keras import KerasEstimator
+
+pytestmark = pytest.mark.integration
+
+ROWS, BATCH, EPOCHS = 64, 8, 2
+REDUCTIONS = {
+    "running_max": "max",
+    "running_min": "min",
+    "total": "sum",
+    "rows": "sum",
+    "latest": "mean",
+    "first": "rank0",
+}
+
+
+def setup_module() -> None:
+    cloudpickle.register_pickle_by_value(resuming)
+
+
+def expected_buffers(columns: Any) -> dict[str, Any]:
+    """Return what one process computes of the rows of both ranks."""
+    x = columns["features"].astype(np.float64)
+    # Contiguous shares; the last batch of each.
+    ends = [share[-BATCH:].mean() for share in np.split(x, 2)]
+    return {
+        "running_max": x.max(),
+        "running_min": x.min(),
+        "total": EPOCHS * x.sum(),
+        "rows": EPOCHS * ROWS,
+        "latest": np.mean(ends),
+        "first": ends[0],
+    }
+
+
+class Tracking(torch.nn.Module):
+    """Computes buffers from the rows of its batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.last = torch.nn.Linear(WIDTH, 1)
+        for name in ("running_max", "running_min", "total", "latest", "first", "other"):
+            self.register_buffer(name, torch.zeros(()))
+        self.register_buffer("rows", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            torch.maximum(self.running_max, x.max(), out=self.running_max)
+            torch.minimum(self.running_min, x.min(), out=self.running_min)
+            self.total += x.sum()
+            self.rows += len(x)
+            for buffer in (self.latest, self.first, self.other):
+                buffer.copy_(x.mean())
+        return self.last(x)
+
+
+class Steps(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Tracking()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch["features"])[:, 0], batch["label"])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        # Reduced before each validation, also within an epoch.
+        self.log("rows", self.net.rows.float())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def torch_run(store: Any, backend: Any, **params: Any) -> torch.nn.Module:
+    net = Tracking()
+    given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.01)}
+    return fit(store, 2, "sgd", backend=backend, **given, **params)[0].getModel()
+
+
+def lightning_run(store: Any, backend: Any, **params: Any) -> torch.nn.Module:
+    trainer_args = {"val_check_interval": 2}
+    given = {"model": Steps(), "trainer_args": trainer_args, "validation": 0.1}
+    model = fit_lightning(backend, store, **given, **params)
+    assert model.getHistory()[-1]["validation"]["rows"] == EPOCHS * ROWS
+    return model.getModel().net
+
+
+@pytest.mark.parametrize("run", [torch_run, lightning_run])
+def test_torch_and_lightning(backend: Any, store: Any, run: Any) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    write_rows(Path(store.get_val_data_path()), 10, seed=1)
+    common = {"batch_size": BATCH, "epochs": EPOCHS, "buffer_reduction": REDUCTIONS}
+    kept = {"checkpoint_every_n_steps": 3, "keep_checkpoints": 99}
+    whole = run(store, backend, run_id="kept", **kept, **common)
+    expected = expected_buffers(columns)
+    # By default a buffer of this kind is rank 0's.
+    expected["other"] = expected["first"]
+    for name, value in expected.items():
+        assert getattr(whole, name).item() == pytest.approx(value, rel=1e-5), name
+    buffers = dict(whole.named_buffers())
+    positions = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        positions.append(position)
+        resumed = run(store, backend, run_id=run_id, **common)
+        assert_equal_bits(dict(resumed.named_buffers()), buffers)
+    assert {(0, 48), (1, 0), (1, 32)} <= {*positions}
+
+
+@keras.saving.register_keras_serializable("tests")
+class KerasTracking(keras.layers.Layer):
+    def build(self, shape: Any) -> None:
+        for name in ("running_max", "running_min", "total", "latest", "first", "other"):
+            weight = self.add_weight(name=name, shape=(), initializer="zeros", trainable=False)
+            setattr(self, name, weight)
+        self.rows = self.add_weight(
+            name="rows", shape=(), dtype="int32", initializer="zeros", trainable=False
+        )
+
+    def call(self, x: Any, training: bool = False) -> Any:
+        if training:
+            self.running_max.assign(ops.maximum(self.running_max, ops.max(x)))
+            self.running_min.assign(ops.minimum(self.running_min, ops.min(x)))
+            self.total.assign_add(ops.sum(x))
+            self.rows.assign_add(ops.shape(x)[0])
+            for variable in (self.latest, self.first, self.other):
+                variable.assign(ops.mean(x))
+        return x
+
+
+def test_keras(store: Any, tmp_path: Path) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    with StandingBackend(2, tmp_path / "ranks", "tensorflow") as backend:
+
+        def run(run_id: str, **params: Any) -> dict[str, Any]:
+            keras.utils.set_random_seed(7)
+            x = keras.Input((WIDTH,))
+            net = keras.Model(x, keras.layers.Dense(1)(KerasTracking(name="tracking")(x)))
+            estimator = KerasEstimator(
+                backend=backend,
+                store=store,
+                model=net,
+                optimizer=keras.optimizers.SGD(0.01),
+                loss="mse",
+                feature_cols=["features"],
+                label_cols=["label"],
+                batch_size=BATCH,
+                epochs=EPOCHS,
+                buffer_reduction=REDUCTIONS,
+                run_id=run_id,
+                shuffle=False,
+                random_seed=3,
+                verbose=0,
+                **params,
+            )
+            fitted = estimator.fit_on_parquet().getModel()
+            layer = fitted.get_layer("tracking")
+            return {v.name: v.numpy().item() for v in layer.non_trainable_variables}
+
+        whole = run("kept", checkpoint_every_n_steps=3, keep_checkpoints=99)
+        expected = expected_buffers(columns)
+        # By default Keras's variables of floats become their mean.
+        expected["other"] = expected["latest"]
+        assert whole == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}
+        positions = []
+        for run_id, position in kept_checkpoints(store, "kept"):
+            positions.append(position)
+            assert run(run_id) == whole
+        assert {(0, 48), (1, 0), (1, 32)} <= {*positions}

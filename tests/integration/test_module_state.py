@@ -1,0 +1,230 @@
+"""Python state of modules, and objects with a state, are returned, saved and restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import resuming
+import torch
+from lightning_reference import fit as fit_lightning
+from pytorch_lightning import LightningModule
+from reference import fit, make_net, write_rows
+from resuming import kept_checkpoints
+from test_resuming import assert_equal_bits
+
+pytestmark = pytest.mark.integration
+
+ROWS, BATCH = 64, 8
+STEPS = ROWS // BATCH // 2
+
+
+def setup_module() -> None:
+    import cloudpickle
+
+    cloudpickle.register_pickle_by_value(resuming)
+
+
+class Stepping(torch.nn.Module):
+    """Counts the steps in a Python attribute, which its outputs depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+        self.steps = 0
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.steps += 1
+            self.seen.append(len(x))
+        return self.net(x) * (1 + 0.1 * self.steps)
+
+
+class Remembering(Stepping):
+    """Gives its state to checkpoints."""
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps, "seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps, self.seen = state["steps"], state["seen"]
+
+
+class Steps(LightningModule):
+    """Trains a module that counts, with a scheduler that Lightning does not know."""
+
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.epochs = 0
+        self.losses: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def on_train_epoch_start(self) -> None:
+        self.rates_of_epoch: list[float] = []
+        # A resumed run calls this hook again in an epoch that it resumes.
+        for group in self.optimizers().param_groups:
+            group["momentum"] = 0.9 * group["momentum"]
+        self.epochs += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = torch.nn.functional.mse_loss(self(batch["features"])[:, 0], batch["label"])
+        self.losses.append(loss.detach())
+        return loss
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.lr_scheduler.step()
+        self.rates_of_epoch.append(self.lr_scheduler.get_last_lr()[0])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("rate", self.rates_of_epoch[-1])
+        self.log("mean", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+        # As in published programs: a schedule for the whole run, stepped by the module.
+        self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 3 * STEPS)
+        return optimizer
+
+
+class Scheduling:
+    """Leaves a scheduler on the module, where the module could use it, too."""
+
+    def on_train_begin(self, module: Any, optimizer: Any) -> None:
+        module.schedulers = {"rate": [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]}
+        self.module = module
+
+    def on_epoch_end(self, epoch: int, logs: Any) -> None:
+        self.module.schedulers["rate"][0].step()
+
+
+def torch_run(store: Any, backend: Any, run_id: str, net: Any, **params: Any) -> Any:
+    given = {"model": net, "optimizer": torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5)}
+    settings = {"run_id": run_id, "batch_size": BATCH, "backend": backend, **given, **params}
+    return fit(store, 2, "sgd", **settings)[0]
+
+
+def lightning_run(store: Any, backend: Any, run_id: str, net: Any, **params: Any) -> Any:
+    settings = {"model": Steps(net), "run_id": run_id, "batch_size": BATCH, **params}
+    return fit_lightning(backend, store, **settings)
+
+
+def predictions(model: Any, columns: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model.getModel()(torch.from_numpy(columns["features"][:4]))
+
+
+@pytest.mark.parametrize("run", [torch_run, lightning_run])
+def test_python_state_is_returned_and_that_of_checkpoints_resumes(
+    backend: Any, store: Any, run: Any
+) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    net = Stepping()
+    plain = run(store, backend, "plain", net, epochs=2)
+    assert net.steps == 0
+    counting = plain.getModel() if run is torch_run else plain.getModel().net
+    assert counting.steps == 2 * STEPS
+    assert counting.seen == [BATCH] * 2 * STEPS
+    assert not counting.training
+    expected = counting.net(torch.from_numpy(columns["features"][:4])) * (1 + 0.1 * 2 * STEPS)
+    torch.testing.assert_close(predictions(plain, columns), expected.detach())
+
+    further: dict[str, Any] = {"epochs": 3}
+    if run is torch_run:
+        further["callbacks"] = [Scheduling()]
+    whole = run(store, backend, "whole", Remembering(), **further)
+    kept = {"checkpoint_every_n_steps": 3, "keep_checkpoints": 99, **further}
+    run(store, backend, "kept", Remembering(), **kept)
+    found = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        found.append(position)
+        resumed = run(store, backend, run_id, Remembering(), **further)
+        assert_equal_bits(resumed.getModel().state_dict(), whole.getModel().state_dict())
+        assert_equal_bits(predictions(resumed, columns), predictions(whole, columns))
+        if run is lightning_run and not position[1]:
+            assert resumed.getHistory() == whole.getHistory()
+    assert {(0, 48), (1, 0), (1, 32), (3, 0)} <= {*found}
+    if run is lightning_run:
+        # The schedule of three epochs, in a run that ended after two.
+        parts = run(store, backend, "parts", Remembering(), epochs=2)
+        assert parts.getHistory()[-1]["train"]["rate"] == pytest.approx(0.02 / 3)
+        parts = run(store, backend, "parts", Remembering(), epochs=3)
+        assert parts.getHistory() == whole.getHistory()
+        assert parts.getHistory()[-1]["train"]["rate"] == pytest.approx(0)
+        assert_equal_bits(parts.getModel().state_dict(), whole.getModel().state_dict())
+
+
+def scaled_step() -> dict[str, Any]:
+    """Return params with a step whose scheduler and scaler belong to the script."""
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=3)
+
+    def train_minibatch(
+        model: Any, optimizer: Any, align: Any, loss_fn: Any, inputs: Any, labels: Any
+    ) -> Any:
+        optimizer.zero_grad()
+        outputs, aligned = align(model(*inputs), labels)
+        loss = loss_fn(outputs, aligned)
+
+        def finish() -> None:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            (lambda: scaler.update())()
+            scheduler.step()
+
+        finish()
+        return outputs, loss
+
+    stateful = [scheduler, scaler]
+    return {
+        "model": net,
+        "optimizer": optimizer,
+        "train_minibatch_fn": train_minibatch,
+        "stateful": stateful,
+    }
+
+
+@pytest.mark.parametrize("estimator", ["torch", "lightning"])
+def test_stateful_objects_are_those_of_the_function_and_resume(
+    backend: Any, store: Any, estimator: str
+) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+
+    def run(run_id: str, **params: Any) -> Any:
+        given = {**scaled_step(), "run_id": run_id, "batch_size": BATCH, **params}
+        if estimator == "torch":
+            return fit(store, 2, "sgd", backend=backend, **given)[0]
+        loss = torch.nn.functional.mse_loss
+        return fit_lightning(backend, store, loss=loss, **given)
+
+    whole = run("whole", epochs=2)
+    newest = torch.load(store.get_checkpoints("whole")[-1], weights_only=False)
+    if estimator == "torch":
+        states, (group,) = newest["held"], newest["optimizer"]["param_groups"]
+    else:
+        states, (group,) = (
+            newest["hvd_estimators.stateful"],
+            newest["optimizer_states"][0]["param_groups"],
+        )
+    # The scheduler has set the rates of the optimizer that trained.
+    assert group["lr"] == pytest.approx(0.02 * 0.8 ** (2 * STEPS))
+    assert states["stateful[0]"]["last_epoch"] == 2 * STEPS
+    assert states["stateful[1]"]["scale"] == 8.0 * 2 ** (2 * STEPS // 3)
+    run("kept", epochs=2, checkpoint_every_n_steps=3, keep_checkpoints=99)
+    positions = []
+    for run_id, position in kept_checkpoints(store, "kept"):
+        positions.append(position)
+        resumed = run(run_id, epochs=2)
+        assert_equal_bits(resumed.getModel().state_dict(), whole.getModel().state_dict())
+        again = torch.load(store.get_checkpoints(run_id)[-1], weights_only=False)
+        kind = "held" if estimator == "torch" else "hvd_estimators.stateful"
+        assert_equal_bits(again[kind], states)
+    assert {(0, 48), (1, 0), (1, 32)} <= {*positions}

@@ -1,0 +1,319 @@
+"""States of users' objects are found, saved and restored; undeclared state is reported."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import logging
+import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.store import LocalStore
+from hvd_estimators.torch import TorchEstimator
+from hvd_estimators.torch.checkpoint import load_file, save_file
+from hvd_estimators.torch.serialization import dump_with_references, load_with_references
+from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects, used_by_function
+
+NET = torch.nn.Linear(1, 1)
+
+
+class Counter:
+    """Counts calls; has state as PyTorch's own objects do."""
+
+    def __init__(self, **more: Any) -> None:
+        self.more = more
+        self.calls = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls, **self.more}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class Holder:
+    """A callback without state of its own."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+    def step(self) -> None:
+        pass
+
+    def __call__(self) -> None:
+        pass
+
+
+in_module = Counter()
+
+
+def uses_global() -> None:
+    in_module.calls += 1
+
+
+def uses_it_below() -> Callable[[], None]:
+    def below() -> None:
+        (lambda: in_module.state_dict())()
+
+    return below
+
+
+def closure(counter: Counter) -> Callable[[], None]:
+    def step() -> None:
+        counter.calls += 1
+
+    return step
+
+
+def partial(function: Any, *_: Any) -> None:
+    """Stands for a function that is given what it needs."""
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda c: c, "it"),
+        (lambda c: Holder(scheduler=c, number=3), "it.scheduler"),
+        (lambda c: Holder(all={"a": [0, c]}), "it.all['a'][1]"),
+        (lambda c: [Holder(), Holder(mine=c, again=c)], "it[1].mine"),
+        (lambda c: Holder(mine=c).step, "it.mine"),
+        (lambda c: functools.partial(partial, 1, scaler=c), "it.keywords['scaler']"),
+    ],
+)
+def test_what_is_held_comes_back(make: Callable[[Counter], Any], name: str) -> None:
+    counter = Counter()
+    counter.calls = 3
+    states = StatefulObjects({"it": make(counter)}, NET).capture()
+    assert states == {name: {"calls": 3}}
+    file = io.BytesIO()
+    save_file(states, file)
+    file.seek(0)
+    fresh = Counter()
+    StatefulObjects({"it": make(fresh)}, NET).restore(load_file(file))
+    assert fresh.calls == 3
+
+
+def test_functions_are_not_searched_and_a_hint_names_what_they_use() -> None:
+    counter = Counter()
+    for function in (closure(counter), uses_global, uses_it_below()):
+        assert not StatefulObjects({"it": function}, NET).capture()
+    assert used_by_function(closure(counter)) == {"counter": counter}
+    for function in (uses_global, uses_it_below, uses_it_below(), functools.partial(uses_global)):
+        assert used_by_function(function) == {"in_module": in_module}
+    assert used_by_function(Holder()) == used_by_function(len) == {}
+
+
+class Attributes(torch.nn.Module):
+    """Has Python state of all kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 1)
+        self.steps, self.constant, self.seen = 0, 3, []
+        self.lock = threading.Lock()
+        self.owner = self.layer
+        self.rates = {"a": [Counter()]}
+        self.register_buffer("mean", torch.zeros(1))
+
+
+class Extra(Attributes):
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def test_objects_in_attributes_of_the_module_are_found_in_all_its_layers() -> None:
+    net = torch.nn.Sequential(Attributes())
+    net.add_module("again", net[0])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    net[0].layer.known, net.free = optimizer, torch.optim.SGD(net.parameters(), 0.1)
+    found = StatefulObjects({}, net, (optimizer,))
+    assert [name for name, _ in found.items()] == ["model.free", "model.0.rates['a'][0]"]
+    net[0].rates["a"][0].calls = 5
+    states = found.capture()
+    net[0].rates["a"][0].calls = 0
+    found.restore(states)
+    assert net[0].rates["a"][0].calls == 5
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 3])
+def test_attributes_that_training_changes_are_reported_once(
+    epochs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    for make, expected in ((Attributes, "model.0.steps: training changes this"), (Extra, None)):
+        caplog.clear()
+        net = torch.nn.Sequential(make(), torch.nn.BatchNorm1d(1))
+        watch = AttributeWatch(net)
+        for epoch in range(epochs):
+            # As hooks do when an epoch starts.
+            net[0].seen, net[0].rate = [], 0.1 * epoch
+            watch.epoch_started()
+            net[0].steps += 1
+            net[0].rates["a"][0].calls += 1
+            net[0].mean += 1
+            net[0].layer.weight.data += 1
+            if epochs > 1:
+                net[0].seen.append(1.0)
+            watch.epoch_ended()
+        watch.training_ended()
+        messages = [record.getMessage() for record in caplog.records]
+        assert len(messages) == (expected is not None)
+        if expected:
+            assert messages[0].startswith(expected)
+            assert "get_extra_state()" in messages[0]
+
+
+def test_objects_refer_to_the_model_and_the_optimizer_that_train() -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        net = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.BatchNorm1d(1))
+        return net, torch.optim.SGD(net.parameters(), 0.1)
+
+    net, optimizer = make()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step() -> Any:
+        def below() -> Any:
+            return scheduler, net[1].running_mean, net[0].weight
+
+        return below()
+
+    document = dump_with_references((step, scheduler, net), net, optimizer)
+    trained, its_optimizer = make()
+    found, its_scheduler, same = load_with_references(document, trained, its_optimizer)
+    assert same is trained
+    used, mean, weight = found()
+    assert used is its_scheduler
+    assert mean is trained[1].running_mean
+    assert weight is trained[0].weight
+    its_optimizer.step()
+    its_scheduler.step()
+    assert its_optimizer.param_groups[0]["lr"] == 0.05
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_global_variable_of_an_importable_module_stays_that_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = """
+        class Counter:
+            calls = 0
+            def state_dict(self): return {"calls": self.calls}
+            def load_state_dict(self, state): self.calls = state["calls"]
+
+        counter = Counter()
+
+        def step():
+            return (lambda: counter)()
+    """
+    (tmp_path / "users_steps.py").write_text(textwrap.dedent(text))
+    monkeypatch.syspath_prepend(tmp_path)
+    steps = importlib.import_module("users_steps")
+    net = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    given = steps.step, (steps.counter,)
+    step, (counter,) = load_with_references(
+        dump_with_references(given, net, optimizer, given[1]), net, optimizer
+    )
+    assert step() is counter is steps.counter
+
+
+def test_estimators_reject_and_report_state_that_is_not_declared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scaler, scheduler, mse = Counter(), Counter(), torch.nn.MSELoss()
+
+    def uses_two(model: Any, optimizer: Any) -> Any:
+        return [lambda: (scaler, mse), scheduler, net, made]
+
+    def uses_none(model: Any, optimizer: Any) -> Any:
+        return mse
+
+    net = torch.nn.Linear(1, 1)
+    made = torch.optim.SGD(net.parameters(), 0.1)
+
+    def warnings_of(**params: Any) -> list[str]:
+        caplog.clear()
+        given = {"label_cols": ["y"], "feature_cols": ["x"], "loss": mse, "optimizer": made}
+        store = LocalStore(str(tmp_path))
+        TorchEstimator(model=net, store=store, **given, **params)._check_training()
+        return [record.getMessage() for record in caplog.records]
+
+    (message,) = warnings_of(train_minibatch_fn=uses_two)
+    assert "train_minibatch_fn uses scaler (Counter), scheduler (Counter)" in message
+    assert message.endswith("Set stateful=[scaler, scheduler].")
+    (message,) = warnings_of(train_minibatch_fn=uses_two, stateful=[scaler])
+    assert message.endswith("Set stateful=[scheduler].")
+    (message,) = warnings_of(train_minibatch_fn=uses_none)
+    assert "or stateful=[] if there are none" in message
+    assert not warnings_of(train_minibatch_fn=uses_two, stateful=[scaler, scheduler])
+    assert not warnings_of(train_minibatch_fn=uses_two, stateful=[])
+    assert not warnings_of(train_minibatch_fn=Holder(scaler=scaler))
+    assert not warnings_of()
+    with pytest.raises(ParamError, match=r"stateful: expected objects with state_dict\(\) and"):
+        TorchEstimator(stateful=[scaler, 3])
+    with pytest.raises(ParamError, match="stateful: expected a list"):
+        TorchEstimator(stateful=scaler)
+
+
+def test_pytorchs_own_objects_come_back(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> tuple[Any, list[Any]]:
+        net = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        average = torch.optim.swa_utils.AveragedModel(net)
+        held = [
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch)),
+            torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.3, total_steps=9),
+            torch.amp.GradScaler("cpu", init_scale=8.0),
+            average,
+        ]
+        callback = Holder(module=net, optimizer=optimizer, head=net, held=held)
+        return StatefulObjects({"callbacks": (callback, None)}, net, (optimizer,)), held
+
+    states, held = make()
+    held[0].optimizer.step()
+    held[0].step()
+    held[1].step()
+    held[3].update_parameters(held[3].module)
+    captured = states.capture()
+    assert list(captured) == [f"callbacks[0].held[{n}]" for n in range(4)]
+    assert not caplog.records
+    file = io.BytesIO()
+    save_file(captured, file)
+    file.seek(0)
+    again, fresh = make()
+    again.restore(load_file(file))
+    assert fresh[0].last_epoch == fresh[1].last_epoch == 1
+    assert fresh[3].n_averaged == 1
+    assert torch.equal(fresh[3].module.weight, held[3].module.weight)
+
+
+def test_what_cannot_be_kept_is_told_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    broken = Counter()
+    broken.state_dict = mock.Mock(side_effect=RuntimeError("not now"))  # type: ignore[method-assign]
+    answers_all = mock.MagicMock()
+    owners = [Holder(a=Counter(lock=object())), broken, answers_all, Counter, torch.nn.MSELoss()]
+    held = StatefulObjects({"callbacks": owners}, NET)
+    with caplog.at_level(logging.WARNING):
+        assert held.capture() == held.capture() == {}
+    assert [record.getMessage() for record in caplog.records] == [
+        "callbacks[0].a: Counter.state_dict() returns more than tensors and plain values. "
+        "Checkpoints do not hold its state, and a resumed run starts without it. Return tensors "
+        "and plain values from state_dict().",
+        "callbacks[1]: Counter.state_dict() failed (RuntimeError: not now). Checkpoints do not "
+        "hold its state, and a resumed run starts without it. Return tensors and plain values "
+        "from state_dict().",
+    ]
+    caplog.clear()
+    StatefulObjects({"callbacks": [Holder()]}, NET).restore({"callbacks[0].late": {}})
+    assert "callbacks[0].late: the run's checkpoint holds its state" in caplog.text
