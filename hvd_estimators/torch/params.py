@@ -13,6 +13,7 @@ from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.sending import check_sendable
 from hvd_estimators.params import declare, functions, objects, one_of, shapes
+from hvd_estimators.plain import plain
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
 from hvd_estimators.torch.loss import Loss, check_weightable
@@ -28,7 +29,12 @@ from hvd_estimators.torch.serialization import (
     plain_module,
 )
 from hvd_estimators.torch.shards import reductions_of
-from hvd_estimators.torch.stateful import StatefulObjects, has_state, used_by_function
+from hvd_estimators.torch.stateful import (
+    StatefulObjects,
+    has_state,
+    is_loadable,
+    used_by_function,
+)
 from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
 
 __all__ = ["TorchParams"]
@@ -194,7 +200,9 @@ class TorchParams(HorovodEstimator):
         step = get("train_minibatch_fn")
         if step is not None and not callable(step):
             raise ParamError(f"train_minibatch_fn: expected a function, found {step!r}.")
-        self._warn_of_undeclared_state()
+        if get("store") is not None and get("store").saving_runs():
+            _check_extra_state(plain_module(get("model")))
+            self._warn_of_undeclared_state()
 
     def _check_losses(self) -> None:
         """Check the loss, or what makes it, with the labels."""
@@ -315,7 +323,7 @@ class TorchParams(HorovodEstimator):
         """Warn if a checkpoint may lack the state of what train_minibatch_fn uses."""
         get = self.getOrDefault
         step, stateful = get("train_minibatch_fn"), get("stateful")
-        if step is None or stateful == [] or not get("store").saving_runs():
+        if step is None or stateful == []:
             return
         model, optimizer = plain_module(get("model")), get("optimizer")
         given = {name: get(name) for name in ("stateful", "train_minibatch_fn", "callbacks")}
@@ -404,6 +412,18 @@ class TorchParams(HorovodEstimator):
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         return load_torch_params(super()._load_params, documents, self.getOrDefault("model"))
+
+
+def _check_extra_state(model: torch.nn.Module) -> None:
+    """Reject a module whose ``get_extra_state()`` a checkpoint could not restore."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor) and not is_loadable(plain(value)):
+            raise ParamError(
+                f"model: {name!r} in its state_dict() is more than tensors and plain values: "
+                f"found {value!r:.80}. Loading it from a checkpoint would run code from the file. "
+                "Return numbers, strings, tensors, and lists and dicts of them from "
+                "get_extra_state()."
+            )
 
 
 def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:

@@ -133,6 +133,11 @@ class Extra(Attributes):
         self.steps = state["steps"]
 
 
+class Unloadable(Attributes):
+    def get_extra_state(self) -> Any:
+        return {"counter": Counter()}
+
+
 def test_objects_in_attributes_of_the_module_are_found_in_all_its_layers() -> None:
     net = torch.nn.Sequential(Attributes())
     net.add_module("again", net[0])
@@ -260,6 +265,10 @@ def test_estimators_reject_and_report_state_that_is_not_declared(
     assert not warnings_of(train_minibatch_fn=uses_two, stateful=[])
     assert not warnings_of(train_minibatch_fn=Holder(scaler=scaler))
     assert not warnings_of()
+    net = torch.nn.Sequential(Unloadable())
+    made = torch.optim.SGD(net.parameters(), 0.1)
+    with pytest.raises(ParamError, match=r"model: '0\._extra_state' .* from get_extra_state\(\)"):
+        warnings_of()
     with pytest.raises(ParamError, match=r"stateful: expected objects with state_dict\(\) and"):
         TorchEstimator(stateful=[scaler, 3])
     with pytest.raises(ParamError, match="stateful: expected a list"):
