@@ -267,13 +267,13 @@ def load_with_references(
     parts = {(kind, name): part for kind, name, part in _parts_of(module)}
     parts["optimizer", ""] = optimizer
 
-    class Unpickler(pickle.Unpickler):
+    class Named(unpickling.Unpickler):
         def persistent_load(self, pid: Any) -> Any:
             if pid[0] == "global":
                 return getattr(importlib.import_module(pid[1]), pid[2])
             return parts[pid]
 
-    return Unpickler(io.BytesIO(document)).load()
+    return Named(io.BytesIO(document)).load()
 
 
 def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
@@ -354,11 +354,11 @@ def load_trained(
     if "module" in found:
         tensors = found["tensors"]
 
-        class Unpickler(pickle.Unpickler):
+        class Named(unpickling.Unpickler):
             def persistent_load(self, pid: Any) -> Any:
                 return tensors[pid]
 
-        return Unpickler(io.BytesIO(found["module"])).load(), found
+        return Named(io.BytesIO(found["module"])).load(), found
     logger.warning(
         "The trained module cannot be pickled because of %s. The model that was given comes back "
         "with the trained weights; other attributes are as before training.",
