@@ -121,7 +121,7 @@ class _Trainer:
         self.restored = self.checkpoints.state
         if self.restored is not None:
             self.history = [
-                spec.objective.named_metrics.with_names_of_today(record)
+                self.given_objective.named_metrics.with_names_of_today(record)
                 for record in self.restored.history
             ]
             self.output_shapes = self.restored.parts["output_shapes"]
