@@ -81,7 +81,7 @@ def is_set_on_self(node: ast.AST) -> bool:
     return (
         isinstance(node, ast.Attribute)
         and isinstance(node.ctx, ast.Store)
-        and ast.unparse(node.value) == "self"
+        and ast.unparse(node.value) in ("self", "instance")  # __new__ names it so
     )
 
 
