@@ -127,7 +127,7 @@ def test_columns_of_every_type_and_depth(element: str, shape: Any, valid: Any) -
     column.validate(full=True)
     exact: dict[str, Any] = {
         "string": str,
-        "decimal": lambda v: Decimal("-2.13") if v == -2.125 else Decimal(str(v)),
+        "decimal": lambda v: Decimal({-2.125: "-2.13", 1.5: "1.50", 0.0: "0.00"}[v]),
         "boolean": bool,
         "smallint": int,
     }

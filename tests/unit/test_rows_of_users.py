@@ -12,11 +12,13 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
+from hvd_estimators.inference.output_types import DOUBLE, OutputType
 from hvd_estimators.inference.rows import read_rows
 
 pytestmark = pytest.mark.versions
 
 NAN = float("nan")
+FLOATS = OutputType("float", 1)
 A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
 
 
@@ -70,7 +72,7 @@ def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any)
     assert (found.count, found.null_column) == (2, "a")
     assert found.columns["a"].tolist() == [1, 3]
     np.testing.assert_array_equal(found.columns["b"], [NAN, 2])
-    predicted = {"p": (np.array([[NAN], [7.0]]), (1,), None), "v": (np.eye(2), (2,), "float32")}
+    predicted = {"p": (np.array([[NAN], [7.0]]), (1,), DOUBLE), "v": (np.eye(2), (2,), FLOATS)}
     kept, left = found.result(predicted, keeps=True), found.result(predicted, keeps=False)
     np.testing.assert_array_equal(kept["p"], [NAN, NAN, 7])
     np.testing.assert_array_equal(kept["v"], [[1, 0], [NAN, NAN], [0, 1]])
@@ -81,9 +83,9 @@ def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any)
 def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
     table = pa.table({"a": [1, None, 3]})
     predicted = {
-        "p": (np.array([NAN, 2.7]), (), None),
-        "i": (np.array([2.7, -2e9]), (), "int32"),
-        "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), "float32"),
+        "p": (np.array([NAN, 2.7]), (), DOUBLE),
+        "i": (np.array([2.7, -2e9]), (), OutputType("int")),
+        "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), OutputType("float", 2)),
     }
     made = read_rows(table, ["a"], [], ()).result(predicted, keeps=True)
     assert made.column("p").null_count == 1
@@ -98,7 +100,7 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
     skipped = read_rows(frame, ["a"], [], ()).result(predicted, keeps=False)
     assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -2_000_000_000])
 
-    too_large = {"i": (np.array([2.7, -3e10]), (), "int32")}
+    too_large = {"i": (np.array([2.7, -3e10]), (), OutputType("int"))}
     for rows in (table, frame):
         with pytest.raises(PredictionError, match=r"i is -30000000000.0, which type int cannot"):
             read_rows(rows, ["a"], [], ()).result(too_large, keeps=True)

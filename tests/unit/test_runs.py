@@ -158,8 +158,8 @@ def test_a_fit_goes_on_from_a_checkpoint_of_the_same_only(store: Any, framework:
             ) as raised:
                 start(store, framework, **changes)
             # Without its notes, too, a run of another network or optimizer cannot be resumed.
-            other_state = ("model: weights ", "model: optimizer ", "(now without)")
-            has_other_state = any(part in str(raised.value) for part in other_state)
+            other_state = ("model: weights", "optimizer torch", "no 0 .*Adam")
+            has_other_state = any(part in message for part in other_state)
             assert ("metadata.json" in str(raised.value)) is not has_other_state
             assert ("load_checkpoint(store, run_id='mine')" in str(raised.value)) is has_other_state
     start(store, framework, batch_size=8, run_id="other")

@@ -48,6 +48,7 @@ class Process:
         self._clock, self._seconds, self._error = clock, seconds, error
         self.ended_at: float | None = None
         self.stalls_at = float("inf")
+        self.waits_in = ""
 
     def running(self) -> bool:
         return self._clock.passed < self._seconds
@@ -120,10 +121,11 @@ def test_a_rank_that_ends_within_the_grace_keeps_its_own_outcome(clock: Clock) -
 def test_a_rank_that_stalls_has_failed_and_the_others_are_ended(clock: Clock) -> None:
     stalling, other = Process(clock, 0, 3600), Process(clock, 1, 3600)
     stalling.stalls_at = 7.0
+    other.waits_in = "File 'step.py', line 3, in allreduce"
     outcomes = by_rank(supervise([stalling, other]))
 
     assert [outcome.error_type for outcome in outcomes] == ["stalled", "aborted"]
-    assert outcomes[0].error == "stands still"
+    assert outcomes[0].error == f"stands still\nRank 1 waits here:\n{other.waits_in}"
     assert outcomes[1].error == "Ended because rank 0 on here had failed (stands still)."
     assert (stalling.ended_at, other.ended_at) == pytest.approx((7, 7 + GRACE), abs=0.2)
 

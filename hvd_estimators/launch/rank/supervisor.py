@@ -77,8 +77,10 @@ def failure_of(outcome: RankOutcome) -> Failure:
     """Return what is told of a failed rank to others: in a few words why it failed."""
     if outcome.lost is not None:
         return Failure(outcome.rank, outcome.host, f"has lost touch: {outcome.error}")
-    last_line = (outcome.error.rstrip().splitlines() or [""])[-1]
-    return Failure(outcome.rank, outcome.host, f"had failed ({last_line[:200]})")
+    lines = outcome.error.rstrip().splitlines() or [""]
+    # A traceback names the error last; a stall comes before the calls in which ranks wait.
+    reason = lines[0 if outcome.error_type == "stalled" else -1]
+    return Failure(outcome.rank, outcome.host, f"had failed ({reason[:200]})")
 
 
 def _waiting(ranks: Sequence[RankProcess]) -> str:
