@@ -36,6 +36,7 @@ __all__ = [
 _BASE_KEYS = ("name", "trainable", "dtype")
 _ARGUMENTS = "hvd_estimators_arguments"
 _ATTRIBUTES = "hvd_estimators_attributes"
+_BUILT = "hvd_estimators_built"
 _HELD = "hvd_estimators_held"
 
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
@@ -80,6 +81,7 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
                 # Past Keras, which tracks attributes.
                 vars(part)["get_config"] = functools.partial(_config, part, extra)
                 if _has_no_shapes(part):
+                    extra[_BUILT] = True
                     vars(part)["get_build_config"] = _nothing
             yield
         finally:
@@ -240,6 +242,7 @@ class _Maker:
         """Return an object of the class."""
         config = dict(config)
         attributes, arguments = config.pop(_ATTRIBUTES, None), config.pop(_ARGUMENTS, None)
+        is_built = config.pop(_BUILT, False)
         if arguments is not None:
             made = self._construct(arguments)
         else:
@@ -247,6 +250,8 @@ class _Maker:
             made = cls.from_config(_accepted(cls, config))
         if attributes is not None:
             set_attributes(made, self._custom_objects[attributes])
+        if is_built:
+            made.built = True
         return made
 
     def _construct(self, arguments: Mapping[str, Any]) -> Any:
