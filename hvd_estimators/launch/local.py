@@ -24,7 +24,7 @@ from hvd_estimators.launch.gpu import rank_gpus
 from hvd_estimators.launch.mends import require_mends
 from hvd_estimators.launch.network.addresses import LOOPBACK, listening_environment
 from hvd_estimators.launch.network.channel import new_secret, ranks_key
-from hvd_estimators.launch.rank.environment import child_environment, python_path
+from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
 from hvd_estimators.launch.rank.outcome import results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.references import modules_of_call
@@ -34,7 +34,6 @@ from hvd_estimators.launch.rank.warm import WarmStart, wanted
 from hvd_estimators.launch.rendezvous.client import LocalLink
 from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
 from hvd_estimators.launch.rendezvous.job_store import JobStore
-from hvd_estimators.launch.rendezvous.patience import GLOO_TIMEOUT
 from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
 
 __all__ = ["LocalBackend"]
@@ -123,7 +122,7 @@ class LocalBackend(Backend):
         threads = max((os.cpu_count() or 1) // self._num_proc, 1)
         base = {
             "OMP_NUM_THREADS": str(threads),
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT,
+            **DEFAULTS,
             **os.environ,
             "PYTHONPATH": python_path(sys.path),
         }

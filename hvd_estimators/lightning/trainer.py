@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -17,10 +17,11 @@ from hvd_estimators.lightning.arguments import trainer_arguments
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
 from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
 from hvd_estimators.lightning.exact import ExactStrategy
-from hvd_estimators.lightning.flavor import Flavor, of_flavor
+from hvd_estimators.lightning.flavor import of_flavor
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
 from hvd_estimators.lightning.outputs import StoreCheckpointIO
 from hvd_estimators.lightning.partial import PartialEpoch
+from hvd_estimators.lightning.quiet import quiet
 from hvd_estimators.lightning.saving import BUFFERS, PARTIAL, RunCheckpoint, snapshot
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trained import load_best, users_module
@@ -70,7 +71,7 @@ def train(spec: LightningTrainSpec) -> TrainResult:
         The trained module, from rank 0.
     """
     ranks = spec.data.num_ranks
-    with horovod_session(hvd, spec.mp_start_method, ranks), _quiet(spec.verbose, spec.flavor):
+    with horovod_session(hvd, spec.mp_start_method, ranks), quiet(spec.verbose):
         if spec.random_seed is not None:
             spec.flavor.get("seed_everything")(spec.random_seed, workers=True, verbose=False)
         return _Trainer(spec).train()
@@ -311,18 +312,3 @@ class _Trainer:
             trained = users_module(self.module)
             state = trained_file(trained, lambda: users_module(load_module(file, True)), {})
         return TrainResult(digest, state, tuple(recorder.history), stopped=self.stopped)
-
-
-@contextlib.contextmanager
-def _quiet(verbose: int, flavor: Flavor) -> Iterator[None]:
-    """Keep Lightning from talking about hardware, where nobody asked for the ranks' output."""
-    loggers = [logging.getLogger(name) for name in (flavor.name, flavor.fabric)]
-    levels = [log.level for log in loggers]
-    if verbose < 2:
-        for log in loggers:
-            log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for log, level in zip(loggers, levels, strict=True):
-            log.setLevel(level)

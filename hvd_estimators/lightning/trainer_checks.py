@@ -10,6 +10,7 @@ from typing import Any
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.dry_run import traceless
 from hvd_estimators.lightning.flavor import Flavor, is_lightning
+from hvd_estimators.lightning.quiet import quiet
 
 __all__ = ["adapted_trainer_args", "check_module", "check_objects", "check_trainer_args"]
 
@@ -138,7 +139,7 @@ def check_trainer_args(
             f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
         )
     refused = (TypeError, ValueError, flavor.get("utilities.exceptions.MisconfigurationException"))
-    with traceless():
+    with traceless(), quiet():
         try:
             flavor.get("Trainer")(**{**plain, **ours, "barebones": False})
         except refused as error:

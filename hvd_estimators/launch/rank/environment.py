@@ -6,7 +6,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-__all__ = ["child_environment", "python_path", "shared_environment"]
+from hvd_estimators.launch.rank.quiet import LOG_LEVEL
+from hvd_estimators.launch.rendezvous.patience import GLOO_TIMEOUT
+
+__all__ = ["DEFAULTS", "child_environment", "python_path", "shared_environment"]
+
+DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
+"""Variables of ranks that the user, the driver and the executor have not set."""
 
 # Parts of a name; some only at the end of a word, so that TOKENIZERS_PARALLELISM is none of them.
 _SECRET = re.compile(

@@ -108,9 +108,16 @@ class OutputReader:
     streams : mapping of int to callable or None
         The reading ends of pipes, and what is called with the lines from there, some at a time: of
         a long one with its two ends only. One that raises is not called again.
+    select : callable, optional
+        Takes lines and returns those that are passed on, and that the end holds.
     """
 
-    def __init__(self, streams: Mapping[int, Callable[[list[str]], None] | None]) -> None:
+    def __init__(
+        self,
+        streams: Mapping[int, Callable[[list[str]], None] | None],
+        select: Callable[[Sequence[str]], list[str]] | None = None,
+    ) -> None:
+        self._select = select
         self._tail = _Tail()
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -162,6 +169,10 @@ class OutputReader:
     def _taker(self, on_lines: Callable[[list[str]], None] | None) -> Callable[[list[str]], None]:
         def take(lines: list[str]) -> None:
             nonlocal on_lines
+            if self._select is not None:
+                lines = self._select(lines)
+            if not lines:
+                return
             with self._lock:
                 self._tail.add(lines)
             if on_lines is not None:

@@ -30,6 +30,7 @@ from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.liveness import HangWatch, sign_left, stack_left
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
 from hvd_estimators.launch.rank.output import OutputReader
+from hvd_estimators.launch.rank.quiet import unnoticed
 from hvd_estimators.launch.rank.stalls import (
     StallWatch,
     hang_limit,
@@ -233,7 +234,8 @@ class RankProcess:
                 self._close_pipes()
         if self._process is not None:
             self._output = OutputReader(
-                {pipes[name][0]: on_lines for name, on_lines in takers.items()}
+                {pipes[name][0]: on_lines for name, on_lines in takers.items()},
+                unnoticed(self._env),
             )
 
     def _start_fresh(self, lifeline: int, call: IO[bytes], output: int, errors: int | None) -> None:

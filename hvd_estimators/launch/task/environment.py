@@ -10,9 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from hvd_estimators.launch.rank.environment import child_environment, python_path
+from hvd_estimators.launch.rank.environment import DEFAULTS, child_environment, python_path
 from hvd_estimators.launch.rank.warm import WarmStart, wanted
-from hvd_estimators.launch.rendezvous.patience import GLOO_TIMEOUT
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.task.job import Job
@@ -30,7 +29,7 @@ def prepare_warm_start(job: Job) -> None:
 def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
     """Return the environment of a rank, with what is its own."""
     return child_environment(
-        {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT},
+        DEFAULTS,
         os.environ,
         job.driver_env,
         {"PYTHONPATH": python_path(sys.path, job.driver_path)},

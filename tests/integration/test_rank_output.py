@@ -1,0 +1,97 @@
+"""What ranks print while they train: the user's lines, and no notices of frameworks."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import keras_reference
+import lightning_reference
+import pytest
+import reference
+from reference import write_rows
+
+from hvd_estimators.launch import LocalBackend
+
+pytestmark = pytest.mark.timeout(300)
+
+NOTICES = (
+    "absl::InitializeLog",
+    "I0000",
+    "cuInit",
+    "cudart_stub",
+    "oneDNN",
+    "cpu_feature_guard",
+    "To enable the following instructions",
+    "💡",
+    "litlogger",
+)
+HARDWARE = ("GPU available", "TPU available")
+
+
+@pytest.fixture(autouse=True)
+def _no_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    for module in (reference, keras_reference, lightning_reference):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def printed_lines(text: str, kinds: tuple[str, ...] = NOTICES) -> list[str]:
+    return [line for line in text.splitlines() if any(kind in line for kind in kinds)]
+
+
+@pytest.mark.parametrize("warm_start", [True, False])
+def test_ranks_of_keras_print_no_notices_unless_the_user_asks(
+    store: Any, capfd: pytest.CaptureFixture[str], warm_start: bool
+) -> None:
+    import keras
+
+    class Speaker(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            print("end of epoch", epoch, file=sys.stderr)
+
+    write_rows(Path(store.get_train_data_path()), 32)
+    output = io.StringIO()
+    capfd.readouterr()
+    estimator = keras_reference.make_estimator(
+        store,
+        2,
+        backend=LocalBackend(2, stderr=output, stdout=output, warm_start=warm_start),
+        callbacks=[Speaker()],
+        verbose=int(warm_start),
+    )
+    estimator.fit_on_parquet()
+    shown = output.getvalue()
+    assert shown.count("end of epoch 0") == 2
+    assert not printed_lines(shown)
+    if warm_start:
+        assert "Epoch 1/1" in capfd.readouterr().err
+        return
+
+    def use_tensorflow() -> None:
+        import tensorflow as tf
+
+        tf.config.list_physical_devices("GPU")
+
+    everything = io.StringIO()
+    asked = {"TF_CPP_MIN_LOG_LEVEL": "0"}
+    LocalBackend(1, env=asked, stdout=everything, stderr=everything).run(use_tensorflow)
+    assert printed_lines(everything.getvalue())
+
+
+def test_neither_ranks_nor_checks_of_lightning_print_advertisements(
+    store: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(Path(store.get_train_data_path()), 32)
+    for verbose in (0, 1, 2):
+        output = io.StringIO()
+        backend = LocalBackend(2, stdout=output, stderr=output)
+        lightning_reference.fit(backend, store, verbose=verbose)
+        driver = capfd.readouterr()
+        shown = output.getvalue()
+        assert not printed_lines(shown + driver.err + driver.out)
+        assert not printed_lines(driver.err + driver.out, HARDWARE)
+        assert bool(printed_lines(shown, HARDWARE)) == (verbose == 2)
