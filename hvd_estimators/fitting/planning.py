@@ -152,7 +152,7 @@ class TrainPlanning(
         """
         get = self.getOrDefault
         needed = set(self._needed_columns())
-        buffer_bytes = get("shuffle_buffer_size")
+        buffer_bytes = self._shuffle_buffer_bytes()
         columns = tuple(column for column in manifest.columns if column.name in needed)
         groups = manifest.train.row_groups
         plan = plan_shards(
@@ -196,7 +196,7 @@ class TrainPlanning(
         get = self.getOrDefault
         return ReaderOptions(
             shuffle=get("shuffle"),
-            shuffle_buffer_size=get("shuffle_buffer_size"),
+            shuffle_buffer_size=self._shuffle_buffer_bytes(),
             inmemory_cache_all=get("inmemory_cache_all"),
             cache_type=get("cache_type"),
             cache_location=get("cache_location"),

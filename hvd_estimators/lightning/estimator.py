@@ -122,7 +122,7 @@ class LightningEstimator(LightningParams):
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         identity = super()._model_identity(trial)
         module, get = self.getOrDefault("model"), self.getOrDefault
-        arguments = {k: v for k, v in get("trainer_args").items() if k not in _OF_A_PART}
+        arguments = {k: v for k, v in (get("trainer_args") or {}).items() if k not in _OF_A_PART}
         identity["trainer_args"] = named(arguments)
         if self._is_lightning:
             identity["hparams"] = named(dict(module.hparams))
@@ -145,7 +145,7 @@ class LightningEstimator(LightningParams):
     def _make_spec(self, common: TrainSpec, trial: Trial) -> TrainSpec:
         get = self.getOrDefault
         flavor = self._flavor()
-        trainer_args = adapted_trainer_args(get("trainer_args"), flavor)
+        trainer_args = adapted_trainer_args(get("trainer_args") or {}, flavor)
         common = replace(
             common,
             callbacks=(),

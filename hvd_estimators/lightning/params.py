@@ -78,7 +78,6 @@ class LightningParams(TorchEstimator):
     )
     trainer_args = declare(
         "Further arguments of Lightning's Trainer, which replace those that the estimator gives.",
-        default={},
         convert=_arguments,
     )
     data_module = declare(
@@ -121,7 +120,7 @@ class LightningParams(TorchEstimator):
             )
         flavor = self._flavor()
         check_objects(get("logger"), get("profiler"))
-        arguments = adapted_trainer_args(get("trainer_args"), flavor)
+        arguments = adapted_trainer_args(get("trainer_args") or {}, flavor)
         check_trainer_args(arguments, flavor, get("callbacks"))
         if self._is_lightning:
             check_modes(get("model"))
@@ -136,7 +135,7 @@ class LightningParams(TorchEstimator):
         for name in ("model", "data_module", "callbacks", "logger", "profiler"):
             for given in as_list(get(name)):
                 yield name, given
-        for name, value in get("trainer_args").items():
+        for name, value in (get("trainer_args") or {}).items():
             for given in as_list(value):
                 yield f"trainer_args: {name}", given
 

@@ -17,8 +17,7 @@ class ReadingParams(DeclaredParams):
 
     shuffle_buffer_size = declare(
         "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
-        "are read at the same time.",
-        default=SHUFFLE_BUFFER_BYTES,
+        f"are read at the same time. Default: {SHUFFLE_BUFFER_BYTES}.",
         convert=integer(0),
         accessor="ShufflingBufferSize",
         aliases=["ShuffleBufferSize"],
@@ -70,6 +69,10 @@ class ReadingParams(DeclaredParams):
         "PyArrow otherwise.",
     )
 
+    def _shuffle_buffer_bytes(self) -> int:
+        given: int | None = self.getOrDefault("shuffle_buffer_size")
+        return SHUFFLE_BUFFER_BYTES if given is None else given
+
     def _check_reading(self) -> None:
         """Make sure that there is something to read the rows with, and memory to shuffle them."""
         module = self.getOrDefault("data_module")
@@ -79,7 +82,7 @@ class ReadingParams(DeclaredParams):
                 f"cache_type: only Petastorm caches on disk, found data_module={module!r}. Set "
                 "data_module='petastorm', or leave cache_type out."
             )
-        buffer_bytes = self.getOrDefault("shuffle_buffer_size")
+        buffer_bytes = self._shuffle_buffer_bytes()
         if buffer_bytes < _LEAST_BUFFER_BYTES:
             raise ParamError(
                 f"shuffle_buffer_size: expected bytes, {_LEAST_BUFFER_BYTES} or more, found "

@@ -138,6 +138,9 @@ def test_the_accessors_of_horovod_spark_exist():
     assert estimator.getTrainReaderNumWorker() == 3
     assert estimator.getValReaderNumWorker() == 4
     assert estimator.getInMemoryCacheAll() is True
+    assert TorchEstimator().getShufflingBufferSize() is None
+    assert TorchEstimator().getShuffleBufferSize() is None
+    assert TorchEstimator().getDataModule() is None
     assert TorchModel(label_columns=["y"]).getLabelColoumns() == ["y"]
 
 
