@@ -25,6 +25,8 @@ __all__ = ["importing"]
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 _END_SECONDS = 10.0
+# Mostly 1 s or 2; a busy machine takes long to start Python.
+_PATIENCE_SECONDS = 30.0
 # When executors of which application were asked for which imports.
 _asked: dict[object, float] = {}
 _lock = threading.Lock()
@@ -67,13 +69,39 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     # With the caller's job group, by which the job can be cancelled.
     thread = cluster.thread(ask)
     thread.start()
+    patience = _PATIENCE_SECONDS
     try:
         yield
+    except Exception:
+        raise
+    except BaseException:
+        patience = 0.0  # the user has interrupted, and waits
+        raise
     finally:
-        # Mostly it has begun and is about to end; a task that is cancelled takes its Python along.
-        thread.join(_GRACE_SECONDS)
-        ended = time.monotonic() + _END_SECONDS
-        while thread.is_alive() and time.monotonic() < ended:
+        _end(cluster, thread, tags, patience)
+
+
+def _end(cluster: Cluster, thread: threading.Thread, tags: list[str], patience: float) -> None:
+    """Wait until the job has ended, and cancel one whose tasks wait for slots.
+
+    Tasks that have begun take a moment. If they were cancelled, or if the program ended before
+    them, Spark would log errors with stacks below the message of what has failed in the block.
+    """
+    now = time.monotonic()
+    given_up, ended, waits_since = now + patience, now + patience + _END_SECONDS, now
+    while thread.is_alive() and now < ended:
+        thread.join(_POLL_SECONDS)
+        now = time.monotonic()
+        if not any(_has_no_slots(cluster, tag) for tag in tags):
+            waits_since = now
+        if now > given_up or now - waits_since > _GRACE_SECONDS:
             for tag in tags:
-                cluster.cancel(tag)
-            thread.join(_POLL_SECONDS)
+                with contextlib.suppress(Exception):  # the context has been stopped
+                    cluster.cancel(tag)
+
+
+def _has_no_slots(cluster: Cluster, tag: str) -> bool:
+    """Return whether a job waits for slots, as far as that is known: it is not over Connect."""
+    with contextlib.suppress(Exception):
+        return bool(cluster.jobs(tag)) and not cluster.started_tasks(tag)
+    return False

@@ -1,0 +1,78 @@
+"""Imports that run ahead of ranks: how their job ends."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from hvd_estimators.launch.cluster import ahead
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class FakeCluster:
+    """An application whose job takes some time, or waits for slots."""
+
+    application = "app"
+
+    def __init__(self, seconds, started):
+        self._seconds, self._started = seconds, started
+        self.cancelled = threading.Event()
+        self.ended = threading.Event()
+
+    def thread(self, target):
+        return threading.Thread(target=target, daemon=True)
+
+    def tagged(self, *_):
+        return threading.Lock()
+
+    def collect(self, *_):
+        self.cancelled.wait(self._seconds)
+        self.ended.set()
+
+    def cancel(self, tag):
+        self.cancelled.set()
+
+    def jobs(self, tag):
+        return {1}
+
+    def started_tasks(self, tag):
+        return self._started
+
+
+@pytest.fixture
+def job(monkeypatch):
+    monkeypatch.setattr(ahead, "_asked", {})
+    return SimpleNamespace(modules=("json",), executable=None, env={})
+
+
+def fail(cluster, job, error):
+    began = time.monotonic()
+    with pytest.raises(type(error)), ahead.importing(cluster, 2, job):
+        raise error
+    return time.monotonic() - began
+
+
+def test_tasks_that_have_begun_end_by_themselves_before_an_error_goes_on(job):
+    cluster = FakeCluster(1.5, started=2)
+    fail(cluster, job, ValueError())
+    assert cluster.ended.is_set()
+    assert not cluster.cancelled.is_set()
+
+
+@pytest.mark.parametrize(
+    ("started", "error"), [(0, ValueError()), (2, KeyboardInterrupt())], ids=["slots", "interrupt"]
+)
+def test_a_job_that_waits_for_slots_or_is_interrupted_is_cancelled(job, started, error):
+    cluster = FakeCluster(30, started)
+    assert fail(cluster, job, error) < 5
+    assert cluster.cancelled.is_set()
+    assert cluster.ended.is_set()
+
+
+def test_a_job_that_does_not_end_is_cancelled(job, monkeypatch):
+    monkeypatch.setattr(ahead, "_PATIENCE_SECONDS", 0.5)
+    cluster = FakeCluster(30, started=2)
+    assert fail(cluster, job, ValueError()) < 5
+    assert cluster.cancelled.is_set()
