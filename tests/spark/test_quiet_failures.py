@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.spark, pytest.mark.once, pytest.mark.timeout(300)]
 
 PROGRAM = textwrap.dedent(
     """
