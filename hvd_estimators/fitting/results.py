@@ -7,6 +7,7 @@ from typing import Any, overload
 
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
+from hvd_estimators.training.weight_digests import named_weights, unequal_weights
 
 __all__ = ["RunResults"]
 
@@ -40,10 +41,7 @@ class RunResults(Sequence[TrainResult]):
             If rank 0 returned no state.
         """
         if len({result.weights_digest for result in self._results}) > 1:
-            raise HvdEstimatorsError(
-                "The ranks ended with different weights. A callback, custom layer or "
-                "train_minibatch_fn that treats ranks differently can cause that."
-            )
+            raise HvdEstimatorsError(self._unequal())
         state = self._results[0].state
         if state is None:
             raise ResultsError(
@@ -51,6 +49,25 @@ class RunResults(Sequence[TrainResult]):
                 "the order of the ranks."
             )
         return state
+
+    def _unequal(self) -> str:
+        """Return the message about ranks that ended with different weights."""
+        names = unequal_weights([result.weight_digests for result in self._results])
+        message = "The ranks ended with different weights"
+        message += f": {named_weights(names)}. " if names else ". "
+        message += (
+            "A callback, custom layer or step of the user's that treats ranks differently can "
+            "cause that."
+        )
+        run = getattr(self.spec, "run", None)
+        if run is None:
+            return message
+        if run.checkpoints_path is None:
+            return f"{message} Run {run.run_id!r} keeps no checkpoints: its result is lost."
+        return (
+            f"{message} What rank 0 trained is the newest checkpoint of run {run.run_id!r}, in "
+            f"{run.checkpoints_path}: load_checkpoint(store, run_id={run.run_id!r}) reads it."
+        )
 
     @property
     def history(self) -> tuple[EpochMetrics, ...]:

@@ -59,6 +59,7 @@ from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.tensorboard import EventWriter
+from hvd_estimators.training.weight_digests import combined_digest
 
 __all__ = ["KerasTrainSpec", "train"]
 
@@ -196,8 +197,13 @@ class _Trainer:
                 self._fit(data, states, step_end, progress)
             else:
                 self._end_again(end)
+        digests = _digests(self.model)
         return TrainResult(
-            _digest(self.model), self._final_state(), tuple(end.history), stopped=end.stopped
+            combined_digest(digests),
+            self._final_state(),
+            tuple(end.history),
+            stopped=end.stopped,
+            weight_digests=digests,
         )
 
     def _end_again(self, end: EpochEnd) -> None:
@@ -364,9 +370,12 @@ def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def _digest(model: keras.Model) -> str:
-    digest = hashlib.sha256()
-    for variable in model.trainable_variables:
+def _digests(model: keras.Model) -> dict[str, str]:
+    """Return a digest of each trainable variable, by its path."""
+    digests: dict[str, str] = {}
+    for index, variable in enumerate(model.trainable_variables):
         # As bytes, since NumPy gives no buffer of bfloat16.
-        digest.update(variable.numpy().reshape(-1).view(np.uint8))
-    return digest.hexdigest()
+        digest = hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).hexdigest()[:16]
+        name = variable.path
+        digests[name if name not in digests else f"{name} ({index})"] = digest
+    return digests

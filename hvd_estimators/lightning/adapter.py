@@ -73,6 +73,8 @@ class ModuleAdapter(LightningModule):
         self._states: dict[str, EpochMetricStates] = {}
         # Whether the newest loss is scaled for its step over all ranks.
         self.scales_its_loss = False
+        # The newest loss, scaled for its step, if the module scales it.
+        self.step_loss: torch.Tensor | None = None
         # Whether `epoch_losses` are logged, and not means over rows.
         self.counts_losses = False
         self.epoch_losses = torch.nn.ModuleDict(
@@ -128,12 +130,14 @@ class ModuleAdapter(LightningModule):
         evaluation = objective.evaluate(self, batch, share)
         loss = self._logged("train", evaluation)
         self.scales_its_loss = not evaluation.is_row_mean
+        self.step_loss = None
         if evaluation.is_row_mean:
             return loss
         no_rows = evaluation.stated is not None and not share.rows
         stated = 0.0 if no_rows else evaluation.stated
         strategy.denominators.add(stated, share.rows)
         assert evaluation.step_loss is not None
+        self.step_loss = evaluation.step_loss.detach()
         # The value of the batch's own loss, the gradient of its part of the step's.
         return loss.detach() + evaluation.step_loss - evaluation.step_loss.detach()
 

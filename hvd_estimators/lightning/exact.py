@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchmetrics import Metric
 
-from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ResultCollection
 from hvd_estimators.lightning.checks import takes_tuple
 from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
 from hvd_estimators.lightning.results import RankResults
 from hvd_estimators.lightning.strategy import HorovodStrategy
+from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StepShare, as_stated
 from hvd_estimators.torch.shards import BufferReducer
 from hvd_estimators.training.shards import ShardStates
@@ -91,7 +91,7 @@ class ExactStrategy(HorovodStrategy):
         return self._train is None
 
     @property
-    def averager(self) -> BackwardAverager:
+    def averager(self) -> GradientAverager:
         """What averages gradients, while the Trainer fits."""
         assert self._averager is not None
         return self._averager

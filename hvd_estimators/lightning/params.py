@@ -108,11 +108,6 @@ class LightningParams(TorchEstimator):
     def _check_params(self) -> None:
         get = self.getOrDefault
         super()._check_params()
-        for callback in get("callbacks"):
-            if isinstance(callback, type) or not is_lightning(callback, "Callback"):
-                raise ParamError(
-                    f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
-                )
         if (get("num_gpus") or 0) > 1:
             raise ParamError(
                 f"num_gpus: a rank trains on one GPU, found {get('num_gpus')}. Set num_proc to the "
@@ -125,6 +120,13 @@ class LightningParams(TorchEstimator):
         if self._is_lightning:
             check_modes(get("model"))
             check_module(get("model"), flavor)
+
+    def _check_callbacks(self) -> None:
+        for callback in self.getOrDefault("callbacks"):
+            if isinstance(callback, type) or not is_lightning(callback, "Callback"):
+                raise ParamError(
+                    f"callbacks: expected instances of Lightning's Callback, found {callback!r}."
+                )
 
     def _flavor(self) -> Flavor:
         """Return the package of Lightning's that the user's objects belong to."""
@@ -176,6 +178,7 @@ class LightningParams(TorchEstimator):
         is_overridden = self._flavor().get("utilities.model_helpers.is_overridden")
         if not is_overridden("configure_model", get("model")):
             reductions_of(get("model"), get("buffer_reduction"))
+        self._check_callbacks()
         if get("backward_passes_per_step") > 1 and not get("model").automatic_optimization:
             raise ParamError(
                 "backward_passes_per_step: the module optimizes manually and accumulates gradients "

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import Callback
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.flavor import is_lightning
 from hvd_estimators.lightning.partial import PartialEpoch, repeat_epoch_start
+from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.lightning.users_data import skip_batches
 from hvd_estimators.lightning.wrapping import wrapped
+from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch.checkpoint import ShardBuffers, copied, fleeting_buffers
 from hvd_estimators.torch.copies import on_cpu
+from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.randomness import TorchStreams
+from hvd_estimators.torch.ranks import check_same_weights
+from hvd_estimators.torch.serialization import optimizer_content
 from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.interruption import StopRequest, interrupted
@@ -34,6 +38,7 @@ from hvd_estimators.training.rank import seed_rank
 from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import CheckpointOptions
 from hvd_estimators.training.state import RunState
+from hvd_estimators.training.weight_digests import named_weights
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
@@ -43,6 +48,7 @@ _BASES = "hvd_estimators.buffer_bases"
 _STATEFUL = "hvd_estimators.stateful"
 _GRADIENTS = "hvd_estimators.gradients"
 PARTIAL = "hvd_estimators.partial"
+_REQUIRES_GRAD = "hvd_estimators.requires_grad"
 # The large parts of a checkpoint, which may share tensors.
 _TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _BASES, _GRADIENTS)
 
@@ -82,8 +88,8 @@ class RunCheckpoint(Callback):
         Tells when ranks are asked to end; its block has begun.
     long_validation : LongValidation
         Tells whether to save before validation.
-    keeps : bool
-        Whether the run has checkpoints at all.
+    run : RunPaths
+        The run.
     restored : RunState or None
         What the run goes on from.
     """
@@ -100,7 +106,7 @@ class RunCheckpoint(Callback):
         options: CheckpointOptions,
         stop: StopRequest,
         long_validation: LongValidation,
-        keeps: bool,
+        run: RunPaths,
         restored: RunState | None,
     ) -> None:
         self._shards = shards
@@ -115,7 +121,11 @@ class RunCheckpoint(Callback):
         self._stop = stop
         self._long_validation = long_validation
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        self._keeps = keeps
+        self._run = run
+        self._keeps = run.checkpoints_path is not None
+        self._checked = False
+        self._trainable: Mapping[str, bool] = {}
+        self._toggled: Mapping[str, bool] = {}
         self._restored = restored
         self._started = False
         self._due = self._stops = False
@@ -155,6 +165,7 @@ class RunCheckpoint(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
+        self._toggled = checkpoint.get(_REQUIRES_GRAD, {})
         self._buffers = checkpoint.get(BUFFERS, ())
         self._gradients = checkpoint.get(_GRADIENTS, {})
         self._states = checkpoint.get(PARTIAL, ())
@@ -181,6 +192,10 @@ class RunCheckpoint(Callback):
             # Lightning has set a handler, by which this rank alone would end after a batch.
             signal.signal(signal.SIGTERM, self._on_sigterm)
         trainer._signal_connector.received_sigterm = False
+        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
+        for name, parameter in pl_module.named_parameters():
+            if name in self._toggled:
+                parameter.requires_grad_(self._toggled[name])
         known = _known_objects(trainer)
         ignored = self._partial.base_attributes
         given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
@@ -217,6 +232,17 @@ class RunCheckpoint(Callback):
         self._seed_epoch(trainer.current_epoch)
         self._restore_stateful()
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show other callbacks the weights found; compare the ranks after the first epoch."""
+        strategy: Any = trainer.strategy
+        strategy.set_optimizer_modes(training=False)
+        if not self._checked:
+            self._checked = True
+            check_same_weights(pl_module, trainer.current_epoch, self._run)
+            names = _averager(trainer).without_optimizer()
+            if names and trainer.is_global_zero:
+                logger.warning(UNUSED_GRADIENTS, named_weights(names))
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note that validation begins."""
         self._long_validation.begin()
@@ -249,6 +275,15 @@ class RunCheckpoint(Callback):
         checkpoint[BUFFERS] = ShardBuffers(trainer.lightning_module, self._shards, self._fleeting)
         assert self._stateful is not None
         checkpoint[_STATEFUL] = self._stateful.capture()
+        module = trainer.lightning_module
+        checkpoint[_REQUIRES_GRAD] = {
+            name: p.requires_grad
+            for name, p in module.named_parameters()
+            if p.requires_grad is not self._trainable.get(name)
+        }
+        checkpoint[PARAMETER_GROUPS] = [
+            optimizer_content(optimizer, module)["groups"] for optimizer in trainer.optimizers
+        ]
         # When training is over the strategy knows them no more.
         if self._gradients is None:
             checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
@@ -361,9 +396,9 @@ def _known_objects(trainer: Trainer) -> list[Any]:
     ]
 
 
-def _averager(trainer: Trainer) -> BackwardAverager:
+def _averager(trainer: Trainer) -> GradientAverager:
     strategy: Any = trainer.strategy
-    averager: BackwardAverager = strategy.averager
+    averager: GradientAverager = strategy.averager
     return averager
 
 

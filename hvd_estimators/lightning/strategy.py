@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -12,7 +11,6 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from hvd_estimators.launch.gpu import gpu_index
-from hvd_estimators.lightning.averaging import BackwardAverager
 from hvd_estimators.lightning.bases import ParallelStrategy
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
@@ -34,16 +32,21 @@ from hvd_estimators.lightning.results import RankResults, reduce_results
 from hvd_estimators.lightning.stopping import agree_on_stopping
 from hvd_estimators.lightning.undecided import of_any_flavor
 from hvd_estimators.torch.averaging import average_batch_norm
-from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.gradients import GradientAverager
+from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.metric_states import connect_metrics
 from hvd_estimators.torch.ranks import broadcast_tensors, sum_tensor
+from hvd_estimators.torch.serialization import restore_optimizer
 from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["HorovodStrategy"]
+__all__ = ["PARAMETER_GROUPS", "HorovodStrategy"]
+
+PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
+"""Name of what a checkpoint holds of the parameters in each group of each optimizer."""
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -101,12 +104,12 @@ class HorovodStrategy(ParallelStrategy):
         super().__init__(cluster_environment=environment, **kwargs)
         self._compression = compression
         self._scale_learning_rate = scale_learning_rate
-        self._averager: BackwardAverager | None = None
+        self._averager: GradientAverager | None = None
         self._blocked = False
         self._stated: Any = None
+        self._loss_scale: Any = 1.0
         self.denominators = StatedDenominators()
         self._rates: dict[int, StepRate] = {}
-        self._step_hooks: list[Any] = []
         self._disconnect_metrics: Callable[[], None] = _nothing
         self._restore_results: Callable[[], None] | None = None
         self._stop_apart: Callable[[], None] = _nothing
@@ -157,15 +160,16 @@ class HorovodStrategy(ParallelStrategy):
         if self.world_size > 1:
             self._stop_apart = agree_on_stopping(trainer)
         self.denominators = StatedDenominators()
-        self._averager = BackwardAverager(module, self._compression, self.denominators)
-        if not module.automatic_optimization:
-            self._averager.note_unused()
-        self._averager.watch(self.optimizers)
+        self._averager = GradientAverager(
+            module,
+            self.optimizers,
+            self._compression,
+            every_parameter=not module.automatic_optimization,
+            denominators=self.denominators,
+            loss_in_step=self._loss_in_step,
+        )
         for optimizer in self.optimizers:
-            hook = functools.partial(self._before_step, module)
-            self._step_hooks.append(optimizer.register_step_pre_hook(hook))
-            if self._scale_learning_rate and self._learning_rate_scale > 1:
-                self._rates[id(optimizer)] = StepRate(optimizer, self._learning_rate_scale)
+            self._rate(optimizer)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device."""
@@ -175,9 +179,14 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's training step, and note the denominator that it states."""
+        """Run the module's training step, and note the denominator that it states.
+
+        The module may call ``loss.backward()``.
+        """
+        if self._averager is not None:
+            self._averager.refresh()
         self._count_rows(args[0] if args else None)
-        self._stated = None
+        self._stated, self._loss_scale = None, 1.0
         output = super().training_step(*args, **kwargs)
         self._stated = as_stated(output, "training_step")[1]
         return output
@@ -204,8 +213,7 @@ class HorovodStrategy(ParallelStrategy):
         closure_loss, is_counted = self._scaled(closure_loss, module)
         self.pre_backward(closure_loss)
         loss = self.precision_plugin.pre_backward(closure_loss, module)
-        averaging = averager.averaging(self.optimizers)
-        with contextlib.nullcontext() if self._blocked else averaging:
+        with averager.averaging(accumulate=self._blocked):
             if is_counted:
                 self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         loss = self.precision_plugin.post_backward(loss, module)
@@ -228,6 +236,7 @@ class HorovodStrategy(ParallelStrategy):
                 return loss, True
             if module.automatic_optimization:
                 self.denominators.add(None, rows)
+            self._loss_scale = factor
             return (loss if factor == 1.0 else loss * factor), True
         stated = torch.as_tensor(stated, dtype=torch.float64, device=loss.device)
         if not rows:
@@ -238,8 +247,17 @@ class HorovodStrategy(ParallelStrategy):
         else:
             (total,) = sum_tensor(stated.reshape(1), "denominators")
             scale = torch.where(total > 0, stated * (self.world_size / total), 0.0)
+        self._loss_scale = scale
         # The mean of nothing may be NaN.
         return loss * scale, bool(stated > 0 or torch.isfinite(loss).all())
+
+    def _loss_in_step(self, loss: Any) -> Any:
+        """Return what the loss that a closure returns counts in the step, on this rank."""
+        step_loss = getattr(self.lightning_module, "step_loss", None)
+        if step_loss is not None:
+            return step_loss
+        # The mean of nothing may be NaN.
+        return loss * self._loss_scale if self._loss_scale else 0.0
 
     def optimizer_step(
         self,
@@ -249,7 +267,7 @@ class HorovodStrategy(ParallelStrategy):
         **kwargs: Any,
     ) -> Any:
         """Let an optimizer step; its closure, which trains, sees learning rates as given."""
-        rate = self._rates.get(id(optimizer))
+        rate = self._rate(optimizer)
 
         def with_given_rates() -> Any:
             assert rate is not None
@@ -325,12 +343,35 @@ class HorovodStrategy(ParallelStrategy):
         checkpoint: dict[str, Any] = self.broadcast(loaded)
         return checkpoint
 
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Restore the optimizers, with parameter groups that training had added."""
+        module = self.lightning_module
+        groups = checkpoint.get(PARAMETER_GROUPS)
+        if groups is None or module is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state, names in zip(
+            self.optimizers, checkpoint["optimizer_states"], groups, strict=True
+        ):
+            restore_optimizer(optimizer, module, {"optimizer": state, "groups": names})
+
+    def set_optimizer_modes(self, training: bool) -> None:
+        """Let schedule-free optimizers train, or show the weights that they have found."""
+        for optimizer in self.optimizers:
+            set_optimizer_mode(optimizer, training)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Let schedule-free optimizers train."""
+        self.set_optimizer_modes(training=True)
+
     def on_validation_start(self) -> None:
         """Validate every rank's rows with the same statistics of batch normalization."""
+        self.set_optimizer_modes(training=False)
         self._average_batch_norm()
 
     def on_train_end(self) -> None:
         """Leave all ranks with the same statistics of batch normalization."""
+        self.set_optimizer_modes(training=False)
         self._average_batch_norm()
 
     def teardown(self) -> None:
@@ -338,8 +379,6 @@ class HorovodStrategy(ParallelStrategy):
         if self._averager is not None:
             self._averager.remove()
             self._averager = None
-        for hook in self._step_hooks:
-            hook.remove()
         for rate in self._rates.values():
             rate.remove()
         self._disconnect_metrics()
@@ -349,20 +388,16 @@ class HorovodStrategy(ParallelStrategy):
         if self._restore_results is not None:
             self._restore_results()
             self._restore_results = None
-        self._step_hooks, self._rates = [], {}
+        self._rates = {}
         super().teardown()
 
-    def _before_step(
-        self, module: LightningModule, optimizer: torch.optim.Optimizer, *_: Any
-    ) -> None:
-        """Average what a plain ``loss.backward()`` left, before the optimizer uses it."""
-        averager = self._averager
-        if module.automatic_optimization or averager is None:
-            return
-        if averager.pending:
-            with averager.averaging(self.optimizers):
-                pass
-        averager.used(optimizer)
+    def _rate(self, optimizer: torch.optim.Optimizer) -> StepRate | None:
+        """Return what scales the rates of an optimizer, which may have been made since setup."""
+        if self._averager is None or not self._scale_learning_rate:
+            return None
+        if id(optimizer) not in self._rates and self._learning_rate_scale > 1:
+            self._rates[id(optimizer)] = StepRate(optimizer, self._learning_rate_scale)
+        return self._rates.get(id(optimizer))
 
     def _count_rows(self, batch: Any) -> None:
         """Count the rows of a step, by which values of the epoch are weighted."""

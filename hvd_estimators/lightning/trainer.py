@@ -35,7 +35,7 @@ from hvd_estimators.torch.checkpoint import ShardBuffers
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weights_digest
+from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weight_digests
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
@@ -49,6 +49,7 @@ from hvd_estimators.training.shards import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.state import RunState
 from hvd_estimators.training.stopping import heeding_stop, stopped_before
+from hvd_estimators.training.weight_digests import combined_digest
 from hvd_estimators.unpickling import loads
 
 if TYPE_CHECKING:
@@ -205,7 +206,7 @@ class _Trainer:
             LongValidation(
                 spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
             ),
-            spec.run.checkpoints_path is not None,
+            spec.run,
             self.restored,
         )
         # Before all others, and after all others.
@@ -304,11 +305,17 @@ class _Trainer:
         self.checkpoints.save(state, lambda file: torch.save(checkpoint, file), is_copy=is_copy)
 
     def _result(self, recorder: EpochRecorder) -> TrainResult:
-        digest = weights_digest(self.module)
+        digests = weight_digests(self.module)
         state: LocalFile | None = None
         if self.rank == 0:
             load_best(self.trainer, self.module, self.checkpoint_io)
             file = self.spec.module
             trained = users_module(self.module)
             state = trained_file(trained, lambda: users_module(load_module(file, True)), {})
-        return TrainResult(digest, state, tuple(recorder.history), stopped=self.stopped)
+        return TrainResult(
+            combined_digest(digests),
+            state,
+            tuple(recorder.history),
+            stopped=self.stopped,
+            weight_digests=digests,
+        )

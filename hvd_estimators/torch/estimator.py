@@ -18,6 +18,7 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
     load_trained,
     module_file,
+    restore_optimizer,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
 from hvd_estimators.training.handover import Trainer
@@ -107,7 +108,7 @@ class TorchEstimator(TorchParams):
         spec = run_results.spec
         module, state = load_trained(run_results.state, lambda: load_module(spec.module))
         optimizer = load_optimizer(spec.optimizer, module)
-        optimizer.load_state_dict(state["optimizer"])
+        restore_optimizer(optimizer, module, state)
         return self.get_model_class()(
             **self._get_model_kwargs(
                 model=module.eval(),

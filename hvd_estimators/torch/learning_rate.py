@@ -1,4 +1,4 @@
-"""The learning rate of a step: that of one rank, multiplied by the number of ranks."""
+"""What optimizers need for training on ranks: a scaled learning rate, their mode, first order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["StepRate"]
+from hvd_estimators.exceptions import ParamError
+
+__all__ = ["StepRate", "check_first_order", "set_optimizer_mode"]
 
 
 class StepRate:
@@ -29,11 +31,13 @@ class StepRate:
         self._optimizer = optimizer
         self._scale = scale
         self._raised: list[tuple[dict[str, Any], Any, Any]] = []
+        # A class whose step() calls that of its base class steps within a step.
+        self._depth = 0
         self._hooks: list[Any] = []
         if scale != 1:
             self._hooks = [
-                optimizer.register_step_pre_hook(lambda *_: self._raise()),
-                optimizer.register_step_post_hook(lambda *_: self._lower()),
+                optimizer.register_step_pre_hook(lambda *_: self._enter()),
+                optimizer.register_step_post_hook(lambda *_: self._leave()),
             ]
 
     @contextlib.contextmanager
@@ -52,6 +56,16 @@ class StepRate:
         for hook in self._hooks:
             hook.remove()
 
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._raise()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._lower()
+
     def _raise(self) -> None:
         for group in self._optimizer.param_groups:
             if "lr" in group:
@@ -64,3 +78,30 @@ class StepRate:
             # Not divided where nobody changed it: (0.1 * 3) / 3 is not 0.1.
             group["lr"] = given if group["lr"] is raised else group["lr"] / self._scale
         self._raised.clear()
+
+
+def set_optimizer_mode(optimizer: torch.optim.Optimizer, training: bool) -> None:
+    """Let an optimizer that has two modes train, or show the weights that it has found.
+
+    Schedule-free optimizers have ``train()`` and ``eval()``, which change the parameters. Others
+    have neither.
+    """
+    train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
+    if callable(train) and callable(evaluate):
+        (train if training else evaluate)()
+
+
+def check_first_order(optimizer: torch.optim.Optimizer) -> None:
+    """Reject an optimizer that differentiates gradients: a mean over ranks has no graph.
+
+    Raises
+    ------
+    ParamError
+        If the optimizer says ``is_second_order``, as timm's Adahessian does.
+    """
+    if getattr(optimizer, "is_second_order", False):
+        raise ParamError(
+            f"optimizer: {type(optimizer).__name__} differentiates gradients, and gradients that "
+            "were averaged over ranks cannot be differentiated. Set an optimizer that uses first "
+            "derivatives only."
+        )

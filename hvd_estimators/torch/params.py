@@ -16,6 +16,7 @@ from hvd_estimators.params import declare, functions, objects, one_of, shapes
 from hvd_estimators.plain import plain
 from hvd_estimators.torch.checks import check_modes
 from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
+from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
@@ -41,7 +42,13 @@ __all__ = ["TorchParams"]
 
 logger = logging.getLogger(__name__)
 
-_HOOKS = ("on_train_begin", "on_epoch_begin", "on_epoch_end", "on_train_end")
+_HOOKS: dict[str, tuple[str, ...]] = {
+    "on_train_begin": ("module", "optimizer"),
+    "on_epoch_begin": ("epoch",),
+    "on_epoch_end": ("epoch", "logs"),
+    "on_train_end": (),
+}
+"""Methods of callbacks, and the arguments by name with which they are called."""
 
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
@@ -150,12 +157,14 @@ class TorchParams(HorovodEstimator):
 
     def _check_callbacks(self) -> None:
         for callback in self.getOrDefault("callbacks"):
-            has_hook = any(callable(getattr(callback, hook, None)) for hook in _HOOKS)
+            has_hook = any(getattr(callback, hook, None) is not None for hook in _HOOKS)
             if isinstance(callback, type) or not has_hook:
                 raise ParamError(
                     f"callbacks: expected objects with some of the methods {', '.join(_HOOKS)}, "
                     f"found {callback!r}."
                 )
+            for hook, arguments in _HOOKS.items():
+                _check_hook(callback, hook, arguments)
 
     def _check_training(self) -> None:
         """Check model, optimizer, loss and metrics together."""
@@ -167,12 +176,14 @@ class TorchParams(HorovodEstimator):
             raise ParamError(
                 f"optimizer: expected a torch.optim.Optimizer, found {get('optimizer')!r}."
             )
+        check_first_order(get("optimizer"))
         needed = get("train_minibatch_fn") is None and _needed_of_step(get("optimizer"))
         if needed:
             raise ParamError(
                 f"optimizer: {type(get('optimizer')).__name__}.step() needs {needed}, with which "
                 "it runs the model as often as it wants to. A step here has one forward and one "
-                "backward pass for each of its batches. Set another optimizer."
+                "backward pass for each of its batches. Set another optimizer, or a "
+                "train_minibatch_fn that calls optimizer.step(closure)."
             )
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
@@ -424,6 +435,39 @@ def _check_extra_state(model: torch.nn.Module) -> None:
                 "Return numbers, strings, tensors, and lists and dicts of them from "
                 "get_extra_state()."
             )
+
+
+def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
+    """Reject a callback's method that cannot be called as documented."""
+    method = getattr(callback, hook, None)
+    if method is None:
+        return
+    documented = f"{hook}({', '.join(arguments)})"
+    kind = type(callback)
+    if not callable(method):
+        raise ParamError(f"callbacks: expected {documented} of {kind.__name__} to be a method.")
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # Built-in functions have none.
+        return
+    try:
+        signature.bind(**dict.fromkeys(arguments))
+    except TypeError as error:
+        other = ""
+        for framework, estimator in _OTHER_FRAMEWORKS.items():
+            if any(base.__module__.split(".")[0] == framework for base in kind.__mro__):
+                other = f" It is a callback of {framework}'s, which {estimator} takes."
+        raise ParamError(
+            f"callbacks: {kind.__name__}.{hook}{signature} cannot be called as {documented} with "
+            f"keyword arguments: {error}.{other}"
+        ) from None
+
+
+_OTHER_FRAMEWORKS = {
+    "lightning": "LightningEstimator",
+    "pytorch_lightning": "LightningEstimator",
+    "keras": "KerasEstimator",
+}
 
 
 def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:

@@ -7,13 +7,14 @@ anew from the class that it had, and gets its parametrizations back with its oth
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 import cloudpickle
 import torch
 from torch.nn.utils import parametrize
 
-__all__ = ["Pickler"]
+__all__ = ["OptimizerPickler", "Pickler"]
 
 
 class Pickler(cloudpickle.Pickler):
@@ -29,6 +30,31 @@ class Pickler(cloudpickle.Pickler):
             tensors: Any = obj.parametrizations
             return _parametrized, (given, tuple(tensors)), state
         return super().reducer_override(obj)
+
+
+class OptimizerPickler(Pickler):
+    """Pickles all attributes of optimizers; torch drops those that it does not know."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled; called by pickle."""
+        if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
+            return copyreg.__newobj__, (type(obj),), _optimizer_state(obj)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
+
+
+def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is pickled as torch does it, which drops its own attributes."""
+    kind, base = type(optimizer), torch.optim.Optimizer
+    return kind.__getstate__ is base.__getstate__ and kind.__reduce_ex__ is base.__reduce_ex__
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return an optimizer's attributes, without the hooks that belong to this process."""
+    plain = torch.optim.Optimizer([torch.zeros(1)], {})
+    bookkeeping = vars(plain).keys() - plain.__getstate__().keys()
+    # A scheduler replaces step() on the object.
+    left_out = bookkeeping | {"step"}
+    return {name: value for name, value in vars(optimizer).items() if name not in left_out}
 
 
 def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:

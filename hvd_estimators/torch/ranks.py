@@ -10,17 +10,20 @@ import horovod.torch as hvd
 import torch
 
 from hvd_estimators.launch.gpu import check_gpus, describe_gpus, gpu_index, own_gpu
+from hvd_estimators.store.base import RunPaths
 from hvd_estimators.torch.objects import exchange, gather_numbers
 from hvd_estimators.training.progress import tell_driver
+from hvd_estimators.training.weight_digests import check_equal_weights
 
 __all__ = [
     "CARRIED_AS",
     "PendingSum",
     "broadcast_tensors",
+    "check_same_weights",
     "choose_device",
     "sum_over_ranks",
     "sum_tensor",
-    "weights_digest",
+    "weight_digests",
 ]
 
 CARRIED_AS = {
@@ -144,9 +147,24 @@ class PendingSum:
         return self._total
 
 
-def weights_digest(module: torch.nn.Module) -> str:
-    """Return a digest of a module's parameters, which is equal if all their bits are."""
-    digest = hashlib.sha256()
-    for parameter in module.parameters():
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+def weight_digests(module: torch.nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter, by name, which is equal if all its bits are."""
+    return {name: _digest(parameter) for name, parameter in module.named_parameters()}
+
+
+def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
+    """Reject weights that differ between ranks, after the first epoch. Called by all ranks.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        If they do.
+    """
+    if hvd.size() > 1:
+        gathered = exchange.gather(weight_digests(module), "hvd_estimators.weights")
+        check_equal_weights(gathered, epoch, run)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

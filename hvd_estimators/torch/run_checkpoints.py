@@ -17,6 +17,7 @@ from hvd_estimators.torch.checkpoint import (
 )
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
+from hvd_estimators.torch.serialization import optimizer_content, restore_optimizer
 from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
@@ -50,6 +51,8 @@ class RunCheckpoints:
     ----------
     state : RunState or None
         What the run goes on from; None for one that begins.
+    gradients : mapping
+        Gradients by name that waited for a step when the run was saved.
     writer : CheckpointWriter
         The context in which `save` is to be called.
     shards : ShardStates
@@ -74,6 +77,7 @@ class RunCheckpoints:
         self._module = module
         self._optimizer = optimizer
         self._fleeting = fleeting_buffers(module)
+        self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
         self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
@@ -82,6 +86,7 @@ class RunCheckpoints:
         self.attributes = AttributeWatch(module, (optimizer,), is_active=rank == 0)
         self._saved: dict[str, Any] = {}
         self._metric_states: list[Any] = []
+        self.gradients: Mapping[str, torch.Tensor] = {}
         self.state = self._load()
         self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
 
@@ -99,6 +104,13 @@ class RunCheckpoints:
             self._module.load_state_dict(saved["model"])
         # As old as a version that kept no more than states of callbacks.
         old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
+        # Training may have added groups, and made parameters trainable.
+        if "optimizer" in saved:
+            restore_optimizer(self._optimizer, self._module, saved)
+        named = dict(self._module.named_parameters())
+        for name, is_trained in saved.get("requires_grad", {}).items():
+            named[name].requires_grad_(is_trained)
+        self.gradients = saved.get("gradients", {})
         self._stateful.restore({**old, **saved.get("held", {})})
         # Schedulers that are made when training begins set the rates of the first epoch.
         groups = self._optimizer.param_groups
@@ -134,6 +146,8 @@ class RunCheckpoints:
         output_shapes: Any,
         measured: Mapping[str, Any] | None,
         is_adding_up: bool,
+        gradients: Mapping[str, torch.Tensor],
+        stopped: bool = False,
     ) -> bool:
         """Save the run after so many epochs, and batches of the next one. Called by all ranks.
 
@@ -148,7 +162,11 @@ class RunCheckpoints:
         measured : mapping or None
             What this rank has measured in the epoch, see `Measures.state`.
         is_adding_up : bool
-            Whether this rank has gradients that no step has used, which are not saved.
+            Whether this rank has gradients of its own, which are not saved.
+        gradients : mapping
+            Gradients of all ranks that wait for a step, by name.
+        stopped : bool
+            Whether a callback has ended training.
 
         Returns
         -------
@@ -180,8 +198,19 @@ class RunCheckpoints:
                 "output_shapes": output_shapes,
                 "measures": [m["sums"] for m in of_measured if m is not None],
             },
+            stopped=stopped,
         )
-        saved: Any = {**self.content(), "buffers": unequal, "held": self._stateful.capture()}
+        saved: Any = {
+            **self.content(),
+            "buffers": unequal,
+            "held": self._stateful.capture(),
+            "requires_grad": {
+                name: p.requires_grad
+                for name, p in self._module.named_parameters()
+                if p.requires_grad is not self._trainable.get(name)
+            },
+            "gradients": dict(gradients),
+        }
         if batches:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved["buffer_bases"] = self.buffers.bases
@@ -191,7 +220,10 @@ class RunCheckpoints:
 
     def content(self) -> dict[str, Any]:
         """Return the states of module and optimizer, which are not copies."""
-        return {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {
+            "model": self._module.state_dict(),
+            **optimizer_content(self._optimizer, self._module),
+        }
 
     def _load(self) -> RunState | None:
         """Load the newest checkpoint of the run on all ranks, where there is one."""
@@ -200,16 +232,20 @@ class RunCheckpoints:
         def load(file: IO[bytes]) -> None:
             saved.update(load_file(file))
             self._module.load_state_dict(saved["model"])
-            self._optimizer.load_state_dict(saved.pop("optimizer"))
             self._metric_states = saved.pop("metrics", [])
+            options = saved["optimizer"]["param_groups"]
+            saved["options"] = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in options
+            ]
+            sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+            # Otherwise a callback may add what is missing when training begins.
+            if sizes == [len(group["params"]) for group in options]:
+                self._optimizer.load_state_dict(saved.pop("optimizer"))
 
         state = restore(spec.store, spec.run, exchange, self._rank, load)
         if state is None:
             return None
-        saved["options"] = [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in self._optimizer.param_groups
-        ]
         if self._rank == 0:
             within = ""
             if state.rows:

@@ -36,7 +36,9 @@ __all__ = [
     "load_with_references",
     "module_document",
     "module_file",
+    "optimizer_content",
     "plain_module",
+    "restore_optimizer",
     "save_state",
     "state_file",
     "trained_file",
@@ -177,7 +179,7 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
                     "optimizer: {estimator.model: net, estimator.optimizer: optimizer}."
                 )
 
-    class Pickler(cloudpickle.Pickler):
+    class Pickler(pickling.OptimizerPickler):
         def persistent_id(self, obj: Any) -> str | None:
             return names.get(id(obj)) if isinstance(obj, torch.nn.Parameter) else None
 
@@ -196,6 +198,61 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
 
     optimizer: torch.optim.Optimizer = Named(io.BytesIO(document)).load()
     return optimizer
+
+
+def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
+    """Return an optimizer's state, and the names of the parameters in each of its groups.
+
+    A parameter outside the module has the name "".
+    """
+    names = {id(p): name for name, p in plain_module(module).named_parameters()}
+    return {
+        "optimizer": optimizer.state_dict(),
+        "groups": [
+            [names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups
+        ],
+    }
+
+
+def restore_optimizer(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, content: Mapping[str, Any]
+) -> None:
+    """Set the state of an optimizer, with groups and parameters that training added to it.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Has the groups that it was made with.
+    module : torch.nn.Module
+        Has the parameters.
+    content : mapping
+        What `optimizer_content` returned. Groups with parameters outside the module, which do not
+        exist here, are left out.
+    """
+    named = dict(plain_module(module).named_parameters())
+    state = content["optimizer"]
+    groups = list(zip(state["param_groups"], content.get("groups", ()), strict=False))
+    lost = [
+        number
+        for number, (_, names) in enumerate(groups)
+        if number >= len(optimizer.param_groups) and not all(name in named for name in names)
+    ]
+    for number, (saved, names) in enumerate(groups):
+        if number in lost:
+            continue
+        if number >= len(optimizer.param_groups):
+            options = {key: value for key, value in saved.items() if key != "params"}
+            optimizer.add_param_group({**options, "params": [named[name] for name in names]})
+        elif len(names) > len(optimizer.param_groups[number]["params"]):
+            optimizer.param_groups[number]["params"][:] = [named[name] for name in names]
+    if lost:
+        keys = {key for number in lost for key in state["param_groups"][number]["params"]}
+        state = {
+            **state,
+            "state": {key: value for key, value in state["state"].items() if key not in keys},
+            "param_groups": [g for n, g in enumerate(state["param_groups"]) if n not in lost],
+        }
+    optimizer.load_state_dict(state)
 
 
 def save_state(state: dict[str, Any]) -> bytes:
@@ -251,7 +308,7 @@ def dump_with_references(
     references.update((id(part), (kind, name)) for kind, name, part in _parts_of(module))
     references[id(optimizer)] = ("optimizer", "")
 
-    class Pickler(pickling.Pickler):
+    class Pickler(pickling.OptimizerPickler):
         def persistent_id(self, obj: Any) -> tuple[str, ...] | None:
             return references.get(id(obj))
 

@@ -22,12 +22,18 @@ class StatedDenominators:
 
     Whether losses state one is agreed upon once, in the first step, as a rank may have no rows in
     a step and still has to take part.
+
+    Attributes
+    ----------
+    ratio : torch.Tensor or float
+        The number by which the newest gradients were multiplied.
     """
 
     def __init__(self) -> None:
         self._agreed: bool | None = None
         self._own: torch.Tensor | None = None
         self._plain = False
+        self.ratio: torch.Tensor | float = 1.0
 
     def add(self, denominator: Any, weight: float) -> None:
         """Add a batch.
@@ -71,6 +77,8 @@ class StatedDenominators:
             own_sums = own_sums.to(trained[0].device)
         denominator, weight = sum_tensor(own_sums, "stated_denominators")
         ratio = torch.where(denominator > 0, weight / denominator, 0.0)
+        # No rank has added a batch since: the gradients are divided already.
+        ratio = self.ratio = torch.where(weight > 0, ratio, 1.0)
         with torch.no_grad():
             for parameter in trained:
                 gradient: Any = parameter.grad

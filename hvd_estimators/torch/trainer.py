@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,25 +16,27 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.store.run_directory import RunDirectory
 from hvd_estimators.temporary import LocalFile
-from hvd_estimators.torch.averaging import GradientAverager
 from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.finite import not_finite
-from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.ranks import (
     broadcast_tensors,
+    check_same_weights,
     choose_device,
     sum_over_ranks,
-    weights_digest,
+    weight_digests,
 )
 from hvd_estimators.torch.run_checkpoints import RunCheckpoints
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     load_with_references,
+    optimizer_content,
     plain_module,
     trained_file,
 )
@@ -46,10 +49,14 @@ from hvd_estimators.training.monitoring import shown_values
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
+from hvd_estimators.training.stopping import heeding_stop, stopped_before
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
+from hvd_estimators.training.weight_digests import combined_digest, named_weights
 from hvd_estimators.training.weighted_batches import WeightedBatches
 
 __all__ = ["TorchTrainSpec", "train"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,11 @@ def train(spec: TorchTrainSpec) -> TrainResult:
     with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
         # What losses are made with here is the same on all ranks.
         torch.manual_seed(spec.data.random_seed)
-        return _Trainer(spec).run()
+        trainer = _Trainer(spec)
+        try:
+            return trainer.run()
+        finally:
+            trainer.averager.remove()
 
 
 class _Trainer:
@@ -125,16 +136,18 @@ class _Trainer:
                 for record in self.restored.history
             ]
             self.output_shapes = self.restored.parts["output_shapes"]
+        self.stopped = stopped_before(spec, self.restored)
+        self.spec = spec = heeding_stop(spec, self.restored)
         broadcast_tensors(self.plain.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
         self.denominators = StatedDenominators()
         self.averager = GradientAverager(
-            self.optimizer,
             self.plain,
-            self.passes,
+            [self.optimizer],
             spec.gradient_compression,
-            by_end_of_pass=self.objective.has_own_step,
+            losses=self.objective.users_objects["loss"],
+            every_parameter=self.objective.has_own_step,
             denominators=self.denominators,
         )
         # Whether the user's function calls backward() and step().
@@ -152,7 +165,7 @@ class _Trainer:
 
     def run(self) -> TrainResult:
         spec = self.spec
-        done = len(self.history)
+        done = self.first_epoch = len(self.history)
         rows = 0 if self.restored is None else self.restored.rows
         data = open_data_module(
             spec.data,
@@ -186,28 +199,43 @@ class _Trainer:
                 self.history.append(record)
                 self.progress.record(record)
                 writer.scalars(epoch, epoch_scalars(record))
-                self._callbacks("on_epoch_end", epoch=epoch, logs=record.as_dict())
+                self.stopped = self._is_stopped_by_callbacks(epoch, record)
                 logs.sync()
                 is_saved = self._save_checkpoint(epoch + 1)
+                if self.stopped:
+                    break
                 if epoch + 1 < spec.epochs and self.stop_request.after_step():
                     raise interrupted(epoch + 1, 0, is_saved)
             self.checkpoints.attributes.training_ended()
             self._callbacks("on_train_end")
         state = None
         if self.rank == 0:
-            further = {"optimizer": self.optimizer.state_dict()}
+            further = optimizer_content(self.optimizer, self.plain)
             state = trained_file(self.module, lambda: load_module(spec.module, True), further)
         shapes = None if self.output_shapes is None else tuple(map(tuple, self.output_shapes))
+        digests = weight_digests(self.plain)
         return TrainResult(
-            weights_digest(self.plain), state, tuple(self.history), output_shapes=shapes
+            combined_digest(digests),
+            state,
+            tuple(self.history),
+            output_shapes=shapes,
+            stopped=self.stopped,
+            weight_digests=digests,
         )
 
     def _run_epoch(self, epoch: int, batches: WeightedBatches, data: DataModule) -> EpochMetrics:
         train, done = self._begin_epoch(epoch)
         self.progress.start_epoch(epoch, done)
         self.checkpoints.attributes.epoch_started()
+        set_optimizer_mode(self.optimizer, training=True)
         self._train_epoch(epoch, batches, train, done)
+        # Validation, callbacks and checkpoints between epochs see the weights that it has found.
+        set_optimizer_mode(self.optimizer, training=False)
         self.checkpoints.attributes.epoch_ended()
+        if epoch == self.first_epoch:
+            check_same_weights(self.plain, epoch, self.spec.run)
+            if self.objective.has_own_step:
+                self._warn_of_unused_gradients()
         self.checkpoints.buffers.reduce()
         record = EpochMetrics(epoch, train.as_record(train.reduced("train")))
         if self.spec.data.val_plan is not None:
@@ -227,6 +255,7 @@ class _Trainer:
             self._seed_epoch(state.epoch)
             self._callbacks("on_epoch_begin", epoch=state.epoch)
         self.checkpoints.restore()
+        self.averager.restore_gradients(self.checkpoints.gradients)
 
     def _is_within(self, epoch: int) -> bool:
         """Return whether this part of the run begins within an epoch."""
@@ -254,25 +283,34 @@ class _Trainer:
         self, epoch: int, batches: WeightedBatches, measures: Measures, done: int
     ) -> None:
         self.module.train()
+        if not self.objective.has_own_step:
+            # A parameter that the optimizer got since the last epoch may have a gradient.
+            self.optimizer.zero_grad()
         turns = self.spec.data.passes_per_batch
         steps = self.spec.data.train_steps_per_epoch * turns
         for first in range(done * turns, steps, self.passes):
             window = batches.next_window(min(self.passes, steps - first))
             totals = self.objective.totals([columns for columns, _ in window])
-            losses = []
+            losses, taken = [], self.averager.steps
+            end = first + len(window)
             for index, (columns, factor) in enumerate(window, start=first):
                 self.shards.enter(index % turns)
                 batch = self.given_objective.tensors.batch(columns, self.device)
                 share = StepShare(batch.rows, factor, self.size * self.passes, totals)
-                losses.append(self._minibatch(batch, share, index, measures))
+                with self.averager.averaging(accumulate=index + 1 < end):
+                    losses.append(self._minibatch(batch, share, index, measures))
             if totals is not None:
                 totals.value()  # where this rank had no rows
             self.shards.enter(0)
-            is_last = first + len(window) >= steps
-            if not self.user_steps or (is_last and self.averager.pending):
+            is_last = end >= steps
+            # The last batches may be too few for the user's function to step.
+            is_cut = len(window) < self.passes and self.averager.steps == taken
+            if not self.user_steps or (is_cut and self.averager.has_unused):
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            done = (first + len(window)) // turns
+            if not (self.objective.has_own_step or taken):
+                self._warn_of_unused_gradients()
+            done = end // turns
             if self.progress.due:
                 self.progress.step(done, measures.means())
             if self.spec.terminate_on_nan:
@@ -306,7 +344,7 @@ class _Trainer:
         if not batch.rows:
             return None
         if self.objective.has_own_step:
-            was_pending = self.averager.pending
+            computed = self.averager.gradients
             evaluation = self.objective.run_minibatch(
                 self.module,
                 self.optimizer,
@@ -317,7 +355,7 @@ class _Trainer:
                 denominators=self.denominators,
             )
             self.user_steps = evaluation.step_loss is None
-            if self.averager.pending and not was_pending and not self.user_steps:
+            if self.averager.gradients != computed and not self.user_steps:
                 raise ParamError(LEAVES_BACKWARD)
         else:
             evaluation = self.objective.evaluate(self.module, batch, share)
@@ -354,7 +392,27 @@ class _Trainer:
             self.output_shapes,
             None if measures is None else measures.state(),
             self.averager.pending,
+            self.averager.unused_gradients(),
+            self.stopped,
         )
+
+    def _is_stopped_by_callbacks(self, epoch: int, record: EpochMetrics) -> bool:
+        """End an epoch for callbacks; return whether one has raised StopIteration on any rank."""
+        stops = False
+        for callback in self.callbacks:
+            method = getattr(callback, "on_epoch_end", None)
+            if method is not None:
+                try:
+                    method(epoch=epoch, logs=record.as_dict())
+                except StopIteration:
+                    stops = True
+        return bool(self.callbacks) and sum_over_ranks(float(stops), "stop_training") > 0
+
+    def _warn_of_unused_gradients(self) -> None:
+        """Name parameters that are not trained, although they have gradients."""
+        names = self.averager.without_optimizer()
+        if names and self.rank == 0:
+            logger.warning(UNUSED_GRADIENTS, named_weights(names))
 
     def _callbacks(self, moment: str, **arguments: Any) -> None:
         for callback in self.callbacks:

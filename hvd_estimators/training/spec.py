@@ -6,7 +6,7 @@ import contextlib
 import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -207,6 +207,8 @@ class TrainResult:
         Shape of one row of each output, as the ranks saw it; None where they did not look.
     stopped : bool
         Whether a callback has stopped the run, in this fit or an earlier one.
+    weight_digests : mapping
+        Name of a parameter to its digest; empty where the framework gives only one for all.
     """
 
     weights_digest: str
@@ -216,3 +218,4 @@ class TrainResult:
     state_is_file: bool = False
     output_shapes: tuple[tuple[int, ...], ...] | None = None
     stopped: bool = False
+    weight_digests: Mapping[str, str] = field(default_factory=dict)

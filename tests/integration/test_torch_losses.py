@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 
 from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.torch.averaging import GradientAverager
+from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StepShare
 from hvd_estimators.torch.measures import Measures
 from hvd_estimators.torch.objective import Objective
@@ -295,23 +295,25 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
     objective = Objective(spec, (case.loss,), None, (1.0,), (), None).on_rank(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     denominators = StatedDenominators()
-    GradientAverager(optimizer, net, passes_per_step=2, denominators=denominators)
+    averager = GradientAverager(net, [optimizer], denominators=denominators)
     sizes = [sum(ROWS[r][step][number] for r in range(2)) for step in range(2) for number in (0, 1)]
     batches = WeightedBatches(iter(own), iter(sizes), 2, 2, float)
     measures = Measures(objective.metrics, objective.loss_parts)
     for _ in range(2):
         window = batches.next_window(2)
         totals = objective.totals([batch for batch, _ in window])
-        for batch, factor in window:
+        for number, (batch, factor) in enumerate(window):
             tensors = spec.batch(batch)
-            if tensors.rows:
-                share = StepShare(tensors.rows, factor, 4, totals)
-                evaluation = objective.evaluate(net, tensors, share)
-                denominators.add(evaluation.stated, tensors.rows)
-                (evaluation.step_loss / 2).backward()
-                measures.add(evaluation)
+            with averager.averaging(accumulate=number == 0):
+                if tensors.rows:
+                    share = StepShare(tensors.rows, factor, 4, totals)
+                    evaluation = objective.evaluate(net, tensors, share)
+                    denominators.add(evaluation.stated, tensors.rows)
+                    (evaluation.step_loss / 2).backward()
+                    measures.add(evaluation)
         optimizer.step()
         optimizer.zero_grad()
+    averager.remove()
     expected = torch.optim.SGD(alone.parameters(), lr=0.1)
     for step in range(2):
         rows = [places[step, r, n] for r in range(2) for n in range(2)]

@@ -115,6 +115,9 @@ TABLE = (
     Private(
         "torch._dynamo.eval_frame.OptimizedModule", "_orig_mod", "the module that was compiled"
     ),
+    Private(
+        "torch.autograd.Variable", "_execution_engine", "a call when a backward pass is at its end"
+    ),
     Private("torch.nn.Module", "_compiled_call_impl", "whether a module was compiled in place"),
     Private(
         "torch.nn.modules.batchnorm",

@@ -70,8 +70,52 @@ def test_params_that_do_not_go_together_are_refused(params, changes, message):
 
 def test_an_optimizer_that_steps_with_a_closure_alone_is_refused(params):
     optimizer = torch.optim.LBFGS(params["model"].parameters())
-    with pytest.raises(ParamError, match=r"optimizer: LBFGS\.step\(\) needs closure"):
+    message = r"optimizer: LBFGS\.step\(\) needs closure.* train_minibatch_fn that calls"
+    with pytest.raises(ParamError, match=message):
         check({**params, "optimizer": optimizer})
+    check({**params, "optimizer": optimizer, "train_minibatch_fn": print})
+
+
+class EndsWithMore:
+    def on_train_end(self, epoch):
+        pass
+
+
+class BeginsWithOthers:
+    def on_train_begin(self, model, optimizer):
+        pass
+
+
+class Attribute:
+    on_epoch_end = None
+    on_epoch_begin = 5
+
+
+class Any:
+    def on_train_begin(self, **given):
+        pass
+
+    def on_epoch_begin(self, epoch, more=1):
+        pass
+
+
+def test_callbacks_that_cannot_be_called_as_documented_are_refused(params):
+    import keras
+    from pytorch_lightning.callbacks import EarlyStopping
+
+    check({**params, "callbacks": [Any()]})
+    for callback, message in (
+        (
+            EndsWithMore(),
+            r"EndsWithMore.on_train_end\(epoch\) cannot be called as on_train_end\(\)",
+        ),
+        (BeginsWithOthers(), r"as on_train_begin\(module, optimizer\) .* 'model'"),
+        (Attribute(), r"expected on_epoch_begin\(epoch\) of Attribute to be a method"),
+        (EarlyStopping("loss"), r"EarlyStopping.on_train_end\(.* LightningEstimator takes"),
+        (keras.callbacks.EarlyStopping(), r"EarlyStopping.on_train_begin\(.* KerasEstimator takes"),
+    ):
+        with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
+            check({**params, "callbacks": [callback]})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch.learning_rate import StepRate
+from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 
 
 def make(*rates: float) -> torch.optim.Optimizer:
@@ -121,3 +121,34 @@ def test_rates_are_raised_while_an_optimizer_steps_and_in_no_closure() -> None:
     rate.remove()
     optimizer.step()
     assert parameter.item() == pytest.approx(0.66)
+
+
+def test_a_step_within_a_step_is_scaled_once() -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure)
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = Own([parameter], lr=0.1)
+    StepRate(optimizer, 3)
+    parameter.grad = torch.ones(1)
+    optimizer.step()
+    assert -parameter.item() == pytest.approx(0.3)
+    assert rates(optimizer) == [0.1]
+
+
+def test_only_optimizers_with_two_modes_change_them() -> None:
+    class Modes(torch.optim.SGD):
+        mode = "new"
+
+        def train(self) -> None:
+            self.mode = "train"
+
+        def eval(self) -> None:
+            self.mode = "eval"
+
+    optimizer = Modes([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    for training, mode in ((True, "train"), (False, "eval")):
+        set_optimizer_mode(optimizer, training)
+        assert optimizer.mode == mode
+    set_optimizer_mode(make(0.1), training=True)

@@ -18,6 +18,8 @@ from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
     load_state,
+    optimizer_content,
+    restore_optimizer,
     save_state,
 )
 
@@ -267,3 +269,75 @@ def test_an_optimizer_made_with_numpys_scalars_is_saved_and_loaded():
     group = loaded.param_groups[0]
     assert (group["lr"], group["momentum"]) == (rates[0], 0.5)
     assert type(group["lr"]) is type(group["momentum"]) is float
+
+
+class Outer(torch.optim.Optimizer):
+    """Wraps an optimizer as timm's Lookahead does, without its base class's ``__init__``."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self.param_groups = inner.param_groups
+        self.defaults = inner.defaults
+        self.state = {}
+
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+
+def test_attributes_of_optimizers_are_sent_and_what_belongs_to_this_process_is_not():
+    net = torch.nn.Linear(2, 1)
+    inner = torch.optim.LBFGS(net.parameters(), lr=0.5)
+    inner.register_step_pre_hook(lambda *_: pytest.fail("a hook of another process"))
+    # It replaces step() of the object.
+    torch.optim.lr_scheduler.StepLR(inner, 1)
+    inner.function = open
+    copied = copy.deepcopy(net)
+    found = load_optimizer(dump_optimizer(Outer(inner), net), copied)
+
+    assert type(found) is Outer
+    assert found.param_groups is found.inner.param_groups
+    assert [id(p) for p in found.inner._params] == [id(p) for p in copied.parameters()]
+    assert found.inner.function is open
+    before = copied.weight.clone()
+
+    def closure():
+        copied.zero_grad()
+        loss = copied(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    found.step(closure)
+    assert not torch.equal(copied.weight, before)
+
+
+def test_groups_that_training_added_are_restored():
+    def pair():
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(*(torch.nn.Linear(1, 1) for _ in range(3)))
+        return net, torch.optim.Adam([net[0].weight], lr=0.1)
+
+    net, optimizer = pair()
+    optimizer.param_groups[0]["params"].append(net[0].bias)
+    optimizer.add_param_group({"params": [net[1].weight], "lr": 0.2})
+    # That of a loss, say, which does not exist elsewhere.
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    optimizer.add_param_group({"params": [net[2].bias], "lr": 0.3})
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    content = optimizer_content(optimizer, net)
+    assert content["groups"] == [["0.weight", "0.bias"], ["1.weight"], [""], ["2.bias"]]
+
+    other, found = pair()
+    restore_optimizer(found, other, content)
+    groups = found.param_groups
+    assert [group["lr"] for group in groups] == [0.1, 0.2, 0.3]
+    named = {id(p): name for name, p in other.named_parameters()}
+    names = [[named[id(p)] for p in group["params"]] for group in groups]
+    assert names == [["0.weight", "0.bias"], ["1.weight"], ["2.bias"]]
+    for parameter, original in ((other[2].bias, net[2].bias), (other[0].bias, net[0].bias)):
+        assert torch.equal(found.state[parameter]["exp_avg"], optimizer.state[original]["exp_avg"])
+    # As old as a version that kept no names.
+    older, again = pair()
+    restore_optimizer(again, older, {"optimizer": pair()[1].state_dict()})

@@ -1,0 +1,455 @@
+"""Averages gradients over the ranks, for torch and Lightning, whatever optimizers use them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from hvd_estimators.torch.learning_rate import check_first_order
+from hvd_estimators.torch.stated_denominators import StatedDenominators
+
+__all__ = ["UNUSED_GRADIENTS", "GradientAverager"]
+
+UNUSED_GRADIENTS = (
+    "These parameters have gradients, and no optimizer has stepped with them: %s. They are not "
+    "trained. Give them to an optimizer, or call requires_grad_(False) on them. The weights of a "
+    "loss are trained if the loss is a part of the model."
+)
+
+_BUCKET_BYTES = 16 * 2**20
+
+
+class GradientAverager:
+    """Replaces gradients by their means over the ranks when a backward pass ends.
+
+    The mean is taken over what has accumulated, so the order does not matter: passes inside
+    ``averaging(accumulate=True)`` add up locally until the next other pass. Clipping functions,
+    gradient scalers and callbacks therefore see means. Buckets are sent while the pass still runs;
+    a bucket holds the same tensors in the same order in every run. A parameter without a gradient
+    on this rank counts as zero; one without a gradient on any rank keeps none.
+
+    The averager follows the optimizers as they are at each step. A parameter may become trainable
+    later, a group may be added, and any optimizer that steps with a parameter of the module is
+    followed from its first step on. Classes of optimizers stay as they are.
+
+    Denominators that losses state divide the means, before clipping functions and scalers see them.
+
+    A closure that is given to ``optimizer.step`` returns the mean loss over the ranks, for
+    optimizers that compute with it (LBFGS): all ranks must decide alike.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Names the parameters.
+    optimizers : sequence of torch.optim.Optimizer
+        The optimizers that are known from the beginning.
+    compression : horovod compressor, optional
+        For example ``horovod.torch.Compression.fp16``.
+    losses : sequence of callable
+        Losses; those that are modules may have parameters.
+    every_parameter : bool
+        Average all trainable parameters of the module and losses, and not only those of the
+        optimizers. For steps that the user writes, which may use optimizers of their own.
+    denominators : StatedDenominators, optional
+        The denominators that losses state.
+    loss_in_step : callable, optional
+        Maps the loss that a closure returns to the loss that counts: its mean over the ranks is the
+        loss of the step, before stated denominators divide it. Default: the loss itself.
+
+    Attributes
+    ----------
+    steps : int
+        Steps of the followed optimizers.
+    gradients : int
+        Gradients that backward passes have computed on this rank.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        compression: Any = None,
+        losses: Sequence[Callable[..., Any]] = (),
+        every_parameter: bool = False,
+        denominators: StatedDenominators | None = None,
+        loss_in_step: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._module = module
+        self._losses = [loss for loss in losses if isinstance(loss, torch.nn.Module)]
+        self._compression = compression
+        self._every_parameter = every_parameter
+        self._denominators = denominators
+        self._loss_in_step = loss_in_step
+        self._alone: bool = hvd.size() == 1
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, None]
+        self._optimizers = weakref.WeakKeyDictionary()
+        self._gradient_hooks: dict[torch.Tensor, Any] = {}
+        self._plans: dict[tuple[int, ...], list[_Bucket]] = {}
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {}
+        self._averaged: set[torch.Tensor] = set()
+        self._unused: set[torch.Tensor] = set()
+        self._in_pass = self._accumulating = self._pending = False
+        self._reductions = 0
+        self.steps = self.gradients = 0
+        for optimizer in optimizers:
+            self._follow(optimizer)
+        self.refresh()
+        self._step_hook = register_optimizer_step_pre_hook(self._before_step)
+
+    @property
+    def pending(self) -> bool:
+        """Whether this rank has gradients that are not averaged yet."""
+        return self._pending
+
+    @property
+    def has_unused(self) -> bool:
+        """Whether there are gradients that no optimizer has used yet."""
+        return any(parameter.grad is not None for parameter in self._unused)
+
+    def unused_gradients(self) -> dict[str, torch.Tensor]:
+        """Return gradients that wait for a step, by the parameters' names."""
+        return {
+            name: parameter.grad
+            for name, parameter in self._named()
+            if parameter in self._unused and parameter.grad is not None
+        }
+
+    def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Set gradients that wait for a step; they are equal on all ranks."""
+        for name, parameter in self._named():
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device)
+                self._unused.add(parameter)
+                self._averaged.add(parameter)
+
+    def without_optimizer(self) -> list[str]:
+        """Return the names of parameters that have gradients and no optimizer."""
+        owned = {id(parameter) for parameter in self._owned()}
+        return [
+            name
+            for name, parameter in self._named()
+            if parameter.requires_grad and parameter.grad is not None and id(parameter) not in owned
+        ]
+
+    @contextlib.contextmanager
+    def averaging(self, accumulate: bool = False) -> Iterator[None]:
+        """Average the gradients of each backward pass in the block, or leave them on their ranks.
+
+        Entered by all ranks equally often. A rank on which no gradient is computed takes part when
+        the block ends.
+        """
+        self.refresh()
+        before, self._accumulating = self._accumulating, accumulate
+        reductions = self._reductions
+        try:
+            yield
+        finally:
+            self._accumulating = before
+        if not accumulate and reductions == self._reductions:
+            self._reduce()
+
+    def refresh(self) -> None:
+        """Look which parameters are trained now."""
+        trained = {id(p): p for p in self._owned() if p.requires_grad}
+        if self._every_parameter:
+            trained.update((id(p), p) for _, p in self._named() if p.requires_grad)
+        key = tuple(trained)
+        if key not in self._plans:
+            self._plans[key] = self._planned(trained)
+        if self._plans[key] is not self._buckets:
+            self._buckets = self._plans[key]
+            self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+
+    def remove(self) -> None:
+        """Remove the hooks from parameters and optimizers."""
+        self._step_hook.remove()
+        for hook in self._gradient_hooks.values():
+            hook.remove()
+        self._gradient_hooks.clear()
+
+    def _planned(self, trained: Mapping[int, torch.nn.Parameter]) -> list[_Bucket]:
+        # In the module's order, which the ranks share; parameters outside the module come last.
+        named = [(name, p) for name, p in self._named() if id(p) in trained]
+        known = {id(parameter) for _, parameter in named}
+        others = [parameter for key, parameter in trained.items() if key not in known]
+        named += [(f"parameter_{index}", p) for index, p in enumerate(others)]
+        for _, parameter in named:
+            if parameter not in self._gradient_hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._gradient_hooks[parameter] = hook
+        return _fill_buckets(named, set(_sparse_parameters(self._module)), self._compression)
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        yield from self._module.named_parameters()
+        for index, loss in enumerate(self._losses):
+            yield from loss.named_parameters(f"loss_{index}")
+
+    def _owned(self) -> Iterator[torch.nn.Parameter]:
+        """Yield the parameters of the optimizers that are followed."""
+        for optimizer in list(self._optimizers):
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._alone:
+            check_first_order(optimizer)
+        self._optimizers[optimizer] = None
+
+    def _on_gradient(self, parameter: Any) -> None:
+        self.gradients += 1
+        self._unused.add(parameter)
+        self._pending = True
+        self._averaged.discard(parameter)
+        if self._accumulating:
+            return
+        if not self._in_pass:
+            self._in_pass = True
+            for bucket in self._buckets:
+                bucket.waiting = len(bucket.parameters)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+        # A parameter outside the buckets is no longer trained.
+        if self._alone or parameter not in self._bucket_of:
+            return
+        bucket = self._bucket_of[parameter]
+        if bucket.in_flight:
+            raise RuntimeError(
+                "The gradient of a parameter came twice in one backward pass. Set "
+                "use_reentrant=False where torch.utils.checkpoint is used."
+            )
+        bucket.waiting -= 1
+        if bucket.waiting == 0:
+            bucket.launch()
+
+    def _end_pass(self) -> None:
+        self._in_pass = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Make all gradients means over the ranks, divided by stated denominators."""
+        self._reductions += 1
+        if not self._alone:
+            for bucket in self._buckets:
+                if not bucket.in_flight:
+                    bucket.launch()
+            for bucket in self._buckets:
+                bucket.finish()
+        if self._denominators is not None:
+            self._denominators.divide(self._bucket_of)
+        self._averaged.update(self._bucket_of)
+        self._pending = self._in_pass = False
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Average what is not averaged yet; called before any optimizer steps."""
+        if optimizer not in self._optimizers:
+            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if not any(id(parameter) in held for _, parameter in self._named()):
+                return None
+            self._follow(optimizer)
+        # With a closure, the gradients of the step are still to come.
+        if len(args) > 1 and callable(args[1]):
+            return (args[0], self._closure(optimizer, args[1]), *args[2:]), kwargs
+        if callable(kwargs.get("closure")):
+            return args, {**kwargs, "closure": self._closure(optimizer, kwargs["closure"])}
+        self._use(optimizer)
+        return None
+
+    def _closure(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
+        """Return a closure that leaves averaged gradients, and returns the loss of all ranks."""
+        if isinstance(closure, _AveragedClosure):  # The optimizer that called this one has one.
+            return closure
+
+        def averaged() -> Any:
+            loss = closure()
+            self._use(optimizer)
+            return self._mean_loss(loss) if _computes_with_loss(optimizer) else loss
+
+        return _AveragedClosure(averaged)
+
+    def _mean_loss(self, loss: Any) -> Any:
+        if self._alone or loss is None:
+            return loss
+        counted = loss if self._loss_in_step is None else self._loss_in_step(loss)
+        own = torch.as_tensor(counted).detach().to("cpu", torch.float64).reshape(1)
+        mean = float(hvd.allreduce(own, name="closure_loss", op=hvd.Average))
+        if self._denominators is not None:
+            mean *= float(self._denominators.ratio)
+        return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer uses its parameters' gradients, which are means then."""
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p not in self._averaged for p in trained if p.requires_grad):
+            self.refresh()
+            self._reduce()
+        self._unused.difference_update(trained)
+        self._averaged.difference_update(trained)
+        self.steps += 1
+
+
+class _AveragedClosure:
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call = call
+
+    def __call__(self) -> Any:
+        return self._call()
+
+
+def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer may compute with what its closure returns."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return True
+    # torch's other optimizers only return it.
+    return not type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+class _Bucket:
+    """Gradients that travel to the other ranks together.
+
+    Parameters
+    ----------
+    name : str
+        Name of the reduction; the same on all ranks.
+    parameters : list of torch.nn.Parameter
+        Their gradients are averaged; of one dtype.
+    sparse : bool
+        Whether the gradient, then of a single parameter, is a sparse tensor.
+    compression : horovod compressor
+        For example ``horovod.torch.Compression.none``.
+    """
+
+    def __init__(
+        self, name: str, parameters: list[torch.nn.Parameter], sparse: bool, compression: Any
+    ) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.sparse = sparse
+        self.waiting = len(parameters)
+        self._compression = compression
+        self._handle: Any = None
+        self._contexts: list[Any] = []
+        self._lacking: list[int] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the gradients are being reduced."""
+        return self._handle is not None
+
+    def launch(self) -> None:
+        """Send the gradients; a gradient that this rank lacks counts as zero."""
+        self._lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
+        for index in self._lacking:
+            self.parameters[index].grad = self._zero_gradient(self.parameters[index])
+        if self.sparse:
+            (parameter,) = self.parameters
+            self._handle = hvd.sparse_allreduce_async(parameter.grad, self.name, hvd.Average)
+            return
+        compressed = [self._compress(p.grad) for p in self.parameters]
+        self._contexts = [context for _, context in compressed]
+        # Which rank has which gradient is sent too, so that a gradient that no rank has stays None.
+        has = torch.ones(len(self.parameters), dtype=torch.float32)
+        has[self._lacking] = 0.0
+        tensors = [tensor for tensor, _ in compressed]
+        self._handle = hvd.grouped_allreduce_async_(
+            [*tensors, has.to(tensors[0].device, tensors[0].dtype)], name=self.name, op=hvd.Average
+        )
+
+    def finish(self) -> None:
+        """Wait for the gradients, and make each the mean over the ranks."""
+        if self.sparse:
+            (parameter,) = self.parameters
+            parameter.grad = self._handle()
+        else:
+            *outputs, has = hvd.synchronize(self._handle)
+            for parameter, output, context in zip(
+                self.parameters, outputs, self._contexts, strict=True
+            ):
+                gradient = self._decompress(output, context, parameter.dtype)
+                own = parameter.grad
+                if own is None or own.is_contiguous():
+                    parameter.grad = gradient
+                else:  # In the order of the parameter, such as channels_last.
+                    own.copy_(gradient)
+            if self._lacking:
+                held = has.tolist()
+                for index in self._lacking:
+                    if not held[index]:
+                        self.parameters[index].grad = None
+        self._handle = None
+        self.waiting = len(self.parameters)
+
+    def _compress(self, gradient: Any) -> tuple[torch.Tensor, Any]:
+        # Horovod supports neither bfloat16 nor complex numbers.
+        if gradient.dtype == torch.bfloat16:
+            gradient = gradient.float()
+        elif gradient.is_complex():
+            gradient = torch.view_as_real(gradient.resolve_conj())
+        tensor, context = self._compression.compress(gradient)
+        # As Horovod takes them.
+        return tensor.contiguous(), context
+
+    def _decompress(self, tensor: torch.Tensor, context: Any, dtype: torch.dtype) -> torch.Tensor:
+        gradient: torch.Tensor = self._compression.decompress(tensor, context)
+        return torch.view_as_complex(gradient) if dtype.is_complex else gradient.to(dtype)
+
+    def _zero_gradient(self, parameter: torch.Tensor) -> torch.Tensor:
+        if not self.sparse:
+            return torch.zeros_like(parameter)
+        indices = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+        values = parameter.new_zeros((0, *parameter.shape[1:]))
+        return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+
+def _fill_buckets(
+    named: Sequence[tuple[str, torch.nn.Parameter]],
+    sparse: set[torch.nn.Parameter],
+    compression: Any = None,
+) -> list[_Bucket]:
+    """Return buckets of one dtype each, last parameters first: their gradients come first.
+
+    Parameters
+    ----------
+    named : sequence of tuple
+        Names and parameters, in an order that all ranks share.
+    sparse : set of torch.nn.Parameter
+        Those whose gradients are sparse.
+    compression : horovod compressor, optional
+        Default: ``horovod.torch.Compression.none``.
+    """
+    compression = compression or hvd.Compression.none
+    buckets: list[_Bucket] = []
+    groups: dict[torch.dtype, list[tuple[str, torch.nn.Parameter]]] = {}
+
+    def close(dtype: torch.dtype) -> None:
+        group = groups.pop(dtype)
+        parameters = [parameter for _, parameter in group]
+        buckets.append(_Bucket(f"gradients.{group[0][0]}", parameters, False, compression))
+
+    for name, parameter in reversed(named):
+        if parameter in sparse:
+            buckets.append(_Bucket(f"gradient.{name}", [parameter], True, compression))
+            continue
+        group = groups.setdefault(parameter.dtype, [])
+        group.append((name, parameter))
+        if sum(p.nbytes for _, p in group) > _BUCKET_BYTES:
+            close(parameter.dtype)
+    for dtype in list(groups):
+        close(dtype)
+    return buckets
+
+
+def _sparse_parameters(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+    """Yield the parameters of a module whose gradients are sparse."""
+    for layer in module.modules():
+        if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
+            yield from layer.parameters(recurse=False)

@@ -1,0 +1,176 @@
+"""Optimizers on two ranks train as in one process, and resume bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning_ranks
+import optimizers
+import pytest
+import reference
+import torch
+from lightning_ranks import StandingBackend
+from optimizers import (
+    Make,
+    import_timm_optimizers,
+    make_net,
+    needs_closure,
+    other_optimizers,
+    step_with_closure,
+    torch_optimizers,
+    train_alone,
+)
+from pytorch_lightning import LightningModule
+from reference import global_batches, write_rows
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.lightning import LightningEstimator
+from hvd_estimators.torch import TorchEstimator
+
+pytestmark = pytest.mark.integration
+
+ROWS, BATCH, EPOCHS = 37, 8, 2
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingBackend]:
+    import cloudpickle
+
+    for module in (optimizers, reference, lightning_ranks, sys.modules[__name__]):
+        cloudpickle.register_pickle_by_value(module)
+    with StandingBackend(2, tmp_path_factory.mktemp("ranks")) as standing:
+        standing.run(import_timm_optimizers_there)
+        yield standing
+
+
+def import_timm_optimizers_there() -> None:
+    import_timm_optimizers()
+
+
+def settings(backend: Any, store: Any, run_id: str, epochs: int) -> dict[str, Any]:
+    return {
+        "backend": backend,
+        "store": store,
+        "feature_cols": ["features"],
+        "label_cols": ["label"],
+        "column_dtypes": {"features": "float64", "label": "float64"},
+        "batch_size": BATCH,
+        "epochs": epochs,
+        "run_id": run_id,
+        "shuffle": False,
+        "scale_learning_rate": False,
+        "random_seed": 3,
+        "dry_run": False,
+        "verbose": 0,
+    }
+
+
+def fit_torch(name: str, make: Make, common: dict[str, Any]) -> torch.nn.Module:
+    net = make_net(name)
+    optimizer = make(list(net.parameters()))
+    step = step_with_closure if needs_closure(optimizer) else None
+    estimator = TorchEstimator(
+        **common,
+        model=net,
+        optimizer=optimizer,
+        loss=torch.nn.functional.mse_loss,
+        train_minibatch_fn=step,
+    )
+    return estimator.fit_on_parquet().getModel()
+
+
+class Module(LightningModule):
+    def __init__(self, name: str, make: Make) -> None:
+        super().__init__()
+        self.net = make_net(name)
+        self.make = make
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(self.net(batch["features"]), batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return self.make(list(self.net.parameters()))
+
+
+def fit_lightning(name: str, make: Make, common: dict[str, Any]) -> torch.nn.Module:
+    estimator = LightningEstimator(**common, model=Module(name, make), logger=False)
+    return estimator.fit_on_parquet().getModel().net
+
+
+def assert_trains(
+    ranks: Any, store: Any, fit: Any, name: str, make: Make, expected: Any, whole: bool
+) -> None:
+    """Train for one epoch, resume for another one, and compare with one process."""
+    for epochs in (1, EPOCHS):
+        found = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-parts", epochs))
+    assert len({result.weights_digest for result in ranks.results}) == 1
+    for (key, value), other in zip(found.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-8, atol=1e-10, msg=f"{name} {key}")
+    if whole:
+        once = fit(name, make, settings(ranks, store, f"{fit.__name__}-{name}-whole", EPOCHS))
+        for value, other in zip(found.parameters(), once.parameters(), strict=True):
+            assert torch.equal(value, other), f"{name} does not resume bit for bit"
+
+
+def check_all(ranks: Any, store: Any, fits: Any, makers: dict[str, Make], whole: bool) -> None:
+    columns = write_rows(Path(store.get_train_data_path()), ROWS)
+    x, y = (torch.from_numpy(columns[name]).double() for name in ("features", "label"))
+    batches = [(x[rows], y[rows]) for rows in global_batches(ROWS, 2, BATCH)]
+    failures = {}
+    for name, make in makers.items():
+        expected = train_alone(name, make, batches, EPOCHS)
+        for fit in fits:
+            try:
+                assert_trains(ranks, store, fit, name, make, expected, whole)
+            except Exception as error:
+                failures[f"{fit.__name__} {name}"] = f"{type(error).__name__}: {error}"
+    assert not failures, "\n".join(f"{k}: {v[-1500:]}" for k, v in failures.items())
+
+
+def test_each_optimizer_of_torch_trains_and_resumes_as_in_one_process(
+    ranks: Any, store: Any
+) -> None:
+    check_all(ranks, store, [fit_torch], torch_optimizers(), whole=False)
+
+
+def chosen(names: list[str]) -> dict[str, Make]:
+    makers = {**torch_optimizers(), **other_optimizers()}
+    return {name: makers[name] for name in names}
+
+
+def test_optimizers_of_other_packages_train_and_resume_as_in_one_process(
+    ranks: Any, store: Any
+) -> None:
+    names = ["lion_pytorch.Lion", "timm.optim.Lookahead", "schedulefree.AdamWScheduleFree"]
+    names += ["schedulefree.SGDScheduleFreeClosure"]
+    check_all(ranks, store, [fit_torch], chosen(names), whole=True)
+
+
+def test_lightning_trains_and_resumes_with_optimizers_as_one_process(
+    ranks: Any, store: Any
+) -> None:
+    names = ["torch.optim.LBFGS-strong_wolfe", "timm.optim.Lookahead", "torch.optim.SparseAdam"]
+    names += ["schedulefree.AdamWScheduleFree"]
+    check_all(ranks, store, [fit_lightning], chosen(names), whole=True)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("fit", [fit_torch, fit_lightning])
+def test_every_optimizer_trains_and_resumes_bit_for_bit(ranks: Any, store: Any, fit: Any) -> None:
+    check_all(ranks, store, [fit], {**torch_optimizers(), **other_optimizers()}, whole=True)
+
+
+def test_optimizers_that_cannot_train_on_ranks_are_named(ranks: Any, store: Any) -> None:
+    write_rows(Path(store.get_train_data_path()), ROWS)
+    timm = import_timm_optimizers()
+    with pytest.raises(ParamError, match="Adahessian differentiates gradients"):
+        fit_torch("", timm.Adahessian, settings(ranks, store, "second", 1))
+    kron = timm.get_optimizer_class("kron")
+    # The run's own digests of the ranks, after the first epoch.
+    message = r"After epoch 0, .* different weights: net.0.weight, net.0.bias, .*'kron'"
+    with pytest.raises(AssertionError, match=message):
+        fit_torch("", lambda p: kron(p, lr=0.01), settings(ranks, store, "kron", 3))

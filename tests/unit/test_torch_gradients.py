@@ -1,0 +1,225 @@
+"""When gradients become means over the ranks, with a collective that multiplies by ten instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.torch.gradients import GradientAverager
+
+
+class Collective:
+    """Stands for two ranks; counts what is sent."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent = 0
+        monkeypatch.setattr(hvd, "size", lambda: 2)
+        monkeypatch.setattr(hvd, "grouped_allreduce_async_", self.send)
+        monkeypatch.setattr(hvd, "synchronize", lambda tensors: [t.mul_(10) for t in tensors])
+        monkeypatch.setattr(hvd, "allreduce", lambda tensor, **_: tensor * 10)
+
+    def send(self, tensors: list[torch.Tensor], **_: Any) -> list[torch.Tensor]:
+        self.sent += 1
+        return tensors
+
+
+@pytest.fixture
+def collective(monkeypatch: pytest.MonkeyPatch) -> Collective:
+    return Collective(monkeypatch)
+
+
+@pytest.fixture
+def averager() -> Iterator[Callable[..., GradientAverager]]:
+    made = []
+
+    def make(*args: Any, **kwargs: Any) -> GradientAverager:
+        made.append(GradientAverager(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.remove()
+
+
+def net_and_optimizer() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
+    net = torch.nn.Linear(1, 1)
+    return net, torch.optim.SGD(net.parameters(), lr=0.0)
+
+
+def backward(net: torch.nn.Module) -> None:
+    net(torch.ones(1, 1)).sum().backward()
+
+
+def test_gradients_are_means_when_the_pass_ends_and_are_sent_once(
+    collective: Collective, averager: Any
+) -> None:
+    net, optimizer = net_and_optimizer()
+    follows = averager(net, [optimizer])
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        with follows.averaging(accumulate=True):
+            backward(net)
+        assert net.weight.grad == 1.0
+        assert follows.pending
+        with follows.averaging():
+            backward(net)
+        assert net.weight.grad == 20.0
+        assert collective.sent == step
+        # In the second a scaler, say, finds that there is no step to take.
+        if step != 2:
+            optimizer.step()
+        assert net.weight.grad == 20.0
+        assert collective.sent == step
+        assert not follows.pending
+
+
+def test_each_pass_outside_a_block_is_averaged_with_what_there_was(
+    collective: Collective, averager: Any
+) -> None:
+    net, optimizer = net_and_optimizer()
+    averager(net, [optimizer])
+    backward(net)
+    assert net.weight.grad == 10.0
+    backward(net)
+    # Of two ranks, (10 + 1) would be the mean of what both have.
+    assert net.weight.grad == 110.0
+    optimizer.step()
+    assert collective.sent == 2
+
+
+def test_a_rank_without_a_pass_or_a_gradient_takes_part(
+    collective: Collective, averager: Any
+) -> None:
+    net, optimizer = net_and_optimizer()
+    with averager(net, [optimizer]).averaging():
+        pass
+    assert collective.sent == 1
+    # No rank had one.
+    assert net.weight.grad is None
+    optimizer.zero_grad()
+    (net.weight * 3.0).sum().backward()
+    assert net.weight.grad == 30.0
+    optimizer.step()
+    assert collective.sent == 2
+    # A user may set gradients without a backward pass.
+    net.weight.grad = torch.ones(1, 1)
+    optimizer.step()
+    assert net.weight.grad == 10.0
+
+
+def test_what_becomes_trainable_later_is_averaged(collective: Collective, averager: Any) -> None:
+    first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    frozen = torch.nn.Linear(1, 1, bias=False).requires_grad_(False)
+    net = torch.nn.Sequential(first, second, frozen)
+    for layer in net:
+        torch.nn.init.ones_(layer.weight)
+    optimizer = torch.optim.SGD([first.weight, frozen.weight], lr=0.0)
+    follows = averager(net, [optimizer])
+    with follows.averaging():
+        backward(net)
+    assert (first.weight.grad, second.weight.grad, frozen.weight.grad) == (10.0, 1.0, None)
+    optimizer.step()
+    assert follows.without_optimizer() == ["1.weight"]
+
+    net.zero_grad()
+    frozen.requires_grad_(True)
+    optimizer.add_param_group({"params": [second.weight]})
+    # Within the block, and so unknown when it began: averaged before the step.
+    with follows.averaging():
+        third = torch.nn.Parameter(torch.ones(1, 1))
+        optimizer.add_param_group({"params": [third]})
+        (net(torch.ones(1, 1)) * third).sum().backward()
+        assert (second.weight.grad, frozen.weight.grad, third.grad) == (10.0, 10.0, 1.0)
+        optimizer.step()
+    assert third.grad == 10.0
+    assert follows.without_optimizer() == []
+
+
+def test_optimizers_that_are_made_later_are_followed(collective: Collective, averager: Any) -> None:
+    net, optimizer = net_and_optimizer()
+    head = torch.nn.Linear(1, 1, bias=False)
+    loss = torch.nn.Linear(1, 1, bias=False)
+    whole = torch.nn.Sequential(net, head)
+    follows = averager(whole, [optimizer], losses=[loss, len])
+    backward(torch.nn.Sequential(whole, loss))
+    assert (net.weight.grad is None, head.weight.grad is None) == (False, False)
+    assert follows.without_optimizer() == ["1.weight", "loss_0.weight"]
+    others = [torch.optim.SGD(layer.parameters(), lr=0.0) for layer in (head, loss)]
+    for layer, other in zip((head, loss), others, strict=True):
+        given = layer.weight.grad.clone()
+        other.step()
+        assert torch.equal(layer.weight.grad, given * 10)
+    assert follows.without_optimizer() == []
+    # One that has nothing to do with the module is left alone.
+    stranger = torch.nn.Parameter(torch.ones(1))
+    stranger.grad = torch.ones(1)
+    sent = collective.sent
+    torch.optim.SGD([stranger], lr=0.0).step()
+    assert (collective.sent, stranger.grad) == (sent, 1.0)
+
+
+def test_every_parameter_is_averaged_for_steps_of_the_users(
+    collective: Collective, averager: Any
+) -> None:
+    net, optimizer = net_and_optimizer()
+    head = torch.nn.Linear(1, 1, bias=False)
+    averager(torch.nn.Sequential(net, head), [optimizer], every_parameter=True)
+    backward(torch.nn.Sequential(net, head))
+    given = net(torch.ones(1, 1)).detach()
+    assert torch.equal(head.weight.grad, given * 10)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, torch.optim.SGD])
+def test_a_closure_leaves_means_and_returns_the_loss_of_all_ranks(
+    collective: Collective, averager: Any, kind: Any
+) -> None:
+    net = torch.nn.Linear(1, 1)
+    optimizer = kind(net.parameters(), lr=0.0)
+    averager(net, [optimizer], loss_in_step=lambda loss: loss * 0.5)
+    seen: list[Any] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        backward(net)
+        seen.append(net.weight.grad.item())
+        return torch.tensor(3.0)
+
+    returned = optimizer.step(closure)
+    assert seen[0] == 10.0
+    # SGD only hands it on.
+    assert returned == (15.0 if kind is torch.optim.LBFGS else 3.0)
+    assert optimizer.step(closure=closure) == returned
+
+
+def test_gradients_that_wait_for_a_step_are_known_by_name(monkeypatch: Any, averager: Any) -> None:
+    monkeypatch.setattr(hvd, "size", lambda: 1)
+    net, optimizer = net_and_optimizer()
+    follows = averager(net, [optimizer])
+    backward(net)
+    assert follows.unused_gradients().keys() == {"weight", "bias"}
+    assert follows.has_unused
+    optimizer.step()
+    assert not follows.has_unused
+    follows.restore_gradients({"weight": torch.full((1, 1), 4.0)})
+    assert follows.unused_gradients() == {"weight": torch.full((1, 1), 4.0)}
+    assert net.weight.grad == 4.0
+
+
+def test_nothing_is_left_when_hooks_are_removed(collective: Collective) -> None:
+    net, optimizer = net_and_optimizer()
+    GradientAverager(net, [optimizer]).remove()
+    backward(net)
+    optimizer.step()
+    assert (collective.sent, net.weight.grad) == (0, 1.0)
+
+
+def test_an_optimizer_of_second_order_is_rejected(collective: Collective, averager: Any) -> None:
+    net, optimizer = net_and_optimizer()
+    vars(optimizer)["is_second_order"] = True
+    with pytest.raises(ParamError, match="SGD differentiates gradients"):
+        averager(net, [optimizer])
