@@ -29,7 +29,7 @@ from hvd_estimators.torch.copies import on_cpu
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.randomness import TorchStreams
 from hvd_estimators.torch.ranks import check_same_weights
-from hvd_estimators.torch.serialization import optimizer_content
+from hvd_estimators.torch.serialization import group_names
 from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.interruption import StopRequest, interrupted
@@ -282,7 +282,7 @@ class RunCheckpoint(Callback):
             if p.requires_grad is not self._trainable.get(name)
         }
         checkpoint[PARAMETER_GROUPS] = [
-            optimizer_content(optimizer, module)["groups"] for optimizer in trainer.optimizers
+            group_names(optimizer, module) for optimizer in trainer.optimizers
         ]
         # When training is over the strategy knows them no more.
         if self._gradients is None:

@@ -29,6 +29,7 @@ __all__ = [
     "dump_module",
     "dump_optimizer",
     "dump_with_references",
+    "group_names",
     "load_module",
     "load_optimizer",
     "load_state",
@@ -201,17 +202,14 @@ def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Opti
 
 
 def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state, and the names of the parameters in each of its groups.
+    """Return an optimizer's state with the names of its parameters, for `restore_optimizer`."""
+    return {"optimizer": optimizer.state_dict(), "groups": group_names(optimizer, module)}
 
-    A parameter outside the module has the name "".
-    """
+
+def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
+    """Return the names of the parameters in each group; "" for one outside the module."""
     names = {id(p): name for name, p in plain_module(module).named_parameters()}
-    return {
-        "optimizer": optimizer.state_dict(),
-        "groups": [
-            [names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups
-        ],
-    }
+    return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
 
 def restore_optimizer(
