@@ -17,6 +17,7 @@ from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried, traceles
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.parquet.columns import Columns
 from hvd_estimators.torch.joint_loss import JointLoss
+from hvd_estimators.torch.learning_rate import set_optimizer_mode
 from hvd_estimators.torch.loss import Loss, StepShare
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.outputs import Selected, require_tensors
@@ -216,6 +217,7 @@ def check_own_step(
         return []
     try:
         with torch_traceless(), torch.enable_grad():
+            set_optimizer_mode(optimizer, training=True)
             evaluation = on_rank.run_minibatch(
                 module.train(),
                 optimizer,
