@@ -6,8 +6,10 @@ callbacks and loops. What an epoch has measured so far, and what has been set fo
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -124,10 +126,11 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
     # Under this name they can log.
     before, module._current_fx_name = module._current_fx_name, name
-    for callback in callbacks:
-        getattr(callback, name)(trainer, module)
-    if has_hook:
-        module.on_train_epoch_start()
+    with _known_groups_ignored(trainer):
+        for callback in callbacks:
+            getattr(callback, name)(trainer, module)
+        if has_hook:
+            module.on_train_epoch_start()
     module._current_fx_name = before
     module.load_state_dict({n: v for n, v in weights.items() if n in module.state_dict()})
     with torch.no_grad():
@@ -142,6 +145,30 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     for callback, state in zip(callbacks, states, strict=True):
         if state:
             callback.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
+    """Let hooks add parameter groups that the checkpoint has added already, without effect."""
+    wrappers: Any = trainer.lightning_module.optimizers()
+    given = wrappers if isinstance(wrappers, list) else [wrappers]
+    owners = {id(owner): owner for owner in (*trainer.optimizers, *given)}
+    for owner in owners.values():
+        vars(owner)["add_param_group"] = functools.partial(_add_unknown, owner)
+    try:
+        yield
+    finally:
+        for owner in owners.values():
+            del vars(owner)["add_param_group"]
+
+
+def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
+    given = param_group["params"]
+    added = [given] if isinstance(given, torch.Tensor) else list(given)
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in added]
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not all(id(tensor) in known for tensor in tensors):
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
 
 
 def _is_library(function: Any) -> bool:

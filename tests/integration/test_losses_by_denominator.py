@@ -429,6 +429,103 @@ def test_a_lightning_module_states_its_denominator(
     assert measured["val_rows"] == 11
 
 
+class ByLoss(torch.optim.Optimizer):
+    """Steps in proportion to the loss that the closure returns, which a line search also uses."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.2})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad * group["lr"] * loss)
+        return loss
+
+
+class TokenModule(LightningModule):
+    """States its denominator, in automatic or manual optimization."""
+
+    def __init__(self, manual: bool) -> None:
+        super().__init__()
+        self.net = TokenNet()
+        self.automatic_optimization = not manual
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return self.found(batch)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            found = self.found(batch)
+            self.manual_backward(found)
+            return found["loss"]
+
+        optimizer = self.optimizers()
+        optimizer.step(closure)
+        return None
+
+    def found(self, batch: Any) -> dict[str, Any]:
+        return stated(self.net(batch["input_ids"]), batch["label"])
+
+    def configure_optimizers(self) -> Any:
+        return ByLoss(self.parameters())
+
+
+def step_with_closure(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_fn(model(*inputs), labels)
+        loss.backward()
+        return loss
+
+    loss = optimizer.step(closure)
+    return model(*inputs), loss
+
+
+@pytest.mark.parametrize(
+    "kind", ["torch step", "lightning step", "weights", "stated", "automatic", "manual"]
+)
+def test_closures_return_the_loss_over_the_denominator_of_all_ranks(
+    backend: Any, store: Any, kind: str
+) -> None:
+    columns = write_tokens(Path(store.get_train_data_path()))
+    options: dict[str, Any] = (
+        {} if kind in ("stated", "automatic", "manual") else {"weight": CLASS_WEIGHT}
+    )
+    if kind in ("automatic", "manual"):
+        model = TokenModule(manual=kind == "manual")
+        net = lightning_fit(backend, store, model=model).getModel().net
+    else:
+        model = TokenNet()
+        net = FITS["torch" if kind == "torch step" else "lightning"](
+            backend,
+            store,
+            model=model,
+            optimizer=ByLoss(model.parameters()),
+            loss=stated if kind == "stated" else torch.nn.CrossEntropyLoss(**options),
+            train_minibatch_fn=step_with_closure if kind.endswith("step") else None,
+            dry_run=False,
+        ).getModel()
+    expected = TokenNet()
+    optimizer = ByLoss(expected.parameters())
+    for rows in global_batches(len(columns["label"]), 2, BATCH):
+        batch = {name: column[rows] for name, column in columns.items()}
+
+        def closure(batch: Any = batch) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = by_tokens(expected, batch, **options)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert_same_weights(net, expected)
+
+
 class TorchOfFourShards(FourShards, TorchEstimator):
     """A run that began with 4 ranks."""
 

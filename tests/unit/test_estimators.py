@@ -7,6 +7,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.prepare.catalog import manifest_path
 from hvd_estimators.store import Store
@@ -116,6 +117,15 @@ def test_callbacks_that_cannot_be_called_as_documented_are_refused(params):
     ):
         with pytest.raises(ParamError, match=f"callbacks: .*{message}"):
             check({**params, "callbacks": [callback]})
+
+
+def test_lightning_callbacks_go_with_any_module(params):
+    from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor
+
+    given = {**params, "callbacks": [EarlyStopping("val_loss"), LearningRateMonitor()]}
+    LightningEstimator(**given)._check_params()
+    with pytest.raises(ParamError, match="callbacks: expected instances of Lightning's Callback"):
+        LightningEstimator(**{**params, "callbacks": [EndsWithMore()]})._check_params()
 
 
 @pytest.mark.parametrize(

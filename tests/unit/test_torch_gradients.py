@@ -11,6 +11,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.gradients import GradientAverager
+from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 
 class Collective:
@@ -194,6 +195,32 @@ def test_a_closure_leaves_means_and_returns_the_loss_of_all_ranks(
     # SGD only hands it on.
     assert returned == (15.0 if kind is torch.optim.LBFGS else 3.0)
     assert optimizer.step(closure=closure) == returned
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_stated_denominators_divide_the_means_once_before_anything_sees_them(
+    collective: Collective, averager: Any, monkeypatch: Any, size: int
+) -> None:
+    times = 10 if size == 2 else 1
+    monkeypatch.setattr(hvd, "size", lambda: size)
+    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    net, optimizer = net_and_optimizer()
+    denominators = StatedDenominators()
+    follows = averager(net, [optimizer], denominators=denominators)
+    for accumulates in (True, False):
+        with follows.averaging(accumulate=accumulates):
+            # Its gradient has been multiplied by 3 tokens / 2 rows.
+            denominators.add(3.0, 2)
+            (net(torch.ones(1, 1)).sum() * 1.5).backward()
+            assert net.weight.grad == (1.5 if accumulates else 2.0 * times)
+    assert denominators.ratio == pytest.approx(2 / 3)
+    # Another parameter that is trained from here on is averaged before the step.
+    other = torch.nn.Parameter(torch.ones(1))
+    optimizer.add_param_group({"params": [other]})
+    other.grad = torch.ones(1)
+    optimizer.step()
+    assert denominators.ratio == 1.0
+    assert net.weight.grad == 2.0 * times**2
 
 
 def test_gradients_that_wait_for_a_step_are_known_by_name(monkeypatch: Any, averager: Any) -> None:

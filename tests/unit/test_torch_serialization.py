@@ -15,9 +15,11 @@ from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
+    dump_with_references,
     load_module,
     load_optimizer,
     load_state,
+    load_with_references,
     optimizer_content,
     restore_optimizer,
     save_state,
@@ -308,6 +310,19 @@ def test_attributes_of_optimizers_are_sent_and_what_belongs_to_this_process_is_n
 
     found.step(closure)
     assert not torch.equal(copied.weight, before)
+
+
+def test_optimizers_among_the_users_objects_are_bound_to_the_model_with_their_attributes():
+    net = torch.nn.Linear(2, 1)
+    first, second = torch.optim.SGD(net.parameters(), 0.1), torch.optim.LBFGS(net.parameters())
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
+    document = dump_with_references((scheduler, [Outer(second), second]), net, first, (second,))
+    copied = copy.deepcopy(net)
+    optimizer = load_optimizer(dump_optimizer(first, net), copied)
+    found, (outer, bound) = load_with_references(document, copied, optimizer)
+
+    assert found.optimizer is outer.inner is bound
+    assert [id(p) for p in bound._params] == [id(p) for p in copied.parameters()]
 
 
 def test_groups_that_training_added_are_restored():
