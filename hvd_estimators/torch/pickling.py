@@ -8,6 +8,7 @@ anew from the class that it had, and gets its parametrizations back with its oth
 from __future__ import annotations
 
 import copyreg
+from types import FunctionType
 from typing import Any
 
 import cloudpickle
@@ -29,7 +30,18 @@ class Pickler(cloudpickle.Pickler):
             state = dict(vars(obj)) if get_state is None else get_state(obj)
             tensors: Any = obj.parametrizations
             return _parametrized, (given, tuple(tensors)), state
-        return super().reducer_override(obj)
+        return super().reducer_override(_without_hooks(obj))
+
+
+def _without_hooks(obj: Any) -> Any:
+    """Return the user's ``step`` of an optimizer class, which torch has wrapped to call hooks.
+
+    The wrapper would travel with a copy of torch's table of hooks, and call none of a rank's.
+    Torch wraps the function again when an object of the class is made or unpickled.
+    """
+    wrap = torch.optim.Optimizer.profile_hook_step
+    is_wrapper = isinstance(obj, FunctionType) and obj.__globals__ is wrap.__globals__
+    return obj.__wrapped__ if is_wrapper and hasattr(obj, "hooked") else obj
 
 
 class OptimizerPickler(Pickler):

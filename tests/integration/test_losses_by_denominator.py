@@ -441,7 +441,8 @@ class ByLoss(torch.optim.Optimizer):
             loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad * group["lr"] * loss)
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * group["lr"] * loss)
         return loss
 
 

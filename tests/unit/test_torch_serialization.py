@@ -3,11 +3,15 @@
 import copy
 import io
 import pickle
+import subprocess
+import sys
+import textwrap
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.utils import parametrize
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.sending import check_sendable
@@ -323,6 +327,28 @@ def test_optimizers_among_the_users_objects_are_bound_to_the_model_with_their_at
 
     assert found.optimizer is outer.inner is bound
     assert [id(p) for p in bound._params] == [id(p) for p in copied.parameters()]
+
+
+def test_hooks_of_all_optimizers_see_the_steps_of_a_class_that_was_sent_by_value():
+    source = """
+        import torch
+        from hvd_estimators.torch.serialization import dump_optimizer
+        class Mine(torch.optim.SGD):
+            def step(self, closure=None):
+                return super().step(closure)
+        net = torch.nn.Linear(2, 1)
+        print(dump_optimizer(Mine(net.parameters(), 0.1), net).hex())
+    """
+    command = [sys.executable, "-c", textwrap.dedent(source)]
+    sent = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    optimizer = load_optimizer(bytes.fromhex(sent.split()[-1]), torch.nn.Linear(2, 1))
+    seen = []
+    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+    assert seen[0] is optimizer
 
 
 def test_groups_that_training_added_are_restored():
