@@ -26,7 +26,7 @@ from hvd_estimators import Store
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.store.dbfs import DBFSLocalStore
 
-pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 
 STORES = ("local", "hdfs", "s3", "dbfs")
 READERS = ("arrow", "petastorm") if importlib.util.find_spec("petastorm") else ("arrow",)

@@ -19,7 +19,7 @@ from hvd_estimators.lightning import LightningModel
 from hvd_estimators.lightning import load_predictor as load_lightning
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 

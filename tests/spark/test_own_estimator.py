@@ -30,7 +30,7 @@ from hvd_estimators.training.checkpoints import CheckpointWriter
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.state import RunState
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 @dataclass(frozen=True)

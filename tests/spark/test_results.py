@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.launch.spark import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 WIDTH = 250_000
 

@@ -17,7 +17,7 @@ import pytest
 from hvd_estimators import run
 from hvd_estimators.exceptions import WorkerFailedError
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 SLEEPING_RANKS = """
 import os, subprocess, sys, time

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import TorchEstimator
 
-pytestmark = pytest.mark.spark
+pytestmark = [pytest.mark.spark, pytest.mark.once]
 
 
 class HereBackend:
