@@ -37,6 +37,7 @@ _BASE_KEYS = ("name", "trainable", "dtype")
 _ARGUMENTS = "hvd_estimators_arguments"
 _ATTRIBUTES = "hvd_estimators_attributes"
 _BUILT = "hvd_estimators_built"
+_BUILDS = "hvd_estimators_builds"
 _HELD = "hvd_estimators_held"
 
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
@@ -77,6 +78,9 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
                     extra[_ARGUMENTS] = _with_held(arguments, held)
                 if attributes:
                     extra[_ATTRIBUTES] = _hold(attributes, held)
+                builds = _builds_of_parts(part)
+                if any(builds):
+                    extra[_BUILDS] = builds
                 changed.append(part)
                 # Past Keras, which tracks attributes.
                 vars(part)["get_config"] = functools.partial(_config, part, extra)
@@ -94,6 +98,14 @@ def _has_no_shapes(part: Any) -> bool:
     """Return whether Keras noted no shape to build a copy for, as of a model without ``call()``."""
     shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
     return bool(shapes) and all(shape is None for shape in shapes.values())
+
+
+def _builds_of_parts(part: Any) -> list[dict[str, Any] | None]:
+    """Return how the layers of a layer were built, if this one was not: Keras would not tell."""
+    if not isinstance(part, keras.Layer) or part.built:
+        return []
+    layers = all_layers(part, include_self=False)
+    return [layer.get_build_config() if layer.built else None for layer in layers]
 
 
 def _nothing() -> None:
@@ -242,7 +254,7 @@ class _Maker:
         """Return an object of the class."""
         config = dict(config)
         attributes, arguments = config.pop(_ATTRIBUTES, None), config.pop(_ARGUMENTS, None)
-        is_built = config.pop(_BUILT, False)
+        is_built, builds = config.pop(_BUILT, False), config.pop(_BUILDS, ())
         if arguments is not None:
             made = self._construct(arguments)
         else:
@@ -252,6 +264,11 @@ class _Maker:
             set_attributes(made, self._custom_objects[attributes])
         if is_built:
             made.built = True
+        layers = all_layers(made, include_self=False) if builds else []
+        if len(layers) == len(builds):
+            for layer, build in zip(layers, builds, strict=True):
+                if build and not layer.built:
+                    layer.build_from_config(build)
         return made
 
     def _construct(self, arguments: Mapping[str, Any]) -> Any:
