@@ -225,14 +225,21 @@ class Counter:
 
 
 class Rows(LightningModule):
-    """Takes down the rows that it is given, and changes by them."""
+    """Takes down the rows that it is given, in its state, and changes by them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(()))
+        self.rows: list[int] = []
+
+    def get_extra_state(self) -> dict[str, list[int]]:
+        return {"rows": list(self.rows)}
+
+    def set_extra_state(self, state: dict[str, list[int]]) -> None:
+        self.rows = list(state["rows"])
 
     def on_train_epoch_start(self) -> None:
-        self.rows: list[int] = []
+        self.rows = []
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.rows += batch.tolist()
