@@ -17,7 +17,7 @@ __all__ = ["find_custom_objects"]
 def find_custom_objects(
     values: Sequence[Any], given: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return classes and functions that are not Keras's own and that a config may name.
+    """Return classes and functions that a config may name, and that Keras does not find itself.
 
     Parameters
     ----------
@@ -42,7 +42,8 @@ def find_custom_objects(
                 if _is_custom(candidate):
                     found[candidate.__name__] = candidate
                     found[keras.saving.get_registered_name(candidate)] = candidate
-    return {name: entry for name, entry in found.items() if not is_keras(entry)} | dict(given or {})
+    found = {n: entry for n, entry in found.items() if _is_operation(entry) or not is_keras(entry)}
+    return found | dict(given or {})
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -84,8 +85,15 @@ def _held(part: Any) -> list[Any]:
 
 def _is_custom(candidate: Any) -> bool:
     if isinstance(candidate, types.FunctionType):
-        return not is_keras(candidate) and candidate.__name__ != "<lambda>"
+        is_named = candidate.__name__ != "<lambda>"
+        return is_named and (_is_operation(candidate) or not is_keras(candidate))
     return isinstance(candidate, type) and not is_keras(candidate) and _is_configurable(candidate)
+
+
+def _is_operation(entry: Any) -> bool:
+    """Return whether this is a function of ``keras.ops``, which Keras does not find by its name."""
+    module = getattr(entry, "__module__", None) or ""
+    return isinstance(entry, types.FunctionType) and module.startswith("keras.src.ops.")
 
 
 def _is_configurable(cls: type) -> bool:

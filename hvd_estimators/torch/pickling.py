@@ -30,18 +30,23 @@ class Pickler(cloudpickle.Pickler):
             state = dict(vars(obj)) if get_state is None else get_state(obj)
             tensors: Any = obj.parametrizations
             return _parametrized, (given, tuple(tensors)), state
-        return super().reducer_override(_without_hooks(obj))
+        if isinstance(obj, FunctionType) and _calls_hooks(obj):
+            return _itself, (obj.__wrapped__,)  # type: ignore[attr-defined]
+        return super().reducer_override(obj)
 
 
-def _without_hooks(obj: Any) -> Any:
-    """Return the user's ``step`` of an optimizer class, which torch has wrapped to call hooks.
+def _calls_hooks(function: FunctionType) -> bool:
+    """Return whether torch has wrapped the ``step`` of an optimizer class to call hooks.
 
-    The wrapper would travel with a copy of torch's table of hooks, and call none of a rank's.
-    Torch wraps the function again when an object of the class is made or unpickled.
+    The wrapper would travel with a copy of torch's table of hooks, and call none of a rank's. Torch
+    wraps the function again when an object of the class is made or unpickled.
     """
     wrap = torch.optim.Optimizer.profile_hook_step
-    is_wrapper = isinstance(obj, FunctionType) and obj.__globals__ is wrap.__globals__
-    return obj.__wrapped__ if is_wrapper and hasattr(obj, "hooked") else obj
+    return function.__globals__ is wrap.__globals__ and hasattr(function, "hooked")
+
+
+def _itself(function: FunctionType) -> FunctionType:
+    return function
 
 
 class OptimizerPickler(Pickler):

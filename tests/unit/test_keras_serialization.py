@@ -150,3 +150,15 @@ def test_layers_keep_the_policy_that_was_set_globally(policy: str) -> None:
         )
     assert type(load(documents[0]).optimizer) is type(model.optimizer)
     assert keras.config.dtype_policy().name == "float32"
+
+
+def test_functions_of_keras_ops_come_back() -> None:
+    """Keras writes their names, and finds them under none."""
+    x = keras.Input((3,))
+    output = keras.layers.Dense(2, activation=keras.ops.square)(x)
+    output = keras.layers.Lambda(keras.ops.sum, arguments={"axis": 1})(output)
+    model = keras.Model(x, keras.layers.Activation(keras.ops.negative)(output))
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3)
+    found = load_model(dump_model(model))(rows)
+    kernel, bias = model.layers[1].get_weights()
+    np.testing.assert_allclose(found, -((rows @ kernel + bias) ** 2).sum(1), rtol=1e-5)
