@@ -161,7 +161,7 @@ def dense(width: int) -> Any:
 KERAS = {
     "a class": keras_row("model", r"expected a keras\.Model", model=keras.Model),
     "torch's": keras_row("model", r"expected a keras\.Model", model=torch.nn.Linear(1, 1)),
-    "a lock": keras_row("model", "leave out of their attributes", model=Locking()),
+    "a lock": keras_row("model", "Leave out of attributes", model=Locking()),
     "not built": keras_row("model", "Call it on a few rows", model=Unbuilt(), dry_run=False),
     "too wide": keras_row("feature_cols", "Set columns in the order", ShapeError, model=dense(3)),
     "two labels": keras_row("label_cols", "Set one label", ShapeError, label_cols=["y", "w"]),
