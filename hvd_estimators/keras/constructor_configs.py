@@ -22,7 +22,13 @@ import keras
 import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.states import StatePickler, base_names, is_keras, same_value
+from hvd_estimators.keras.states import (
+    StatePickler,
+    base_names,
+    is_configurable,
+    is_keras,
+    same_value,
+)
 
 __all__ = [
     "complete_configs",
@@ -220,7 +226,7 @@ def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         Name to class or function, and what `complete_configs` held.
     """
     makers = {
-        name: _Maker(entry, custom_objects) if _is_makeable(entry) else entry
+        name: _Maker(entry, custom_objects) if is_configurable(entry) else entry
         for name, entry in custom_objects.items()
     }
     registered = keras.saving.get_custom_objects()
@@ -289,15 +295,9 @@ def _parts(model: keras.Model) -> Iterator[Any]:
     for layer in all_layers(model):
         for part in (layer, *vars(layer).values()):
             kind = type(part)
-            if id(part) not in seen and not is_keras(kind) and _is_makeable(kind):
+            if id(part) not in seen and not is_keras(kind) and is_configurable(kind):
                 seen.add(id(part))
                 yield part
-
-
-def _is_makeable(entry: Any) -> bool:
-    return isinstance(entry, type) and all(
-        callable(getattr(entry, name, None)) for name in ("get_config", "from_config")
-    )
 
 
 def _arguments(part: Any) -> dict[str, Any] | None:
@@ -360,7 +360,7 @@ def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, 
 
 def _is_made_of_config(value: Any) -> bool:
     """Return whether Keras writes a config for an object, and not for its class."""
-    return not isinstance(value, type) and _is_makeable(type(value))
+    return not isinstance(value, type) and is_configurable(type(value))
 
 
 def _accepted(cls: Any, config: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers
-from hvd_estimators.keras.states import is_keras
+from hvd_estimators.keras.states import is_configurable, is_keras
 
 __all__ = ["find_custom_objects"]
 
@@ -42,8 +42,7 @@ def find_custom_objects(
                 if _is_custom(candidate):
                     found[candidate.__name__] = candidate
                     found[keras.saving.get_registered_name(candidate)] = candidate
-    found = {n: entry for n, entry in found.items() if _is_operation(entry) or not is_keras(entry)}
-    return found | dict(given or {})
+    return {name: e for name, e in found.items() if not _is_found(e)} | dict(given or {})
 
 
 def _strings(value: Any) -> Iterator[str]:
@@ -85,19 +84,11 @@ def _held(part: Any) -> list[Any]:
 
 def _is_custom(candidate: Any) -> bool:
     if isinstance(candidate, types.FunctionType):
-        is_named = candidate.__name__ != "<lambda>"
-        return is_named and (_is_operation(candidate) or not is_keras(candidate))
-    return isinstance(candidate, type) and not is_keras(candidate) and _is_configurable(candidate)
+        return not _is_found(candidate) and candidate.__name__ != "<lambda>"
+    return not is_keras(candidate) and is_configurable(candidate)
 
 
-def _is_operation(entry: Any) -> bool:
-    """Return whether this is a function of ``keras.ops``, which Keras does not find by its name."""
-    module = getattr(entry, "__module__", None) or ""
-    return isinstance(entry, types.FunctionType) and module.startswith("keras.src.ops.")
-
-
-def _is_configurable(cls: type) -> bool:
-    # What a config names: layers, losses, schedules, initializers and the like.
-    return callable(getattr(cls, "get_config", None)) and callable(
-        getattr(cls, "from_config", None)
-    )
+def _is_found(entry: Any) -> bool:
+    """Return whether Keras finds an entry by its name: its own, but functions of ``keras.ops``."""
+    is_function = isinstance(entry, types.FunctionType)
+    return is_keras(entry) and not (is_function and entry.__module__.startswith("keras.src.ops."))

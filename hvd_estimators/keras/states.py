@@ -25,6 +25,7 @@ __all__ = [
     "StatePickler",
     "base_names",
     "dump_state",
+    "is_configurable",
     "is_keras",
     "same_optimizer",
     "same_value",
@@ -136,6 +137,13 @@ def without_variables(optimizer: keras.optimizers.Optimizer) -> keras.optimizers
 def is_keras(entry: Any) -> bool:
     """Return whether a class or function is one of Keras's own."""
     return str(getattr(entry, "__module__", "")).partition(".")[0] == "keras"
+
+
+def is_configurable(entry: Any) -> bool:
+    """Return whether this is a class that configs name: of layers, losses, schedules and so on."""
+    return isinstance(entry, type) and all(
+        callable(getattr(entry, name, None)) for name in ("get_config", "from_config")
+    )
 
 
 def base_names() -> set[str]:

@@ -15,7 +15,7 @@ from hvd_estimators.launch.rank.liveness import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.bases import Callback, Checkpoint
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
-from hvd_estimators.lightning.results import RankResults
+from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.finite import not_finite
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shards import BufferReducer
@@ -116,7 +116,7 @@ class EpochRecorder(Checkpoint):
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         train, validation = (
             {**loss.as_dict("loss"), **{n: v for n, v in logged.items() if n in results.names()}}
-            for loss, results in zip(self._losses, _results(trainer), strict=True)
+            for loss, results in zip(self._losses, results_of(trainer), strict=True)
         )
         if isinstance(pl_module, ModuleAdapter) and pl_module.counts_losses:
             for stage, measured in (("train", train), ("val", validation)):
@@ -158,12 +158,6 @@ class EpochRecorder(Checkpoint):
                 return
             weight = stated
         self._losses[stage].add(loss.detach().reshape(()).double() * passes, weight)
-
-
-def _results(trainer: Trainer) -> tuple[RankResults, RankResults]:
-    """Return what is logged in training and in validation."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    return loop._results, loop.val_loop._results
 
 
 class _Mean:

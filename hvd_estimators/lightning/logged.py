@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torchmetrics import Metric
 
-from hvd_estimators.lightning.results import RankResults
+from hvd_estimators.lightning.results import RankResults, results_of
 from hvd_estimators.torch.copies import on_cpu
 
 if TYPE_CHECKING:
@@ -35,10 +35,10 @@ def logged_so_far(trainer: Trainer) -> dict[str, Any]:
         if isinstance(metric, Metric)
     }
     return {
-        "results": [_entries(results, names) for results in _results(trainer)],
+        "results": [_entries(results, names) for results in results_of(trainer)],
         "epochs": [
             {"rows": results.rows_of_epoch, "of_epoch": sorted(results.of_epoch)}
-            for results in _results(trainer)
+            for results in results_of(trainer)
         ],
         "seen": {kind: on_cpu(dict(getattr(trainer, kind))) for kind in _SEEN},
     }
@@ -61,7 +61,7 @@ def restore_logged(trainer: Trainer, states: Sequence[Mapping[str, Any]], flavor
     trainer._logger_connector._first_loop_iter = False
     for kind in _SEEN:
         getattr(trainer, kind).update(states[0]["seen"][kind])
-    for index, results in enumerate(_results(trainer)):
+    for index, results in enumerate(results_of(trainer)):
         # Checkpoints of earlier versions have none.
         epochs = [state["epochs"][index] for state in states if "epochs" in state]
         results.rows_of_epoch = sum(epoch["rows"] for epoch in epochs)
@@ -75,11 +75,6 @@ def restore_logged(trainer: Trainer, states: Sequence[Mapping[str, Any]], flavor
                 [of_rank[key] for of_rank in entries if key in of_rank],
                 flavor,
             )
-
-
-def _results(trainer: Trainer) -> tuple[RankResults, RankResults]:
-    loop: Any = trainer.fit_loop.epoch_loop
-    return loop._results, loop.val_loop._results
 
 
 def _entries(results: RankResults, names: Mapping[int, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
     from pytorch_lightning.trainer.connectors.logger_connector.result import _ResultMetric
 
-__all__ = ["RankResults", "reduce_results"]
+__all__ = ["RankResults", "reduce_results", "results_of"]
 
 
 class RankResults(ResultCollection):
@@ -178,6 +178,12 @@ class RankResults(ResultCollection):
             return super()._get_cache(result_metric, on_step)
         own = _alone(result_metric)
         return own.detach() if isinstance(own, torch.Tensor) else own
+
+
+def results_of(trainer: Trainer) -> tuple[RankResults, RankResults]:
+    """Return the results of training, and those of the validation within it."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    return loop._results, loop.val_loop._results
 
 
 def _number(value: Any) -> Any:
