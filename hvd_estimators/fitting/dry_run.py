@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["leave_to_ranks", "log_untried", "traceless"]
+__all__ = ["causes", "leave_to_ranks", "log_untried", "traceless"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def leave_to_ranks(error: BaseException, shape_kinds: tuple[type[BaseException],
     judged = isinstance(error, (*_SHAPE_KINDS, *shape_kinds)) and not isinstance(
         error, _OTHER_KINDS
     )
-    if judged and not any(_WORDS.search(str(e)) or _comes_from_process(e) for e in _chain(error)):
+    if judged and not any(_WORDS.search(str(e)) or _comes_from_process(e) for e in causes(error)):
         return False
     log_untried(error)
     return True
@@ -97,13 +97,34 @@ def log_untried(error: BaseException) -> None:
     )
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that it was raised from."""
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, the newest first.
+
+    An exception that a caller of this code was handling before is left out: a fit may run in the
+    ``except`` block of a program.
+    """
+    callers = _callers(error)
     seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
+    found: BaseException | None = error
+    while found is not None and id(found) not in seen and not _caught_in(callers, found):
+        seen.add(id(found))
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _callers(error: BaseException) -> set[int]:
+    """Return the ids of the frames that called the one that caught an exception."""
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ else None
+    callers = set()
+    while frame is not None:
+        callers.add(id(frame))
+        frame = frame.f_back
+    return callers
+
+
+def _caught_in(frames: set[int], error: BaseException) -> bool:
+    traceback = error.__traceback__
+    return traceback is not None and id(traceback.tb_frame) in frames
 
 
 def _comes_from_process(error: BaseException) -> bool:

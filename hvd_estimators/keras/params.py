@@ -10,6 +10,7 @@ import keras
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
+from hvd_estimators.fitting.dry_run import causes
 from hvd_estimators.keras.averaging import reductions_of
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
@@ -332,7 +333,6 @@ class KerasParams(HorovodEstimator):
 
 
 def _first_reason(error: BaseException) -> BaseException:
-    """Return the exception that the first one was raised for; Keras raises others for it."""
-    while (cause := error.__cause__ or error.__context__) is not None:
-        error = cause
-    return error
+    """Return the exception that led to one of Keras's, which wraps others."""
+    *_, first = causes(error)
+    return first

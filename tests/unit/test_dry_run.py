@@ -134,6 +134,11 @@ def test_what_shapes_raise_ends_the_fit_early(caplog: Any) -> None:
         assert not leave_to_ranks(error)
     with pytest.raises(ShapeError, match="cannot take the feature columns"):
         try_torch(torch.nn.Linear(5, 1))
+    try:
+        raise RuntimeError("no GPU, so the program fits here")
+    except RuntimeError:
+        with pytest.raises(ShapeError, match="cannot take the feature columns"):
+            try_torch(torch.nn.Linear(5, 1))
     assert not caplog.records
 
 
