@@ -57,21 +57,12 @@ class Debian:
         settings = [f"{name}={value}" for name, value in kept.items()]
         inside = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", "PATH=/usr/bin:/usr/sbin", *settings]
         script = " && ".join([*mounts, 'exec chroot . "$@"'])
+        shell = ["sh", "-ec", f"cd /project && {command}"]
         apart = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         with log.open("w") as file:
             done = subprocess.run(
                 # All processes end with the first one, and the mounts with them.
-                [
-                    *apart,
-                    "sh",
-                    "-ec",
-                    script,
-                    "sh",
-                    *inside,
-                    "sh",
-                    "-ec",
-                    f"cd /project && {command}",
-                ],
+                [*apart, "sh", "-ec", script, "sh", *inside, *shell],
                 cwd=self.root,
                 stdout=file,
                 stderr=subprocess.STDOUT,
