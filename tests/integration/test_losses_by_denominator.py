@@ -6,6 +6,7 @@ A masked language model of Hugging Face, with padding and ignored targets, and a
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from pyarrow import parquet
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
-from transformers import BertConfig, BertForMaskedLM
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningEstimator
@@ -32,7 +32,15 @@ RATE = 0.3
 CLASS_WEIGHT = torch.linspace(0.2, 2.0, TOKENS)
 
 
-def language_model() -> BertForMaskedLM:
+@pytest.fixture(autouse=True)
+def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this process and the ranks import transformers, which lies in a folder of its own."""
+    monkeypatch.syspath_prepend(Path(sys.prefix, "transformers"))
+
+
+def language_model() -> Any:
+    from transformers import BertConfig, BertForMaskedLM
+
     torch.manual_seed(4)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -84,6 +92,12 @@ def write_tokens(path: Path, rows: int = ROWS, seed: int = 0) -> dict[str, torch
         table = pa.table({name: pa.array(array[part].tolist()) for name, array in columns.items()})
         parquet.write_table(table, path / f"part-{index}.parquet")
     return {name: torch.from_numpy(array) for name, array in columns.items()}
+
+
+def write_both(store: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Write rows to train on and others to validate on."""
+    train = write_tokens(Path(store.get_train_data_path()))
+    return train, write_tokens(Path(store.get_val_data_path()), 11, seed=1)
 
 
 Step = Callable[[torch.nn.Module, dict[str, torch.Tensor]], torch.Tensor]
@@ -171,8 +185,7 @@ FITS = {"torch": torch_fit, "lightning": lightning_fit}
 def test_class_weights_and_ignored_targets(
     backend: Any, store: Any, framework: str, passes: int
 ) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    columns, held_out = write_both(store)
     model = FITS[framework](
         backend,
         store,
@@ -196,8 +209,7 @@ def test_class_weights_and_ignored_targets(
 def test_a_function_states_its_denominator(
     backend: Any, store: Any, framework: str, passes: int
 ) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    columns, held_out = write_both(store)
     model = FITS[framework](
         backend,
         store,
@@ -220,8 +232,7 @@ def test_a_function_states_its_denominator(
 def test_losses_of_several_labels_have_denominators_of_their_own(
     backend: Any, store: Any, framework: str
 ) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    columns, held_out = write_both(store)
     model = FITS[framework](
         backend,
         store,
@@ -407,8 +418,7 @@ class LanguageModule(LightningModule):
 def test_a_lightning_module_states_its_denominator(
     backend: Any, store: Any, manual: bool, passes: int
 ) -> None:
-    columns = write_tokens(Path(store.get_train_data_path()))
-    held_out = write_tokens(Path(store.get_val_data_path()), 11, seed=1)
+    columns, held_out = write_both(store)
     model = lightning_fit(
         backend,
         store,
