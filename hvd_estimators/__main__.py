@@ -55,7 +55,7 @@ def _add_build(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--gpu",
         choices=("auto", "none", "cuda"),
         default="auto",
-        help="auto (default): CUDA where torch was built with it and nvcc is found",
+        help="auto (default): CUDA if torch was built with it and a CUDA toolkit is found",
     )
     build.add_argument(
         "--cache-dir",

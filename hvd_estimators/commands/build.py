@@ -37,8 +37,8 @@ from hvd_estimators.commands.build_tools import (
     default_jobs,
     detect_recipe,
     find_compiler,
+    find_cuda_toolkit,
     find_nccl,
-    find_nvcc,
     missing_build_packages,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
@@ -65,7 +65,7 @@ def build_horovod(
     Parameters
     ----------
     gpu : {'auto', 'none', 'cuda'}
-        ``auto`` builds for CUDA where torch was built with it and ``nvcc`` is found.
+        ``auto`` builds for CUDA if torch was built with it and a CUDA toolkit is found.
     cache_dir : Path, optional
         Where wheels are kept; `default_cache_dir` by default.
     force : bool
@@ -253,8 +253,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     cxx = work / "cxx"
     cxx.write_text(recipe.compiler_wrapper(compiler))
     cxx.chmod(0o755)
-    nvcc = find_nvcc() if recipe.cuda else None
-    cuda_home = str(nvcc.parent.parent) if nvcc else None
+    toolkit = find_cuda_toolkit() if recipe.cuda else None
     nccl = find_nccl(recipe.cuda) if recipe.cuda else None
     nccl_home = str(_linkable(nccl, work / "nccl")) if nccl else None
     tools = work / _TOOLS
@@ -263,7 +262,9 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(decided)}
     return {
         **inherited,
-        **recipe.environment(cxx=str(cxx), jobs=jobs, cuda_home=cuda_home, nccl_home=nccl_home),
+        **recipe.environment(
+            cxx=str(cxx), jobs=jobs, cuda_home=toolkit and str(toolkit), nccl_home=nccl_home
+        ),
         "PATH": build_path(tools / "bin"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.getenv("PYTHONPATH")])),
         "TMPDIR": str(work),

@@ -35,7 +35,6 @@ __all__ = [
     "detect_recipe",
     "find_compiler",
     "find_nccl",
-    "find_nvcc",
     "installed_version",
     "missing_build_packages",
 ]
@@ -57,6 +56,7 @@ _CUDA_NOTES = {
     "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
 }
 
+_CUDA_FOLDER = Path("/usr/local/cuda")
 _MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
 
 
@@ -66,7 +66,7 @@ def detect_recipe(gpu: str = "auto") -> BuildRecipe:
     Parameters
     ----------
     gpu : {'auto', 'none', 'cuda'}
-        ``auto`` builds for CUDA where the framework was built with it and ``nvcc`` is found.
+        ``auto`` builds for CUDA if the framework was built with it and a CUDA toolkit is found.
 
     Raises
     ------
@@ -108,18 +108,19 @@ def _choose_cuda(gpu: str, versions: dict[str, str | None]) -> str | None:
     # CPU torch, so torch decides where it is installed.
     framework = "torch" if versions["torch"] else "tensorflow"
     cuda = cuda_of(framework)
-    nvcc = find_nvcc()
+    toolkit = find_cuda_toolkit()
     if gpu == "cuda" and cuda is None:
         raise BuildError(
             f"A CUDA build was asked for, but {framework} {versions[framework]} is built for CPUs. "
             f"Install a CUDA build of {framework}, or use --gpu none."
         )
-    if gpu == "cuda" and nvcc is None:
+    if gpu == "cuda" and toolkit is None:
         raise BuildError(
-            "A CUDA build was asked for, but no nvcc was found under CUDA_HOME or on PATH. "
-            f"Install the CUDA toolkit {cuda} and set CUDA_HOME to it, or use --gpu none."
+            "A CUDA build was asked for, but no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) "
+            "was found in CUDA_HOME, around the nvcc on PATH, or in /usr/local/cuda. Install the "
+            f"CUDA toolkit {cuda} and set CUDA_HOME to its folder, or use --gpu none."
         )
-    return cuda if nvcc else None
+    return cuda if toolkit else None
 
 
 def cuda_of(framework: str) -> str | None:
@@ -133,13 +134,22 @@ def cuda_of(framework: str) -> str | None:
     return found.group(1) if found else None
 
 
-def find_nvcc() -> Path | None:
-    """Return the CUDA compiler's path: from ``CUDA_HOME``, PATH or the usual place."""
-    homes = [os.environ.get(name) for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME")]
-    named = [Path(home, "bin", "nvcc") for home in homes if home]
+def find_cuda_toolkit() -> Path | None:
+    """Return the folder of a CUDA toolkit with a compiler and headers; None if there is none.
+
+    It is that of ``HOROVOD_CUDA_HOME`` or ``CUDA_HOME``, that of the ``nvcc`` on PATH, or
+    ``/usr/local/cuda``. An ``nvcc`` on PATH may be a link, or a script beside no toolkit.
+    """
+    named = [Path(h) for h in map(os.environ.get, ("HOROVOD_CUDA_HOME", "CUDA_HOME")) if h]
     on_path = [Path(path) for path in [shutil.which("nvcc")] if path]
-    candidates = [*named, *on_path, Path("/usr/local/cuda/bin/nvcc")]
-    return next((path for path in candidates if path.is_file()), None)
+    homes = [path.parent.parent for found in on_path for path in (found, found.resolve())]
+    return next(filter(_is_cuda_toolkit, [*named, *homes, _CUDA_FOLDER]), None)
+
+
+def _is_cuda_toolkit(folder: Path) -> bool:
+    headers = [folder / "include", *folder.glob("targets/*/include")]
+    has_headers = any((path / "cuda_runtime.h").is_file() for path in headers)
+    return has_headers and (folder / "bin" / "nvcc").is_file()
 
 
 def find_nccl(cuda: str) -> Path | None:

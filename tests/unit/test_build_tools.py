@@ -14,8 +14,8 @@ from hvd_estimators.commands.build_tools import (
     cuda_of,
     default_jobs,
     detect_recipe,
+    find_cuda_toolkit,
     find_nccl,
-    find_nvcc,
 )
 from hvd_estimators.exceptions import BuildError, DependencyError
 
@@ -40,30 +40,30 @@ class TestDetection:
             detect_recipe()
 
     @pytest.mark.parametrize(
-        ("gpu", "torch_cuda", "nvcc", "expected"),
+        ("gpu", "torch_cuda", "toolkit", "expected"),
         [
-            ("auto", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+            ("auto", "12.6", Path("/cuda"), "12.6"),
             ("auto", "12.6", None, None),
-            ("auto", None, Path("/cuda/bin/nvcc"), None),
-            ("none", "12.6", Path("/cuda/bin/nvcc"), None),
-            ("cuda", "12.6", Path("/cuda/bin/nvcc"), "12.6"),
+            ("auto", None, Path("/cuda"), None),
+            ("none", "12.6", Path("/cuda"), None),
+            ("cuda", "12.6", Path("/cuda"), "12.6"),
         ],
     )
-    def test_cuda_needs_both_a_cuda_framework_and_nvcc(
-        self, monkeypatch, gpu, torch_cuda, nvcc, expected
+    def test_cuda_needs_both_a_cuda_framework_and_a_toolkit(
+        self, monkeypatch, gpu, torch_cuda, toolkit, expected
     ):
         monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
-        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(build_tools, "find_cuda_toolkit", lambda: toolkit)
 
         assert detect_recipe(gpu).cuda == expected
 
     @pytest.mark.parametrize(
-        ("torch_cuda", "nvcc", "message"),
-        [(None, Path("/cuda/bin/nvcc"), "is built for CPUs"), ("12.6", None, "no nvcc was found")],
+        ("torch_cuda", "toolkit", "message"),
+        [(None, Path("/cuda"), "is built for CPUs"), ("12.6", None, "no CUDA toolkit")],
     )
-    def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, nvcc, message):
+    def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, toolkit, message):
         monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
-        monkeypatch.setattr(build_tools, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(build_tools, "find_cuda_toolkit", lambda: toolkit)
 
         with pytest.raises(BuildError, match=message):
             detect_recipe("cuda")
@@ -94,17 +94,36 @@ class TestDetection:
 
         assert cuda_of(framework) == expected
 
-    def test_nvcc_of_cuda_home_goes_before_the_one_on_path(self, monkeypatch, tmp_path):
-        for folder in ("home/bin", "path"):
-            (tmp_path / folder).mkdir(parents=True)
-            (tmp_path / folder / "nvcc").touch(mode=0o755)
-        monkeypatch.setenv("PATH", str(tmp_path / "path"))
-        monkeypatch.delenv("HOROVOD_CUDA_HOME", raising=False)
-        monkeypatch.delenv("CUDA_HOME", raising=False)
-        assert find_nvcc() == tmp_path / "path/nvcc"
+    def test_the_toolkit_of_cuda_home_goes_before_those_of_path(self, monkeypatch, tmp_path):
+        def make_nvcc(folder: str) -> Path:
+            (tmp_path / folder / "bin").mkdir(parents=True)
+            (tmp_path / folder / "bin/nvcc").touch(mode=0o755)
+            return tmp_path / folder
 
-        monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
-        assert find_nvcc() == tmp_path / "home/bin/nvcc"
+        def make_toolkit(name: str, include: str = "include") -> Path:
+            folder = make_nvcc(name)
+            (folder / include).mkdir(parents=True)
+            (folder / include / "cuda_runtime.h").touch()
+            return folder
+
+        for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(build_tools, "_CUDA_FOLDER", tmp_path / "usual")
+        # A script that starts another nvcc, or what a package left behind.
+        script = make_nvcc("script")
+        monkeypatch.setenv("PATH", str(script / "bin"))
+        assert find_cuda_toolkit() is None
+        usual = make_toolkit("usual", "targets/x86_64-linux/include")
+        assert find_cuda_toolkit() == usual
+
+        linked = make_toolkit("linked")
+        (tmp_path / "links").mkdir()
+        (tmp_path / "links/nvcc").symlink_to(linked / "bin/nvcc")
+        monkeypatch.setenv("PATH", str(tmp_path / "links"))
+        assert find_cuda_toolkit() == linked
+
+        monkeypatch.setenv("CUDA_HOME", str(make_toolkit("home")))
+        assert find_cuda_toolkit() == tmp_path / "home"
 
     def test_nccl_is_that_of_torchs_package_unless_another_is_named(self, monkeypatch, tmp_path):
         for name in ("HOME", "INCLUDE", "LIB"):
