@@ -126,7 +126,8 @@ class BuildRecipe:
         if self.cuda:
             variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
             if cuda_home:
-                variables["HOROVOD_CUDA_HOME"] = cuda_home
+                # Torch, which is asked for its libraries, takes the folder above nvcc's otherwise.
+                variables |= {"HOROVOD_CUDA_HOME": cuda_home, "CUDA_HOME": cuda_home}
             if nccl_home:
                 variables["HOROVOD_NCCL_INCLUDE"] = f"{nccl_home}/include"
                 variables["HOROVOD_NCCL_LIB"] = f"{nccl_home}/lib"

@@ -66,7 +66,7 @@ class TestRecipe:
 
         with_cuda = cuda.environment(cxx="c++", jobs=1, cuda_home="/opt/cuda")
         assert with_cuda["HOROVOD_GPU_OPERATIONS"] == "NCCL"
-        assert with_cuda["HOROVOD_CUDA_HOME"] == "/opt/cuda"
+        assert with_cuda["HOROVOD_CUDA_HOME"] == with_cuda["CUDA_HOME"] == "/opt/cuda"
         assert not any("GPU" in name for name in RECIPE.environment(cxx="c++", jobs=1))
 
     def test_nccl_is_linked_as_torch_loads_it(self):
