@@ -29,6 +29,7 @@ from hvd_estimators.keras.losses import (
 )
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import copy_model, dump
+from hvd_estimators.keras.traits import UnequalCopyError
 from hvd_estimators.keras.trial_calls import kept_random_state
 from hvd_estimators.params import declare, integer, objects
 
@@ -332,7 +333,9 @@ class KerasParams(HorovodEstimator):
         return values
 
 
-def _first_reason(error: BaseException) -> BaseException:
-    """Return the exception that led to one of Keras's, which wraps others."""
+def _first_reason(error: Exception) -> BaseException:
+    """Return the exception that names the reason; Keras wraps others."""
+    if isinstance(error, UnequalCopyError):
+        return error
     *_, first = causes(error)
     return first

@@ -19,7 +19,11 @@ from hvd_estimators.keras.constructor_configs import (
 from hvd_estimators.keras.rewritten import own_variables, variable_value
 from hvd_estimators.parquet.columns import Array
 
-__all__ = ["Traits", "same_bits"]
+__all__ = ["Traits", "UnequalCopyError", "same_bits"]
+
+
+class UnequalCopyError(ValueError):
+    """A copy of a model differs from the model; the message names the difference."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class Traits:
 
         Raises
         ------
-        ValueError
+        UnequalCopyError
             If the copy has other layers, variables or attributes.
         """
         _check_layers(model, copy)
@@ -122,11 +126,13 @@ def _check_layers(model: keras.Model, copy: keras.Model) -> None:
     ours, theirs = all_layers(model), all_layers(copy)
     names = [[type(layer).__qualname__ for layer in layers] for layers in (ours, theirs)]
     if names[0] != names[1]:
-        raise ValueError(f"it has the layers {', '.join(names[0])}; a copy, {', '.join(names[1])}")
+        raise UnequalCopyError(
+            f"it has the layers {', '.join(names[0])}; a copy, {', '.join(names[1])}"
+        )
     for a, b in zip(ours, theirs, strict=True):
         missing = missing_attributes(a, b)
         if missing:
-            raise ValueError(
+            raise UnequalCopyError(
                 f"a copy of {type(a).__name__} lacks the attribute {missing[0]!r} of type "
                 f"{type(getattr(a, missing[0])).__name__}, which cannot be pickled"
             )
@@ -138,7 +144,7 @@ def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
     The order differs where variables were added after a layer was built.
     """
     if len(model.variables) != len(copy.variables):
-        raise ValueError(
+        raise UnequalCopyError(
             f"it has {len(model.variables)} variables, and a copy has {len(copy.variables)}"
         )
     matched: dict[int, Any] = {
@@ -153,13 +159,15 @@ def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
     for a, b in pairs:
         found = [f"shape {tuple(v.shape)} and type {v.dtype}" for v in (a, b)]
         if found[0] != found[1]:
-            raise ValueError(f"its variable {a.path!r} has {found[0]}; in a copy, {found[1]}")
+            raise UnequalCopyError(f"its variable {a.path!r} has {found[0]}; in a copy, {found[1]}")
         if id(b) in known:
-            raise ValueError(f"its copies share the variable {a.path!r} with it")
+            raise UnequalCopyError(f"its copies share the variable {a.path!r} with it")
     trainable = [id(a) for a, _ in pairs if a.trainable]
     optimizer = getattr(model, "optimizer", None)
     if trainable != [id(v) for v in model.trainable_variables] and _has_stepped(optimizer):
-        raise ValueError("its optimizer has slots for variables in another order than its copies")
+        raise UnequalCopyError(
+            "its optimizer has slots for variables in another order than its copies"
+        )
     return pairs
 
 
