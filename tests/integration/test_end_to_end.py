@@ -94,7 +94,6 @@ def check(
     [
         ("local", "torch", ("arrow", "petastorm")),
         ("hdfs", "keras", ("petastorm", "arrow")),
-        ("s3", "lightning", ("arrow", "petastorm")),
         ("dbfs", "torch", ("petastorm", "arrow")),
     ],
 )

@@ -224,7 +224,8 @@ def scaled() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("every", "make_params"), [(3, with_callbacks), (1, with_passes), (4, scaled)]
+    ("every", "make_params"),
+    [(3, with_callbacks), (1, with_passes), pytest.param(4, scaled, marks=pytest.mark.soak)],
 )
 def test_a_run_goes_on_from_within_epochs(
     backend: Any, store: Any, every: int, make_params: Callable[[], dict[str, Any]]

@@ -85,10 +85,14 @@ def check(framework: str, reader: str, folder: Path, seed: int, number: int) -> 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_rank_that_is_killed_changes_nothing(framework: str, tmp_path: Path) -> None:
     reader = READERS[FRAMEWORKS.index(framework) % len(READERS)]
-    check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), 2)
+    number = 2 if framework == "torch" else 1
+    check(framework, reader, tmp_path, int(os.environ.get("KILLS_SEED", "17")), number)
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize(
+    "framework",
+    ["torch", *(pytest.param(name, marks=pytest.mark.soak) for name in ("keras", "lightning"))],
+)
 def test_a_long_validation_is_all_that_a_kill_within_it_costs(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
