@@ -13,6 +13,9 @@ Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
   the end of an empty one: so Horovod's check for stalled ranks, which takes its length, found none.
 * Every request to the rendezvous server carries the job's secret, from
   ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
+* TensorFlow's stream tells its CUDA stream itself. As released, Horovod declares a function of
+  TensorFlow's for that, ``AsGpuStreamValue``, which today's TensorFlow does not export, so that a
+  module compiled for CUDA cannot be loaded.
 * The copy assignment of flatbuffers' ``span`` is the default one. As released, it assigns to
   constant members and returns nothing; GCC 14 rejects it, although nothing calls it.
 """
@@ -60,6 +63,7 @@ class Mend:
 _CONTEXT = "horovod/common/gloo/gloo_context.cc"
 _STORE = "horovod/common/gloo/http_store.cc"
 _DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
+_TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
 _SIGN = "// Changed by hvd-estimators build-horovod"
 
 MENDS = (
@@ -157,6 +161,38 @@ static std::vector<std::string> AuthorizationHeaders() {{
         f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
     ),
     Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+    Mend(
+        _TENSORFLOW_OPS,
+        """\
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+""",
+        "",
+    ),
+    Mend(
+        _TENSORFLOW_OPS,
+        """\
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+""",
+        f"""\
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+
+{_SIGN}
+namespace stream_executor {{
+namespace gpu {{
+static GpuStreamHandle AsGpuStreamValue(Stream* stream) {{
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}}
+}} // namespace gpu
+}} // namespace stream_executor
+""",
+    ),
     Mend(
         "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
         """\

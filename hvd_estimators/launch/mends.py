@@ -29,7 +29,7 @@ TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 """Environment variable with what a rank shows the rendezvous server, as a bearer token."""
 
 MENDS_REVISION = 2
-"""What a wheel says of itself in `MARKER`; raise it when a mend is added or changed."""
+"""What a wheel says of itself in `MARKER`; raise it when a mend changes what a wheel does."""
 
 REQUIRED_MENDS = 1
 """The revision without which ranks do not run. The second lets Horovod notice stalled ranks."""
