@@ -16,6 +16,8 @@ Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
 * TensorFlow's stream tells its CUDA stream itself. As released, Horovod declares a function of
   TensorFlow's for that, ``AsGpuStreamValue``, which today's TensorFlow does not export, so that a
   module compiled for CUDA cannot be loaded.
+* A build for CPUs does not look for CUDA. As released, it does where torch has CUDA and there is an
+  ``nvcc``, and fails without the rest of the toolkit.
 * The copy assignment of flatbuffers' ``span`` is the default one. As released, it assigns to
   constant members and returns nothing; GCC 14 rejects it, although nothing calls it.
 """
@@ -191,6 +193,19 @@ static GpuStreamHandle AsGpuStreamValue(Stream* stream) {{
 }}
 }} // namespace gpu
 }} // namespace stream_executor
+""",
+    ),
+    Mend(
+        "cmake/Modules/FindPytorch.cmake",
+        """\
+execute_process(COMMAND ${PY_EXE} -c "import torch; \
+from torch.utils.cpp_extension import CUDA_HOME; \
+print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)"
+""",
+        f"""\
+{_SIGN.replace("//", "#")}
+execute_process(COMMAND ${{PY_EXE}} -c "import os, torch; \
+print(torch.version.cuda is not None and 'HOROVOD_GPU_OPERATIONS' in os.environ)"
 """,
     ),
     Mend(
