@@ -113,7 +113,7 @@ class TestBuildWheel:
     def test_the_mended_source_is_what_is_built(self, folder, fake_pip):
         pip = fake_pip(
             "source = pathlib.Path(sys.argv[-1])\n"
-            "files = [p for end in ('cc', 'h', 'py') for p in source.rglob(f'*.{end}')]\n"
+            "files = [p for end in ('cc', 'cmake', 'h', 'py') for p in source.rglob(f'*.{end}')]\n"
             f"(wheel_dir / {WHEEL_NAME!r}).write_text(''.join(p.read_text() for p in files))"
         )
 
