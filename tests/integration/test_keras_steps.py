@@ -91,6 +91,27 @@ class LowerLevel(keras.Model):
         return [self.loss_tracker, self.mae_metric]
 
 
+class OtherName(keras.Model):
+    """keras.io's VAE and VQ-VAE: the step returns a tracker's mean by another name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="total_loss")
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        error = keras.ops.square(self(x)[:, 0] - keras.ops.reshape(y, (-1,)))
+        self.tracker.update_state(error)
+        return {"loss": self.tracker.result()}
+
+    def train_step(self, data: Any) -> Any:
+        return self.test_step(data)
+
+    @property
+    def metrics(self) -> Any:
+        return [self.tracker]
+
+
 class OfInputsAlone(keras.Model):
     """keras.io's autoencoders: what fit() is given is the inputs."""
 
@@ -235,6 +256,21 @@ def test_the_lower_level_step_accumulates_gradients_as_in_one_process(
     errors = fitted.getModel()(inputs_of(held_out))[:, 0] - held_out["label"]
     assert fitted.getHistory()["val_loss"] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
     assert fitted.getHistory()["val_mae"] == [pytest.approx(np.mean(np.abs(errors)), rel=1e-5)]
+
+
+def test_the_mean_of_a_metric_by_another_name_is_that_over_all_rows(
+    backend: Any, store: Any
+) -> None:
+    columns = write(store.get_train_data_path(), 37, seed=0)
+    # A rank has no row.
+    held_out = write(store.get_val_data_path(), 1, seed=1)
+    model = make(OtherName)
+    model.compile(keras.optimizers.SGD(RATE))
+    history = fit(backend, store, model, epochs=1).getHistory()
+    for prefix, rows in (("", columns), ("val_", held_out)):
+        errors = model(inputs_of(rows))[:, 0] - rows["label"]
+        for name in ("loss", "total_loss"):
+            assert history[prefix + name] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
 
 
 def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, store: Any) -> None:
