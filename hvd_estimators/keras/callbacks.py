@@ -173,8 +173,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
     whose state cannot be added (a maximum) has a method ``merge_state(metrics)``, which takes in
     the variables of other metrics of its kind, those of the other ranks; or its variables say how
     they are reduced: ``add_variable(aggregation="mean")``, or ``"only_first_replica"`` for rank
-    0's. Logs that are no metrics (of a ``train_step`` of the user's) are averaged. Has to come
-    before callbacks that read the logs.
+    0's. Logs that are no metrics (of a ``train_step`` of the user's) are averaged, unless they are
+    the mean of a metric by another name. Has to come before callbacks that read the logs.
     """
 
     def __init__(self) -> None:
@@ -182,11 +182,14 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._in_epoch = False
         self._train: dict[str, Any] | None = None
         self._validation: dict[str, Any] | None = None
+        # This rank's means, by the names of their metrics in the epoch's logs.
+        self._means: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
         """Forget the epoch before."""
         self._in_epoch = True
         self._train = self._validation = None
+        self._means = {}
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Take what training measured, before validation resets it."""
@@ -208,14 +211,34 @@ class MetricAverageCallback(keras.callbacks.Callback):
             **train,
             **{f"val_{name}": value for name, value in (self._validation or {}).items()},
         }
-        others = {name: value for name, value in logs.items() if name not in measured}
+        others = {
+            name: (value, self._metrics_with(name, value))
+            for name, value in logs.items()
+            if name not in measured
+        }
         gathered = exchange.gather(others, "hvd_estimators.logs")
         for name in sorted({name for found in gathered for name in found}):
-            values = [found[name] for found in gathered if name in found]
-            measured[name] = sum(values) / len(values)
+            of_ranks = [found[name] for found in gathered if name in found]
+            values = [value for value, _ in of_ranks]
+            same = sorted(set(measured).intersection(*(metrics for _, metrics in of_ranks)))
+            measured[name] = measured[same[0]] if same else sum(values) / len(values)
         logs.update(measured)
 
+    def _metrics_with(self, name: str, value: Any) -> set[str]:
+        """Return the names of the metrics whose mean on this rank an entry of the logs is."""
+        is_of_validation = name.startswith("val_")
+        return {
+            metric
+            for metric, mean in self._means.items()
+            if mean == value and metric.startswith("val_") == is_of_validation
+        }
+
     def _measured(self, stage: str) -> dict[str, Any]:
+        prefix = "val_" if stage == "validation" else ""
+        for metric in self.model.metrics:
+            # Where all ranks have the same mean, it is also theirs together.
+            if isinstance(metric, keras.metrics.Mean):
+                self._means[prefix + metric.name] = _plain(metric.result())
         variables = added_variables(self.model)
         shares = [_share(variable) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]

@@ -301,7 +301,15 @@ class DryRun:
             return
         labels = keras.tree.map_structure(tf.convert_to_tensor, batch[1])
         weights = None if len(batch) == 2 else tf.convert_to_tensor(batch[2])
-        if check_loss(self.model, self.outputs, x, outputs, labels, weights):
+        try:
+            is_tried = check_loss(self.model, self.outputs, x, outputs, labels, weights)
+        except ShapeError:
+            if not has_own_step(self.model):
+                raise
+            # The step may compare other things than outputs and labels with the compiled loss.
+            self._try_step(columns)
+            return
+        if is_tried:
             self._batch = (x, labels, outputs, *batch[2:])
 
     def check_metrics(self) -> None:

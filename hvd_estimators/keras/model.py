@@ -151,6 +151,13 @@ class KerasModel(HorovodModel):
         if known is not None:
             return [tuple(shape) for shape in known]
         model = self.getOrDefault("model")
+        if type(model).call is keras.Model.call:
+            name = type(model).__name__
+            raise ParamError(
+                f"model: {name} has no call(), so that it trains and does not predict. Give the "
+                "class a call() before fit(), or setModel() to a part that predicts, such as "
+                "getModel().generator."
+            )
         if any(field.shape is None for field in keras.tree.flatten(self._inputs())):
             raise ParamError(
                 "output_shapes is not known for a model that was not fitted and does not tell the "

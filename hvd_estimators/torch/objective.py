@@ -158,6 +158,7 @@ class RankObjective:
         self._loss = loss
         self._device = device
         self._train_minibatch_fn = objective.train_minibatch_fn
+        self._step_loss: StepLoss | None = None
         self.metrics = objective.named_metrics
 
     @property
@@ -258,6 +259,7 @@ class RankObjective:
             return self._parts(outputs, labels, weights, batch)
 
         loss_fn = StepLoss(self._loss, parts, share, passes_per_step, denominators)
+        self._step_loss = loss_fn
         assert self._train_minibatch_fn is not None
         raw, returned = call_with_leading(
             self._train_minibatch_fn,
@@ -285,6 +287,10 @@ class RankObjective:
         step_loss = loss * share.scale(part, None) if stated > 0 else _no_gradient(outputs)
         mean, counted = part.mean.detach(), _counted(part)
         return Evaluation(mean, outputs, labels, batch.rows, counted, step_loss, stated)
+
+    def loss_in_step(self, returned: Any) -> Any:
+        """Return what the loss that a closure has returned counts in the step, on this rank."""
+        return returned if self._step_loss is None else self._step_loss.in_step(returned)
 
     def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
         """Return outputs and labels as the loss takes them."""
@@ -327,6 +333,8 @@ class StepLoss:
     ----------
     computed : tuple or None
         The newest loss of this batch alone, and its numerator and denominator.
+    scaled : tuple or None
+        The newest loss that was given to `scale`, and what that returned.
     """
 
     def __init__(
@@ -343,6 +351,7 @@ class StepLoss:
         self._passes = passes_per_step
         self._denominators = denominators
         self.computed: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
         """Return the loss of outputs and labels: lists with one tensor per label, or bare tensors.
@@ -377,11 +386,24 @@ class StepLoss:
         if denominator is None:
             self.computed = _plain(loss, self._share.rows)
             self._note(None)
-            return loss * self._share.factor
-        _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
-        part = LossPart("stated", loss, stated)
-        self.computed = loss, _counted(part)
-        return self._scaled(part, False)
+            scaled = loss * self._share.factor
+        else:
+            _, stated = as_stated({"loss": loss, "denominator": denominator}, "loss_fn.scale")
+            part = LossPart("stated", loss, stated)
+            self.computed = loss, _counted(part)
+            scaled = self._scaled(part, False)
+        self.scaled = loss.detach(), scaled.detach()
+        return scaled
+
+    def in_step(self, returned: Any) -> Any:
+        """Return what the loss that a closure has returned counts in the step, on this rank.
+
+        A closure may return what it gave to `scale`, or what it got.
+        """
+        if self.scaled is None or returned is None:
+            return returned
+        given, scaled = self.scaled
+        return scaled if float(returned) == float(given) else returned
 
     def _scaled(self, part: LossPart, is_one_of_several: bool) -> torch.Tensor:
         """Return a part of the loss, scaled for a step over all ranks."""

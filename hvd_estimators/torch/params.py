@@ -185,6 +185,17 @@ class TorchParams(HorovodEstimator):
                 "backward pass for each of its batches. Set another optimizer, or a "
                 "train_minibatch_fn that calls optimizer.step(closure)."
             )
+        if (
+            not get("callbacks")
+            and get("train_minibatch_fn") is None
+            and _has_scheduler(get("optimizer"))
+        ):
+            logger.warning(
+                "optimizer: a learning rate scheduler was made for it, which nothing steps here: "
+                "its learning rate stays %s. Make the scheduler in a callback's on_train_begin(), "
+                "or step it in a train_minibatch_fn, with stateful=[scheduler].",
+                ", ".join(str(group.get("lr")) for group in get("optimizer").param_groups),
+            )
         dump_optimizer(get("optimizer"), get("model"))
         if getattr(get("model"), "_compiled_call_impl", None) is not None:
             logger.warning(
@@ -470,9 +481,15 @@ _OTHER_FRAMEWORKS = {
 }
 
 
+def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a scheduler of torch has put its function in the place of ``step``."""
+    return "step" in vars(optimizer) and any("initial_lr" in g for g in optimizer.param_groups)
+
+
 def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:
     """Return the arguments without which an optimizer does not step, such as ``closure``."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    # The class's: a scheduler puts a function in its place that has no bound self.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]
     return ", ".join(needed)

@@ -149,6 +149,7 @@ class _Trainer:
             losses=self.objective.users_objects["loss"],
             every_parameter=self.objective.has_own_step,
             denominators=self.denominators,
+            loss_in_step=self.objective.loss_in_step,
         )
         # Whether the user's function calls backward() and step().
         self.user_steps = self.objective.has_own_step

@@ -91,6 +91,27 @@ class LowerLevel(keras.Model):
         return [self.loss_tracker, self.mae_metric]
 
 
+class OtherName(keras.Model):
+    """keras.io's VAE and VQ-VAE: the step returns a tracker's mean by another name."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.tracker = keras.metrics.Mean(name="total_loss")
+
+    def test_step(self, data: Any) -> Any:
+        x, y = data
+        error = keras.ops.square(self(x)[:, 0] - keras.ops.reshape(y, (-1,)))
+        self.tracker.update_state(error)
+        return {"loss": self.tracker.result()}
+
+    def train_step(self, data: Any) -> Any:
+        return self.test_step(data)
+
+    @property
+    def metrics(self) -> Any:
+        return [self.tracker]
+
+
 class OfInputsAlone(keras.Model):
     """keras.io's autoencoders: what fit() is given is the inputs."""
 
@@ -100,6 +121,42 @@ class OfInputsAlone(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         return {"loss": loss}
+
+
+def everywhere(rows: Any) -> Any:
+    """Return the rows of all ranks, as the documentation has it."""
+    import horovod.tensorflow as hvd
+
+    if not hvd.is_initialized():
+        return rows
+    count = tf.cast(tf.shape(rows)[:1], rows.dtype)
+    factor = hvd.allreduce(count, op=hvd.Sum) / count
+    rows = rows + (factor - 1) * (rows - tf.stop_gradient(rows))
+    return hvd.allgather(rows)
+
+
+class Pairs(keras.Model):
+    """keras.io's metric learning: the compiled loss compares anchors with the labels' images."""
+
+    def train_step(self, data: Any) -> Any:
+        anchors, positives = data
+        with tf.GradientTape() as tape:
+            first, second = (everywhere(self(x, training=True)) for x in (anchors, positives))
+            numbers = keras.ops.arange(keras.ops.shape(first)[0])
+            loss = self.compute_loss(y=numbers, y_pred=first @ keras.ops.transpose(second))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def make_pairs() -> keras.Model:
+    keras.utils.set_random_seed(5)
+    inputs = keras.Input((6, 3))
+    hidden = keras.layers.Dense(4, activation="tanh")(inputs)
+    model = Pairs(inputs, keras.layers.Dense(2)(keras.layers.GlobalAveragePooling1D()(hidden)))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(1.0), loss)
+    return model
 
 
 def make(cls: type[keras.Model]) -> keras.Model:
@@ -201,6 +258,21 @@ def test_the_lower_level_step_accumulates_gradients_as_in_one_process(
     assert fitted.getHistory()["val_mae"] == [pytest.approx(np.mean(np.abs(errors)), rel=1e-5)]
 
 
+def test_the_mean_of_a_metric_by_another_name_is_that_over_all_rows(
+    backend: Any, store: Any
+) -> None:
+    columns = write(store.get_train_data_path(), 37, seed=0)
+    # A rank has no row.
+    held_out = write(store.get_val_data_path(), 1, seed=1)
+    model = make(OtherName)
+    model.compile(keras.optimizers.SGD(RATE))
+    history = fit(backend, store, model, epochs=1).getHistory()
+    for prefix, rows in (("", columns), ("val_", held_out)):
+        errors = model(inputs_of(rows))[:, 0] - rows["label"]
+        for name in ("loss", "total_loss"):
+            assert history[prefix + name] == [pytest.approx(np.mean(errors**2), rel=1e-5)]
+
+
 def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, store: Any) -> None:
     write(store.get_train_data_path(), 16, seed=0)
     write(store.get_val_data_path(), 4, seed=1)
@@ -212,3 +284,27 @@ def test_a_step_that_takes_inputs_alone_is_told_what_it_is_given(backend: Any, s
         r"data\[0\]",
     ):
         fit(backend, store, model, epochs=1)
+
+
+def test_a_loss_of_pairs_of_rows_that_are_gathered_trains_as_in_one_process(
+    backend: Any, store: Any
+) -> None:
+    series = write(store.get_train_data_path(), 13, seed=0)["series"]
+    shifted = (2 * series - 0.5).astype(np.float32)
+    table = {"anchor": pa.array(list(series)), "positive": pa.array(list(shifted))}
+    parquet.write_table(pa.table(table), f"{store.get_train_data_path()}/part-0.parquet")
+    model = make_pairs()
+    params = {"feature_cols": ["anchor"], "label_cols": ["positive"], "label_shapes": [[-1, 6, 3]]}
+    estimator = make_estimator(
+        store, 2, backend=backend, model=model, optimizer=None, loss=None, batch_size=4, **params
+    )
+    fitted = estimator.setEpochs(2).fit_on_parquet()
+    alone = make_pairs()
+    # Ranks have unequal rows in the last batch.
+    for rows in global_batches(13, 2, 4) * 2:
+        alone.train_step([tf.reshape(column[rows], (-1, 6, 3)) for column in (series, shifted)])
+    assert_same_weights(fitted.getModel(), alone)
+    moved = [
+        np.abs(a - b).max() for a, b in zip(alone.get_weights(), model.get_weights(), strict=True)
+    ]
+    assert max(moved) > 0.05

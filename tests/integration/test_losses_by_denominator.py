@@ -498,28 +498,48 @@ def step_with_closure(
     return model(*inputs), loss
 
 
+def scaling_step(
+    model: Any, optimizer: Any, transform_outputs: Any, loss_fn: Any, inputs: Any, labels: Any
+) -> Any:
+    """Return from the closure what is scaled for its backward pass only."""
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        found = stated(model(*inputs), labels[0])
+        loss_fn.scale(**found).backward()
+        return found["loss"]
+
+    loss = optimizer.step(closure)
+    return model(*inputs), loss
+
+
 @pytest.mark.parametrize(
-    "kind", ["torch step", "lightning step", "weights", "stated", "automatic", "manual"]
+    "kind",
+    ["torch step", "scaling step", "lightning step", "weights", "stated", "automatic", "manual"],
 )
 def test_closures_return_the_loss_over_the_denominator_of_all_ranks(
     backend: Any, store: Any, kind: str
 ) -> None:
     columns = write_tokens(Path(store.get_train_data_path()))
     options: dict[str, Any] = (
-        {} if kind in ("stated", "automatic", "manual") else {"weight": CLASS_WEIGHT}
+        {}
+        if kind in ("stated", "automatic", "manual", "scaling step")
+        else {"weight": CLASS_WEIGHT}
     )
+    steps = {"scaling step": scaling_step, "torch step": step_with_closure}
+    steps["lightning step"] = step_with_closure
     if kind in ("automatic", "manual"):
         model = TokenModule(manual=kind == "manual")
         net = lightning_fit(backend, store, model=model).getModel().net
     else:
         model = TokenNet()
-        net = FITS["torch" if kind == "torch step" else "lightning"](
+        net = FITS["torch" if kind in ("torch step", "scaling step") else "lightning"](
             backend,
             store,
             model=model,
             optimizer=ByLoss(model.parameters()),
             loss=stated if kind == "stated" else torch.nn.CrossEntropyLoss(**options),
-            train_minibatch_fn=step_with_closure if kind.endswith("step") else None,
+            train_minibatch_fn=steps.get(kind),
             dry_run=False,
         ).getModel()
     expected = TokenNet()

@@ -286,6 +286,32 @@ def test_a_keras_model_that_only_its_own_step_can_call_is_tried_by_that(caplog: 
         dry_run(2).run(COLUMNS)
 
 
+@pytest.mark.parametrize("rows", [3, 2])
+def test_a_step_that_compares_other_things_than_outputs_and_labels_is_tried(rows: int) -> None:
+    class Pairs(keras.Model):
+        def train_step(self, data: Any) -> dict[str, Any]:
+            first, second = (self(x) for x in data)
+            numbers = keras.ops.arange(rows)
+            return {
+                "loss": self.compute_loss(y=numbers, y_pred=first @ keras.ops.transpose(second))
+            }
+
+    def compiled() -> keras.Model:
+        inputs = keras.Input((4,))
+        model = Pairs(inputs, keras.layers.Dense(2)(inputs))
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    # The compiled loss cannot take outputs of (3, 2) and labels of (3, 4).
+    columns = {"x": COLUMNS["x"], "y": COLUMNS["x"]}
+    dry_run = DryRun(compiled(), ["x"], ["y"], None, None, copy=compiled)
+    if rows == 3:
+        dry_run.run(columns)
+    else:
+        with pytest.raises(ShapeError, match=r"(?s)train_step failed on .*x \(3, 4\), y \(3, 4\)"):
+            dry_run.run(columns)
+
+
 def test_other_threads_print_meanwhile(capsys: Any) -> None:
     with traceless():
         print("ours")

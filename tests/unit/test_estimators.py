@@ -77,6 +77,17 @@ def test_an_optimizer_that_steps_with_a_closure_alone_is_refused(params):
     check({**params, "optimizer": optimizer, "train_minibatch_fn": print})
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_an_optimizer_that_a_scheduler_has_is_taken(params, kind, caplog):
+    optimizer = kind(params["model"].parameters(), lr=0.1)
+    check({**params, "optimizer": optimizer})
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5)
+    check({**params, "optimizer": optimizer, "train_minibatch_fn": print, "stateful": [scheduler]})
+    assert "scheduler was made for it" not in caplog.text
+    check({**params, "optimizer": optimizer})
+    assert "its learning rate stays 0.05. Make the scheduler in a callback" in caplog.text
+
+
 class EndsWithMore:
     def on_train_end(self, epoch):
         pass

@@ -312,3 +312,17 @@ def test_messages_say_what_to_do_instead(
     }
     with pytest.raises(ParamError, match=message):
         KerasEstimator(**given).fit_on_parquet()
+
+
+def test_a_model_without_a_call_says_so_when_it_is_to_predict() -> None:
+    class Trainer(keras.Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+
+    model = KerasModel(model=Trainer(), feature_columns=["x"], label_columns=[])
+    with pytest.raises(
+        ParamError, match=r"^model: Trainer has no call\(\), .*setModel\(\) to a part"
+    ):
+        model._output_shapes()
+    assert model.setModel(model.getModel().part)._output_shapes() == [(1,)]
