@@ -254,6 +254,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     cxx.write_text(recipe.compiler_wrapper(compiler))
     cxx.chmod(0o755)
     toolkit = find_cuda_toolkit() if recipe.cuda else None
+    cuda_home = str(toolkit) if toolkit else None
     nccl = find_nccl(recipe.cuda) if recipe.cuda else None
     nccl_home = str(_linkable(nccl, work / "nccl")) if nccl else None
     tools = work / _TOOLS
@@ -262,9 +263,7 @@ def _prepare(work: Path, recipe: BuildRecipe, compiler: str, jobs: int) -> dict[
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(decided)}
     return {
         **inherited,
-        **recipe.environment(
-            cxx=str(cxx), jobs=jobs, cuda_home=toolkit and str(toolkit), nccl_home=nccl_home
-        ),
+        **recipe.environment(cxx=str(cxx), jobs=jobs, cuda_home=cuda_home, nccl_home=nccl_home),
         "PATH": build_path(tools / "bin"),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(tools), os.getenv("PYTHONPATH")])),
         "TMPDIR": str(work),
