@@ -17,7 +17,11 @@ from hvd_estimators.torch.checkpoint import (
 )
 from hvd_estimators.torch.objects import exchange
 from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.serialization import optimizer_content, restore_optimizer
+from hvd_estimators.torch.serialization import (
+    load_optimizer_state,
+    optimizer_content,
+    restore_optimizer,
+)
 from hvd_estimators.torch.shards import BufferReducer, BufferState
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.checkpoints import CheckpointWriter, restore
@@ -241,7 +245,7 @@ class RunCheckpoints:
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]
             # Otherwise a callback may add what is missing when training begins.
             if sizes == [len(group["params"]) for group in options]:
-                self._optimizer.load_state_dict(saved.pop("optimizer"))
+                load_optimizer_state(self._optimizer, saved.pop("optimizer"))
 
         state = restore(spec.store, spec.run, exchange, self._rank, load)
         if state is None:

@@ -32,6 +32,7 @@ __all__ = [
     "group_names",
     "load_module",
     "load_optimizer",
+    "load_optimizer_state",
     "load_state",
     "load_trained",
     "load_with_references",
@@ -250,7 +251,32 @@ def restore_optimizer(
             "state": {key: value for key, value in state["state"].items() if key not in keys},
             "param_groups": [g for n, g in enumerate(state["param_groups"]) if n not in lost],
         }
+    load_optimizer_state(optimizer, state)
+
+
+def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load an optimizer's state with the types that it was saved with.
+
+    ``load_state_dict`` converts floating-point entries to the type of their parameter, so that an
+    optimizer that keeps an entry in another type (``mu_product`` of NAdam) does not resume bit for
+    bit.
+
+    Parameters
+    ----------
+    optimizer : torch.optim.Optimizer
+        Has the parameter groups of the state.
+    state : dict
+        What its ``state_dict()`` returned.
+    """
     optimizer.load_state_dict(state)
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=False):
+        loaded = optimizer.state.get(parameter, {})
+        for name, value in state["state"].get(number, {}).items():
+            found = loaded.get(name)
+            if torch.is_tensor(value) and torch.is_tensor(found) and found.dtype != value.dtype:
+                loaded[name] = value.to(found.device, copy=True)
 
 
 def save_state(state: dict[str, Any]) -> bytes:

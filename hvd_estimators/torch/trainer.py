@@ -35,6 +35,7 @@ from hvd_estimators.torch.run_checkpoints import RunCheckpoints
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
+    load_optimizer_state,
     load_with_references,
     optimizer_content,
     plain_module,
@@ -109,7 +110,7 @@ class _Trainer:
         self.plain = plain_module(self.module)
         self.optimizer = load_optimizer(spec.optimizer, self.module)
         # Loading moves what an optimizer remembers to its parameters' device.
-        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        load_optimizer_state(self.optimizer, self.optimizer.state_dict())
         objects = load_with_references(spec.objects, self.module, self.optimizer)
         self.callbacks, self.given_objective, stateful = objects
         self.objective = self.given_objective.on_rank(

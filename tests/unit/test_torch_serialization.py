@@ -22,6 +22,7 @@ from hvd_estimators.torch.serialization import (
     dump_with_references,
     load_module,
     load_optimizer,
+    load_optimizer_state,
     load_state,
     load_with_references,
     optimizer_content,
@@ -349,6 +350,34 @@ def test_hooks_of_all_optimizers_see_the_steps_of_a_class_that_was_sent_by_value
     finally:
         hook.remove()
     assert seen[0] is optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["Adam", "NAdam", "RAdam", "Adadelta", "Rprop", "Adamax"])
+def test_an_optimizer_that_was_saved_steps_bit_for_bit_as_one_that_was_not(kind, dtype):
+    def make():
+        torch.manual_seed(0)
+        net = torch.nn.Linear(3, 2, dtype=dtype)
+        return net, getattr(torch.optim, kind)(net.parameters(), lr=0.01)
+
+    def train(net, optimizer, steps):
+        for step in steps:
+            x = torch.linspace(-1, 1, 12, dtype=dtype).reshape(4, 3) * (step + 1)
+            optimizer.zero_grad()
+            net(x).square().sum().backward()
+            optimizer.step()
+
+    whole, whole_optimizer = make()
+    train(whole, whole_optimizer, range(5))
+    first, first_optimizer = make()
+    train(first, first_optimizer, range(3))
+    saved = load_state(save_state(first_optimizer.state_dict()))
+    again, optimizer = make()
+    again.load_state_dict(first.state_dict())
+    load_optimizer_state(optimizer, saved)
+    train(again, optimizer, range(3, 5))
+    for found, expected in zip(again.parameters(), whole.parameters(), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_groups_that_training_added_are_restored():
