@@ -22,9 +22,6 @@ endif
 SOURCES := hvd_estimators tests benchmarks examples docs setup.py
 # Tests train with these; their own dependencies do not fit beside the others.
 LIBRARIES := keras-hub timm
-# This one has a folder of its own: torchmetrics imports all of it, wherever it finds it, which takes
-# each process that imports Lightning a second more.
-APART := transformers
 EXTRAS := build,dev,examples,hdfs,keras,lightning,onnx,s3,torch
 
 # An environment is as its files say if it has the stamp of their contents.
@@ -90,8 +87,6 @@ define install
 	@$(1)/bin/python -m pip install --quiet --constraint $(2) --no-build-isolation \
 		--editable '.[$(3)]'
 	@$(if $(4),$(1)/bin/python -m pip install --quiet --no-deps --constraint $(2) $(4))
-	@$(1)/bin/python -m pip install --quiet --no-deps --constraint $(2) \
-		--target $(1)/$(APART) $(APART)
 	@echo "== $(1): Horovod"
 	@$(1)/bin/hvd-estimators build-horovod
 	@rm -f $(1)/.setup-* && touch $@

@@ -6,7 +6,6 @@ A masked language model of Hugging Face, with padding and ignored targets, and a
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from pyarrow import parquet
 from pytorch_lightning import LightningModule
 from reference import assert_same_weights, global_batches
 from torch.nn import functional
+from transformers import BertConfig, BertForMaskedLM
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import LightningEstimator
@@ -32,15 +32,7 @@ RATE = 0.3
 CLASS_WEIGHT = torch.linspace(0.2, 2.0, TOKENS)
 
 
-@pytest.fixture(autouse=True)
-def _transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process and the ranks import transformers, which lies in a folder of its own."""
-    monkeypatch.syspath_prepend(Path(sys.prefix, "transformers"))
-
-
-def language_model() -> Any:
-    from transformers import BertConfig, BertForMaskedLM
-
+def language_model() -> BertForMaskedLM:
     torch.manual_seed(4)
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
