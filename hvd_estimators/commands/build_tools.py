@@ -34,6 +34,7 @@ __all__ = [
     "default_jobs",
     "detect_recipe",
     "find_compiler",
+    "find_cuda_toolkit",
     "find_nccl",
     "installed_version",
     "missing_build_packages",
