@@ -51,6 +51,8 @@ class Kill:
         tells.
     delay : float
         Seconds after the event.
+    latest : int
+        Step at which the rank is killed if it comes before the delay has passed. Default: none.
     """
 
     moment: str
@@ -58,6 +60,7 @@ class Kill:
     number: int
     rank: int
     delay: float = 0.0
+    latest: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,10 @@ def draw_kills(seed: str, number: int, length: Length) -> list[Kill]:
     while len(drawn) < number:
         for moment in chance.sample(list(moments), len(moments)):
             kind, count, delay = moments[moment]()
-            drawn.append(Kill(moment, kind, count, chance.randrange(RANKS), round(delay, 4)))
+            # A rank with warm imports may train in less time than the delay.
+            latest = length.steps if kind == "launch" else 0
+            rank = chance.randrange(RANKS)
+            drawn.append(Kill(moment, kind, count, rank, round(delay, 4), latest))
     return drawn[:number]
 
 
@@ -103,7 +109,12 @@ def event(kind: str, ids: Any = None) -> None:
     with open(Path(folder, f"{os.getpid()}.{kind}"), "a") as file:
         file.write(".")
     kill = Kill(**json.loads(os.environ[_KILL])) if _KILL in os.environ else None
-    if kill is None or (kind, _seen[folder, kind]) != (kill.kind, kill.number):
+    if kill is None:
+        return
+    now = (kind, _seen[folder, kind])
+    if now == ("step", kill.latest) and int(os.environ["HOROVOD_RANK"]) == kill.rank:
+        _strike(folder, kill.rank)
+    if now != (kill.kind, kill.number):
         return
     if kind != "checkpoint" and int(os.environ["HOROVOD_RANK"]) != kill.rank:
         return

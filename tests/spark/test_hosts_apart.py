@@ -239,5 +239,9 @@ def test_a_link_that_stays_down_ends_the_job_with_an_error_that_says_so(cluster:
 
     assert time.monotonic() - started < 120
     assert isinstance(error, WorkerFailedError), error
-    assert re.search(r"rank [01] on \S+ has not (answered|been heard of) for 6\d s", str(error))
-    assert error.rank in (0, 1)
+    # Spark's own limit is as long, and may be the first.
+    if error.rank is None:
+        assert "An executor has not answered" in str(error)
+    else:
+        assert re.search(r"rank [01] on \S+ has not (answered|been heard of) for 6\d s", str(error))
+        assert error.rank in (0, 1)

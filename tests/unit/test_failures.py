@@ -88,6 +88,22 @@ BARRIER = (
             WorkerFailedError,
             "An executor was lost.*code 137",
         ),
+        (
+            BARRIER.format(
+                "ExecutorLostFailure (executor 0 exited unrelated to the running tasks) "
+                "Reason: worker lost: Not receiving heartbeat for 60 seconds"
+            ),
+            WorkerFailedError,
+            "An executor has not answered; .* network to it, may be down.*for 60 seconds",
+        ),
+        (
+            BARRIER.format(
+                "ExecutorLostFailure (executor 1 exited caused by one of the running tasks) "
+                "Reason: Executor heartbeat timed out after 127104 ms"
+            ),
+            WorkerFailedError,
+            "An executor has not answered.*127104 ms",
+        ),
     ],
 )
 @pytest.mark.parametrize("all_failures", [True, False])

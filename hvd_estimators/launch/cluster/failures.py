@@ -81,6 +81,10 @@ _KINDS = [
 
 _LOST = [
     (
+        r"ExecutorLostFailure[^\n]*(Not receiving heartbeat|[Hh]eartbeat timed out)",
+        "An executor has not answered; its machine, or the network to it, may be down",
+    ),
+    (
         r"Python worker exited unexpectedly|Python worker failed to connect back",
         "The Python process of an executor ended; the machine may have run out of memory",
     ),
