@@ -29,7 +29,7 @@ import torch
 from benchmarks.common import HIDDEN, WIDTH, write_regression_data
 from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators import Store
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 
 TARGET = 0.97
 EVERY = 100

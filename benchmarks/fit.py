@@ -33,8 +33,8 @@ from benchmarks.common import (
 from benchmarks.figures import parser, seconds
 from benchmarks.fit_report import SHARE_OF_FEW, Fitted, report
 from hvd_estimators import Store
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
 WARM_UP_ROWS = 4000

@@ -27,14 +27,14 @@ import torch
 from pyarrow import parquet
 
 from benchmarks.figures import compared, parser, show_result, show_table
-from hvd_estimators.launch.gpu import rank_gpus
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.launch.gpus import rank_gpus
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import LocalStore
-from hvd_estimators.torch.copies import gpu_memory
 from hvd_estimators.torch.tensors import TensorSpec, tensor_batches
+from hvd_estimators.torch.transfer import gpu_memory
 
 WIDTH = 64
 COLUMNS = 20

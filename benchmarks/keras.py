@@ -27,7 +27,7 @@ from benchmarks.common import (
 from benchmarks.figures import compared, seconds, show_result, show_table
 from hvd_estimators import Store
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from benchmarks.common import HIDDEN, WIDTH, training_options, write_regression_data
 from benchmarks.figures import compared, show_result, show_table
 from hvd_estimators import Store
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
 
 LEARNING_RATE = 1e-3

@@ -22,12 +22,12 @@ from pyarrow import parquet
 
 from benchmarks.common import need_baseline
 from benchmarks.figures import Record, compared, parser, show_result, show_table
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.petastorm import PetastormDataModule
-from hvd_estimators.loading.readers.planned import PlannedDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.petastorm import PetastormDataModule
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch.tensors import tensor_batches
 

@@ -16,7 +16,7 @@ from pyarrow import parquet
 
 from benchmarks.figures import Record, compared, parser, show_result, show_table
 from hvd_estimators import Store
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 WIDTH = 64

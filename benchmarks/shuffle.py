@@ -22,14 +22,13 @@ from pyarrow import parquet
 from benchmarks.common import spark_session
 from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators import Store, prepare_data
-from hvd_estimators.loading.batching import SHUFFLE_BUFFER_BYTES
-from hvd_estimators.loading.order import order_warning
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.petastorm import PetastormDataModule
-from hvd_estimators.loading.readers.planned import PlannedDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.petastorm import PetastormDataModule
+from hvd_estimators.loading.plan import order_warning, plan_shards
+from hvd_estimators.loading.reader import PlannedDataModule
+from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.prepare.dataframe import load_manifest
 
 RANKS = 2

@@ -28,15 +28,15 @@ from servers.s3 import S3
 
 from benchmarks.common import need_baseline
 from benchmarks.figures import compared, parser, show_result, show_table
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.mixing import one_by_one
-from hvd_estimators.loading.readers.petastorm import PetastormDataModule
-from hvd_estimators.loading.readers.planned import PlannedDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.fetching import joined
-from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.parquet.tails import Footers
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.footers import Footers
+from hvd_estimators.data.manifest import DatasetManifest
+from hvd_estimators.data.remote_reads import joined
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.petastorm import PetastormDataModule
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import Store as BaseStore
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_estimators.lazy import lazy_names
-from hvd_estimators.triton_import import make_triton_import_safe
+from hvd_estimators._util.lazy_imports import lazy_names
+from hvd_estimators._util.triton_import import make_triton_import_safe
 
 if TYPE_CHECKING:
     from hvd_estimators.checkpoints import Checkpoint, load_checkpoint
-    from hvd_estimators.launch.elastic.run import run_elastic
-    from hvd_estimators.launch.events.messages import log_to_driver
-    from hvd_estimators.launch.gpu import get_available_devices
-    from hvd_estimators.launch.horovod_runner import HorovodRunner
-    from hvd_estimators.launch.runner import run
+    from hvd_estimators.launch.api import HorovodRunner, run, run_elastic
+    from hvd_estimators.launch.gpus import get_available_devices
+    from hvd_estimators.launch.service.events import log_to_driver
     from hvd_estimators.plots import plot_histories
-    from hvd_estimators.prepare.attributes import cardinalities
     from hvd_estimators.prepare.catalog import PreparedDataset, list_prepared_data
     from hvd_estimators.prepare.dataframe import prepare_data
-    from hvd_estimators.prepare.properties import get_dataset_properties
-    from hvd_estimators.prepare.reuse import clear_prepared_data, clear_training_cache
+    from hvd_estimators.prepare.datasets import (
+        clear_prepared_data,
+        clear_training_cache,
+        get_dataset_properties,
+    )
+    from hvd_estimators.prepare.schema import cardinalities
     from hvd_estimators.store import Store
 
 __version__ = "0.1.0"
@@ -51,21 +52,21 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Checkpoint": "hvd_estimators.checkpoints",
-        "HorovodRunner": "hvd_estimators.launch.horovod_runner",
+        "HorovodRunner": "hvd_estimators.launch.api",
         "PreparedDataset": "hvd_estimators.prepare.catalog",
         "Store": "hvd_estimators.store",
-        "cardinalities": "hvd_estimators.prepare.attributes",
-        "clear_prepared_data": "hvd_estimators.prepare.reuse",
-        "clear_training_cache": "hvd_estimators.prepare.reuse",
-        "get_available_devices": "hvd_estimators.launch.gpu",
-        "get_dataset_properties": "hvd_estimators.prepare.properties",
+        "cardinalities": "hvd_estimators.prepare.schema",
+        "clear_prepared_data": "hvd_estimators.prepare.datasets",
+        "clear_training_cache": "hvd_estimators.prepare.datasets",
+        "get_available_devices": "hvd_estimators.launch.gpus",
+        "get_dataset_properties": "hvd_estimators.prepare.datasets",
         "list_prepared_data": "hvd_estimators.prepare.catalog",
         "load_checkpoint": "hvd_estimators.checkpoints",
-        "log_to_driver": "hvd_estimators.launch.events.messages",
+        "log_to_driver": "hvd_estimators.launch.service.events",
         "plot_histories": "hvd_estimators.plots",
         "prepare_data": "hvd_estimators.prepare.dataframe",
-        "run": "hvd_estimators.launch.runner",
-        "run_elastic": "hvd_estimators.launch.elastic.run",
+        "run": "hvd_estimators.launch.api",
+        "run_elastic": "hvd_estimators.launch.api",
     },
 )
 

@@ -23,16 +23,16 @@ from hvd_estimators.store.checkpoints import (
     list_checkpoints,
     open_whole,
 )
-from hvd_estimators.training.state import has_state, naming, read_archive
+from hvd_estimators.training.run_state import has_state, naming, read_archive
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
 _READERS = {
-    "torch": "hvd_estimators.torch.contents",
-    "lightning": "hvd_estimators.torch.contents",
-    "keras": "hvd_estimators.keras.contents",
+    "torch": "hvd_estimators.torch.reader",
+    "lightning": "hvd_estimators.torch.reader",
+    "keras": "hvd_estimators.keras.reader",
 }
 
 

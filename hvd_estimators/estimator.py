@@ -10,6 +10,9 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import (
     ColumnError,
     ParamError,
@@ -18,32 +21,37 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting.hooks import EstimatorHooks
-from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
-from hvd_estimators.fitting.launching import Launch, warming_up
-from hvd_estimators.fitting.metadata import begun
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.fitting.reading_order import check_reading, reading_identity
-from hvd_estimators.fitting.record import RunRecord
-from hvd_estimators.fitting.restarting import Restarts
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.runs import FoundRun, HeldRun, RowOrder, check_run, find_run
-from hvd_estimators.fitting.trials import Trial, rows_of_frame, try_batches, zeros
+from hvd_estimators.fitting.record import RunRecord, begun
+from hvd_estimators.fitting.restarts import (
+    Launch,
+    Restarts,
+    ending_by_sigterm,
+    warming_up,
+    without_leftovers,
+)
+from hvd_estimators.fitting.run import (
+    FoundRun,
+    HeldRun,
+    RowOrder,
+    RunResults,
+    check_reading,
+    check_run,
+    find_run,
+    reading_identity,
+)
+from hvd_estimators.fitting.trial import Trial, rows_of_frame, try_batches, zeros
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.cluster.jobs import jobs_on
-from hvd_estimators.launch.foreign import as_backend
-from hvd_estimators.launch.gpu import HIDDEN
+from hvd_estimators.launch.foreign_backends import as_backend
+from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.prepare.column_names import require_columns, require_frame
 from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
-from hvd_estimators.prepare.properties import column_metadata
-from hvd_estimators.prepare.reuse import hold
-from hvd_estimators.prepare.schema import known_columns
+from hvd_estimators.prepare.datasets import column_metadata, hold
+from hvd_estimators.prepare.schema import known_columns, require_columns, require_frame
 from hvd_estimators.store import Store
 from hvd_estimators.store.checkpoints import CheckpointInfo, check_whole, find_whole
-from hvd_estimators.training.handover import Handover
+from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["HorovodEstimator"]

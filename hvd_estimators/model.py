@@ -16,29 +16,40 @@ from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow, vector_parts
-from hvd_estimators.inference.batch_bytes import spread
-from hvd_estimators.inference.documents import Document
-from hvd_estimators.inference.failures import naming_transformation
-from hvd_estimators.inference.nulls import first_null, flagged, without_null, without_nulls
-from hvd_estimators.inference.opaque import as_rows, with_opaque
-from hvd_estimators.inference.output_columns import output_columns
-from hvd_estimators.inference.output_types import OutputType, output_types
-from hvd_estimators.inference.predictors import Predictor
-from hvd_estimators.inference.shared import SharedBytes
+from hvd_estimators.inference.arrow_batches import sees_arrow, takes_arrow, vector_parts
+from hvd_estimators.inference.batch import Inference, is_scalar, known_sizes
+from hvd_estimators.inference.broadcast import Document, SharedBytes
+from hvd_estimators.inference.errors import naming_transformation
+from hvd_estimators.inference.frame import (
+    as_rows,
+    first_null,
+    flagged,
+    spread,
+    with_opaque,
+    without_null,
+    without_nulls,
+)
+from hvd_estimators.inference.output_columns import OutputType, output_columns, output_types
 from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
-from hvd_estimators.inference.steps import Inference, is_scalar, known_sizes
 from hvd_estimators.inference.udf import make_udf
+from hvd_estimators.inference.worker import Predictor
 from hvd_estimators.params import declare, names, type_names
-from hvd_estimators.params.classification import ClassificationParams
-from hvd_estimators.params.history import HistoryParams
-from hvd_estimators.params.inference import InferenceParams
-from hvd_estimators.params.transformation import TransformationParams
-from hvd_estimators.prepare.column_names import clashing, quoted, require_columns, require_frame
-from hvd_estimators.prepare.schema import feature_array
-from hvd_estimators.saving.persistence import FileReadable, FileWritable
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.params.model import (
+    ClassificationParams,
+    HistoryParams,
+    InferenceParams,
+    TransformationParams,
+)
+from hvd_estimators.prepare.schema import (
+    clashing,
+    feature_array,
+    quoted,
+    require_columns,
+    require_frame,
+)
+from hvd_estimators.saving.save import FileReadable, FileWritable
 
 __all__ = ["HorovodModel", "Predictor"]
 

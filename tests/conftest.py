@@ -73,7 +73,7 @@ def _pickle_test_module_by_value(request: pytest.FixtureRequest) -> Iterator[Non
 @pytest.fixture
 def compat() -> Iterator[None]:
     """Names of horovod.spark that resolve to this package, until the test ends."""
-    from hvd_estimators import first_imports
+    from hvd_estimators._util import unpickling
     from hvd_estimators.compat import finder
 
     def forget() -> None:
@@ -84,7 +84,7 @@ def compat() -> Iterator[None]:
 
     def uninstall() -> None:
         sys.meta_path[:] = [f for f in sys.meta_path if not isinstance(f, finder._AliasFinder)]
-        first_imports._modules.clear()
+        unpickling._modules.clear()
         forget()
 
     forget()

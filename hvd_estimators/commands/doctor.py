@@ -1,4 +1,8 @@
-"""Say what is installed, whether it fits together, and how to mend what does not.
+"""Check the installation and suggest fixes.
+
+What the doctor imports may crash, hang or hold a GPU's memory, so it happens in such a process.
+
+Nothing here judges what it finds: `hvd_estimators.commands.doctor` does.
 
 ``hvd-estimators doctor`` is the command. `doctor_probes` finds the facts; the functions here turn
 them into rows, and know nothing of the machine.
@@ -6,21 +10,317 @@ them into rows, and know nothing of the machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
 
 from packaging.version import Version
 
-from hvd_estimators.commands.doctor_probes import Facts, collect
-from hvd_estimators.commands.doctor_processes import ProbeError
-from hvd_estimators.launch.mends import MENDS_REVISION, REQUIRED_MENDS
-from hvd_estimators.remedies import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
+from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A_FRAMEWORK
+from hvd_estimators.commands.toolchain import DISTRIBUTIONS, cuda_of, installed_version
+from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
+from hvd_estimators.exceptions import HvdEstimatorsError
+from hvd_estimators.launch.versions import MENDS_REVISION, REQUIRED_MENDS, installed_mends
 
-__all__ = ["Row", "Status", "diagnose", "main"]
+__all__ = [
+    "Facts",
+    "HorovodFacts",
+    "ProbeError",
+    "Row",
+    "Status",
+    "collect",
+    "diagnose",
+    "main",
+    "run_python",
+    "two_rank_allreduce",
+]
+
+_SUMS = ["3.0", "3.0"]  # ranks 0 and 1 give 1 and 2
+
+
+class ProbeError(HvdEstimatorsError):
+    """Something that was tried did not work; the message ends with what it said last."""
+
+
+def run_python(
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    seconds: float,
+    what: str = "process",
+) -> str:
+    """Run a Python program and return the last line of what it prints.
+
+    Parameters
+    ----------
+    *arguments : str
+        Of the interpreter: ``"-c", code`` or ``"-m", module`` and the program's own.
+    environment : mapping, optional
+        Variables to lay over this process's own.
+    seconds : float
+        Time limit.
+    what : str
+        What the program is called in an error.
+
+    Raises
+    ------
+    ProbeError
+        The program failed or did not end in time; the message has the last line that it said.
+    """
+    with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+        with _process(arguments, environment or {}, output, errors) as process:
+            try:
+                status = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                raise ProbeError(f"{what} did not end in {seconds:g} s") from None
+        if status:
+            raise ProbeError(f"{what} failed: {_last_line(errors) or f'exit status {status}'}")
+        return _last_line(output)
+
+
+def two_rank_allreduce(framework: str, *, seconds: float) -> float:
+    """Let two ranks of a `LocalBackend` reduce a tensor, and return the seconds it took.
+
+    Parameters
+    ----------
+    framework : {'torch', 'tensorflow'}
+        Whose tensors are reduced.
+    seconds : float
+        Time limit.
+
+    Raises
+    ------
+    ProbeError
+        The ranks failed, got a wrong sum or did not end in time.
+    """
+    started = time.monotonic()
+    module = "hvd_estimators.commands.doctor_allreduce"
+    answer = run_python("-m", module, framework, seconds=seconds, what="an allreduce")
+    if answer.split() != _SUMS:
+        raise ProbeError(f"two ranks that gave 1 and 2 got the sums {answer}")
+    return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def _process(
+    arguments: Sequence[str], environment: Mapping[str, str], output: IO[str], errors: IO[str]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run Python in a process group of its own, which is gone when the block ends."""
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=errors,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _last_line(file: IO[str]) -> str:
+    file.seek(0)
+    return next((line.strip() for line in reversed(file.readlines()) if line.strip()), "")
+
+
+# Component as shown, and the distributions that may bring it, the first found counting.
+_COMPONENTS = {
+    "pyspark": ("pyspark", "pyspark-connect", "pyspark-client"),
+    "pyarrow": ("pyarrow",),
+    "numpy": ("numpy",),
+    "petastorm": ("petastorm",),
+    **DISTRIBUTIONS,
+    "keras": ("keras",),
+    "lightning": ("pytorch-lightning", "lightning"),
+    "horovod": ("horovod",),
+}
+
+
+_IMPORTED = {"petastorm": "petastorm.reader", "torch": "torch", "tensorflow": "tensorflow"}
+
+
+_HOROVOD_SCRIPT = """\
+import json
+import horovod.{framework} as hvd
+print(json.dumps({{name: bool(getattr(hvd, name + "_built")()) for name in {features}}}))
+"""
+
+
+_HOROVOD_FEATURES = ("gloo", "mpi", "nccl", "cuda")
+
+
+_IMPORT_SECONDS = 120.0
+
+
+_ALLREDUCE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class HorovodFacts:
+    """Horovod's support for one framework.
+
+    Parameters
+    ----------
+    built_for : str or None
+        The framework's version that the wheel was compiled against.
+    features : tuple of str
+        Those of gloo, mpi, nccl and cuda that it was built with.
+    error : str or None
+        Why it cannot be imported.
+    """
+
+    built_for: str | None = None
+    features: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found on this machine.
+
+    Parameters
+    ----------
+    python : str
+        Python's version.
+    java : str or None
+        Version of the Java that PySpark would start.
+    versions : mapping of str to str
+        Version of each installed component.
+    import_errors : mapping of str to str
+        What each installed component that cannot be imported says last.
+    horovod : mapping of str to HorovodFacts
+        Per installed framework; empty without Horovod.
+    horovod_mends : int
+        Revision of the changes that Horovod was compiled with; 0 without them.
+    horovod_spark : str or None
+        What ``horovod.spark`` is, see `installed_horovod_spark`.
+    allreduce : float or ProbeError or None
+        Seconds that two ranks took to start and reduce, or why they did not; None if not tried.
+    gpus : tuple of str
+        Names of NVIDIA GPUs.
+    torch_cuda : bool
+        Whether torch was built for CUDA.
+    """
+
+    python: str
+    java: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    import_errors: Mapping[str, str] = field(default_factory=dict)
+    horovod: Mapping[str, HorovodFacts] = field(default_factory=dict)
+    horovod_mends: int = 0
+    horovod_spark: str | None = None
+    allreduce: float | ProbeError | None = None
+    gpus: tuple[str, ...] = ()
+    torch_cuda: bool = False
+
+
+def collect() -> Facts:
+    """Look at this machine; takes some seconds, most of them importing frameworks."""
+    found = {name: installed_version(*names) for name, names in _COMPONENTS.items()}
+    versions = {name: version for name, version in found.items() if version}
+    frameworks = [name for name in DISTRIBUTIONS if name in versions]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        imports = {
+            name: pool.submit(_import_error, module)
+            for name, module in _IMPORTED.items()
+            if name in versions
+        }
+        horovod = {
+            name: pool.submit(_horovod_facts, name) for name in frameworks if "horovod" in versions
+        }
+    builds = {name: future.result() for name, future in horovod.items()}
+    works = next((name for name, build in builds.items() if build.error is None), None)
+    return Facts(
+        python=platform.python_version(),
+        java=_java_version(),
+        versions=versions,
+        import_errors={name: text for name, future in imports.items() if (text := future.result())},
+        horovod=builds,
+        horovod_mends=installed_mends(),
+        horovod_spark=installed_horovod_spark(),
+        allreduce=_try_allreduce(works) if works else None,
+        gpus=_gpu_facts(),
+        torch_cuda="torch" in versions and cuda_of("torch") is not None,
+    )
+
+
+def _try_allreduce(framework: str) -> float | ProbeError:
+    try:
+        return two_rank_allreduce(framework, seconds=_ALLREDUCE_SECONDS)
+    except ProbeError as error:
+        return error
+
+
+def _import_error(module: str) -> str | None:
+    try:
+        run_python("-c", f"import {module}", seconds=_IMPORT_SECONDS, what=f"import {module}")
+    except ProbeError as error:
+        return str(error)
+    return None
+
+
+def _horovod_facts(framework: str) -> HorovodFacts:
+    script = _HOROVOD_SCRIPT.format(framework=framework, features=_HOROVOD_FEATURES)
+    built_for = _built_for(framework)
+    try:
+        what = f"import horovod.{framework}"
+        answer = run_python("-c", script, seconds=_IMPORT_SECONDS, what=what)
+    except ProbeError as error:
+        return HorovodFacts(built_for, error=str(error))
+    return HorovodFacts(
+        built_for, tuple(name for name, built in json.loads(answer).items() if built)
+    )
+
+
+def _built_for(framework: str) -> str | None:
+    """Return the version that Horovod's build noted down in its package."""
+    note = Path(str(metadata.distribution("horovod").locate_file("horovod/metadata.json")))
+    if not note.is_file():
+        return None
+    versions = json.loads(note.read_text())
+    version: str | None = versions.get({"torch": "pytorch"}.get(framework, framework))
+    return version
+
+
+def _java_version() -> str | None:
+    """Return the version of the Java that PySpark starts: JAVA_HOME's, else the one on PATH."""
+    home = os.environ.get("JAVA_HOME")
+    java = shutil.which("java", path=os.path.join(home, "bin") if home else None)
+    if java is None:
+        return None
+    done = subprocess.run([java, "-version"], capture_output=True, text=True)
+    found = re.search(r'version "([^"]+)"', done.stderr + done.stdout)
+    return found.group(1) if found else None
+
+
+def _gpu_facts() -> tuple[str, ...]:
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    if not shutil.which(command[0]):
+        return ()
+    done = subprocess.run(command, capture_output=True, text=True)
+    return tuple(done.stdout.split("\n")[:-1]) if done.returncode == 0 else ()
+
 
 _JAVA_COMMAND = "apt-get install openjdk-17-jre-headless, or set JAVA_HOME to an installed Java"
+
 
 # https://spark.apache.org/docs/3.5.9/ and https://spark.apache.org/docs/latest/, "Downloading"
 _JAVA_FOR_PYSPARK = {3: (8, 11, 17), 4: (17, 21)}

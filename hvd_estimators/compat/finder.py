@@ -10,9 +10,9 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
+from hvd_estimators._util.unpickling import import_first
 from hvd_estimators.compat.left_out import check_module
 from hvd_estimators.exceptions import LeftOutError
-from hvd_estimators.first_imports import import_first
 
 __all__ = ["MARKER", "install", "is_installed"]
 

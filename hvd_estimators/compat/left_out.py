@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators.exceptions import LeftOutError, did_you_mean
-from hvd_estimators.lazy import lazy_names
 
 __all__ = ["LEFT_OUT_MODULES", "LEFT_OUT_NAMES", "check_module", "left_out_names"]
 

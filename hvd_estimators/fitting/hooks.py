@@ -6,19 +6,17 @@ import abc
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.planning import TrainPlanning
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.sending import check_sendable, functions_in
-from hvd_estimators.fitting.trials import Trial
+from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.fitting.trial import Trial, check_sendable, functions_in
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params.classification import ClassificationParams
+from hvd_estimators.params.estimator import WritingParams
 from hvd_estimators.params.grids import GridParams
-from hvd_estimators.params.inference import InferenceParams
-from hvd_estimators.params.writing import WritingParams
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.training.handover import Trainer
+from hvd_estimators.params.model import ClassificationParams, InferenceParams
+from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["EstimatorHooks"]
@@ -146,7 +144,7 @@ class EstimatorHooks(
 
         Called before anything starts, with the newest checkpoint's file, and with those before
         where that one is damaged. A framework whose ranks write it with
-        `hvd_estimators.training.checkpoints.CheckpointWriter` calls `check_state`.
+        `hvd_estimators.training.checkpoint_writer.CheckpointWriter` calls `check_state`.
 
         Raises
         ------

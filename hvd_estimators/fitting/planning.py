@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import logging
 
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.discovery import first_rows
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.run_params import RunParams
-from hvd_estimators.fitting.runs import RowOrder, find_run
-from hvd_estimators.fitting.trials import DRY_RUN_ROWS
+from hvd_estimators.fitting.run import RowOrder, RunParams, find_run
+from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.loading.order import order_warning
+from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
 from hvd_estimators.loading.readers import check_shards, reads_several
-from hvd_estimators.loading.sharding import ShardPlan, plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
-from hvd_estimators.loading.transformation import Transformation
-from hvd_estimators.params.checkpoints import CheckpointParams
-from hvd_estimators.params.columns import ColumnParams
-from hvd_estimators.params.ranks import RankParams
-from hvd_estimators.params.reading import ReadingParams
-from hvd_estimators.params.training import TrainingParams
-from hvd_estimators.params.transformation import TransformationParams
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.parquet.discovery import first_rows
-from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.loading.transform import Transformation
+from hvd_estimators.params.estimator import (
+    CheckpointParams,
+    ColumnParams,
+    RankParams,
+    ReadingParams,
+    TrainingParams,
+)
+from hvd_estimators.params.model import TransformationParams
 from hvd_estimators.store import RunPaths
-from hvd_estimators.store.lease import await_free, require_free
+from hvd_estimators.store.leases import await_free, require_free
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["TrainPlanning"]

@@ -1,6 +1,6 @@
 """A classifier's columns as Spark ML has them: prediction, probability, rawPrediction.
 
-The columns are made on the executors; the params are in `hvd_estimators.params.classification`.
+The columns are made on the executors; the params are in `hvd_estimators.params.model`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.parquet.columns import Array
 
 __all__ = ["ClassScores", "check_classes", "class_columns", "class_scores"]
 

@@ -1,11 +1,26 @@
-"""Names of the columns that `transform` adds for a model's outputs. Imports no PySpark."""
+"""Output columns of `transform`: their names and types.
+
+Imports no PySpark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import decimal
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["output_columns"]
+import numpy as np
+import pyarrow as pa
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.data.types import without_decimals
+from hvd_estimators.exceptions import ParamError, PredictionError
+from hvd_estimators.inference.batch import is_scalar
+
+__all__ = ["DOUBLE", "OutputType", "java_text", "output_columns", "output_types", "to_column"]
 
 
 def output_columns(get: Callable[[str], Any]) -> list[str]:
@@ -38,3 +53,286 @@ def output_columns(get: Callable[[str], Any]) -> list[str]:
         f"{place}__output" if isinstance(place, str) else "output" if single else f"output_{place}"
         for place in selected
     ]
+
+
+_NAMES = {
+    **dict.fromkeys(("tinyint", "byte"), "tinyint"),
+    **dict.fromkeys(("smallint", "short"), "smallint"),
+    **dict.fromkeys(("int", "integer"), "int"),
+    **dict.fromkeys(("bigint", "long"), "bigint"),
+    **dict.fromkeys(("float", "real"), "float"),
+    **{name: name for name in ("double", "boolean", "string")},
+}
+
+
+_DTYPES = {
+    **{"tinyint": "int8", "smallint": "int16", "int": "int32", "bigint": "int64"},
+    **{"float": "float32", "double": "float64", "boolean": "bool"},
+    **{"decimal": "float64", "string": "object"},
+}
+
+
+_FLOATS = ("float", "double")
+
+
+_ARRAY = re.compile(r"array\s*<(.*)>", re.IGNORECASE | re.DOTALL)
+
+
+_DECIMAL = re.compile(r"(?:decimal|dec|numeric)(?:\s*\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?\))?", re.I)
+
+
+_MOST_DIGITS = 38
+
+
+_EXACT = decimal.Context(prec=400, rounding=decimal.ROUND_HALF_UP)
+
+
+"""Has the digits of any double."""
+
+
+_ITEM = "element"
+
+
+"""The name that Spark gives to the elements of arrays; it would cast lists with another one."""
+
+
+_PLAIN_LOWEST, _PLAIN_LIMIT = 1e-3, 1e7
+
+
+"""Between these, Java writes numbers without an exponent."""
+
+
+@dataclass(frozen=True)
+class OutputType:
+    """The type of an output column.
+
+    Attributes
+    ----------
+    element : str
+        Spark's name of the type of its numbers: "double", "int", "decimal", "string", ...
+    depth : int
+        How many arrays these are in.
+    precision, scale : int
+        Those of decimals.
+    """
+
+    element: str = "double"
+    depth: int = 0
+    precision: int = 0
+    scale: int = 0
+
+    @classmethod
+    def parse(cls, ddl: str) -> OutputType:
+        """Read a type as Spark writes it, such as ``array<decimal(10,2)>``.
+
+        Raises
+        ------
+        ParamError
+            If predictions cannot have the type.
+        """
+        leaf, depth = ddl.strip(), 0
+        while found := _ARRAY.fullmatch(leaf):
+            leaf, depth = found[1].strip(), depth + 1
+        if leaf.lower() in _NAMES:
+            return cls(_NAMES[leaf.lower()], depth)
+        digits = _DECIMAL.fullmatch(leaf)
+        if digits:
+            precision, scale = int(digits[1] or 10), int(digits[2] or 0)
+            if 0 < precision <= _MOST_DIGITS and scale <= precision:
+                return cls("decimal", depth, precision, scale)
+        raise ParamError(
+            f"output_types: {ddl!r} is no type of Spark's that predictions can have. Set a type "
+            "such as 'double', 'int', 'decimal(10,2)', 'boolean', 'string' or 'array<float>', and "
+            "cast the column to any other type after transform()."
+        )
+
+    def __str__(self) -> str:
+        leaf = self.element
+        if leaf == "decimal":
+            leaf = f"decimal({self.precision},{self.scale})"
+        return "array<" * self.depth + leaf + ">" * self.depth
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's type of the elements: doubles for decimals, objects for text."""
+        return np.dtype(_DTYPES[self.element])
+
+    @property
+    def arrow(self) -> pa.DataType:
+        """Arrow's type of the elements."""
+        if self.element == "decimal":
+            return pa.decimal128(self.precision, self.scale)
+        return pa.string() if self.element == "string" else pa.from_numpy_dtype(self.dtype)
+
+    def elements(self, values: Array, name: str) -> pa.Array:
+        """Return numbers in the elements' type; null takes the place of NaN if there is none.
+
+        Whole numbers lose their fraction, decimals are rounded half up from the shortest text of
+        the double, and text is what Java writes: as Spark's casts do.
+
+        Parameters
+        ----------
+        values : array
+            Numbers, in one dimension.
+        name : str
+            Name of the column, for messages.
+
+        Raises
+        ------
+        PredictionError
+            If the type cannot hold a number.
+        """
+        if self.element in _FLOATS:
+            return pa.array(values.astype(self.dtype, copy=False))
+        doubles = values.astype(np.float64, copy=False)
+        if self.element == "string":
+            return pa.array([java_text(value) for value in doubles.tolist()], pa.string())
+        if self.element == "decimal":
+            decimals = [self._decimal(value, name) for value in doubles.tolist()]
+            return pa.array(decimals, self.arrow)
+        is_nan = np.isnan(doubles)
+        numbers = np.where(is_nan, 0, doubles)
+        if self.element != "boolean":
+            self._check_whole(numbers, name)
+        return pa.array(numbers.astype(self.dtype), mask=is_nan if is_nan.any() else None)
+
+    def array(self, values: Array, name: str) -> Array:
+        """Return numbers as an array of `dtype`; doubles if there are NaNs that it cannot hold."""
+        if self.element in _FLOATS:
+            return values.astype(self.dtype, copy=False)
+        column = without_decimals(self.elements(values.reshape(-1), name))
+        # A copy: Arrow's memory cannot be written to.
+        found = np.array(column.to_numpy(zero_copy_only=False))
+        if column.null_count:
+            found = np.array([np.nan if value is None else value for value in found], np.float64)
+        return found.reshape(values.shape)
+
+    def _decimal(self, value: float, name: str) -> decimal.Decimal | None:
+        if math.isnan(value):
+            return None
+        if not math.isinf(value):
+            unit = decimal.Decimal(1).scaleb(-self.scale)
+            rounded = decimal.Decimal(repr(value)).quantize(unit, context=_EXACT)
+            if abs(rounded) < decimal.Decimal(10) ** (self.precision - self.scale):
+                return rounded
+        raise self._too_large(value, name)
+
+    def _check_whole(self, numbers: Array, name: str) -> None:
+        limit = 2.0 ** (8 * self.dtype.itemsize - 1)
+        cut = np.trunc(numbers)
+        wrong = (cut >= limit) | (cut < -limit)
+        if wrong.any():
+            raise self._too_large(numbers[wrong][0], name)
+
+    def _too_large(self, value: float, name: str) -> PredictionError:
+        element = OutputType(self.element, 0, self.precision, self.scale)
+        return PredictionError(
+            f"{name} is {value}, which type {element} cannot hold. Set a larger type in "
+            "output_types, or none and cast what you need."
+        )
+
+
+DOUBLE = OutputType()
+
+
+def output_types(
+    ddls: Sequence[str | None] | None, names: Sequence[str], shapes: Sequence[tuple[int, ...]]
+) -> list[OutputType | None]:
+    """Return the types that are asked for; None for the default one.
+
+    Parameters
+    ----------
+    ddls : sequence of str or None
+        The types as Spark writes them, one for each output.
+    names : sequence of str
+        The outputs' columns.
+    shapes : sequence of tuple of int
+        Shape of a row of each output.
+
+    Raises
+    ------
+    ParamError
+        If they are not as many as outputs, or if one does not fit its output.
+    """
+    if ddls is None:
+        return [None] * len(names)
+    if len(ddls) != len(names):
+        raise ParamError(
+            f"output_types: expected {len(names)} types, one for each of {', '.join(names)}, found "
+            f"{len(ddls)}: {list(ddls)}. Set None for an output that keeps its type."
+        )
+    found = [None if ddl is None else OutputType.parse(ddl) for ddl in ddls]
+    for kind, name, shape in zip(found, names, shapes, strict=True):
+        depth = 0 if is_scalar(shape) else len(shape)
+        if kind is not None and kind.depth != depth:
+            wanted = OutputType(kind.element, depth, kind.precision, kind.scale)
+            what = f"an array of shape {tuple(shape)}" if depth else "one number"
+            raise ParamError(
+                f"output_types: a row of {name!r} is {what}; expected a type like '{wanted}', "
+                f"found '{kind}'. Set '{wanted}', or convert the column after transform()."
+            )
+    return found
+
+
+def to_column(
+    array: Array,
+    shape: tuple[int, ...],
+    valid: Array | None = None,
+    kind: OutputType = DOUBLE,
+    name: str = "The output",
+) -> pa.Array:
+    """Return an output as a column of numbers (or text), or of lists of them.
+
+    Parameters
+    ----------
+    array : array
+        The output, rows first.
+    shape : tuple of int
+        Shape of a row.
+    valid : array, optional
+        Which rows of the column the output has; the others are null.
+    kind : OutputType
+        The type of the column.
+    name : str
+        Its name, for messages.
+
+    Raises
+    ------
+    PredictionError
+        If the type cannot hold a number.
+    """
+    values = np.ascontiguousarray(array)
+    column = kind.elements(values.reshape(-1), name)
+    if is_scalar(shape):
+        return column if valid is None else column.take(_positions(valid))
+    for axis in range(values.ndim - 1, 0, -1):
+        rows, size = math.prod(values.shape[:axis]), values.shape[axis]
+        if axis > 1 or valid is None:
+            offsets = pa.array(np.arange(rows + 1, dtype=np.int32) * np.int32(size))
+        else:
+            ends = np.concatenate([[0], np.cumsum(valid)]).astype(np.int32) * np.int32(size)
+            # A null where a list begins makes the list null.
+            offsets = pa.array(ends, mask=np.append(~valid, False))
+        data_type = pa.list_(pa.field(_ITEM, column.type))
+        column = pa.ListArray.from_arrays(offsets, column).cast(data_type)
+    return column
+
+
+def _positions(valid: Array) -> pa.Array:
+    return pa.array(np.cumsum(valid) - 1, mask=~valid)
+
+
+def java_text(value: float) -> str:
+    """Return a double as Java writes it, with the fewest digits that tell it from others."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "Infinity" if value > 0 else "-Infinity"
+    if value == 0 or _PLAIN_LOWEST <= abs(value) < _PLAIN_LIMIT:
+        text = format(decimal.Decimal(repr(value)), "f")
+        return text if "." in text else f"{text}.0"
+    sign, digits, exponent = decimal.Decimal(repr(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    first, *rest = map(str, digits)
+    point = exponent + len(rest)
+    return f"{'-' if sign else ''}{first}.{''.join(rest) or '0'}E{point}"

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from hvd_estimators.inference.arguments import in_columns_form as arguments
-from hvd_estimators.inference.steps import Inference, has_nulls, is_ragged
-from hvd_estimators.parquet.columns import Array
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.inference.batch import Inference, has_nulls, is_ragged
+from hvd_estimators.inference.sql import in_columns_form as arguments
 
 __all__ = ["arguments", "to_arrays", "to_result"]
 

@@ -19,25 +19,16 @@ from pyspark.sql import functions as F
 from pyspark.sql import types as T
 from pyspark.sql.pandas.functions import pandas_udf
 
-from hvd_estimators.first_imports import first_imports
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickling import first_imports, loads
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference import arrow_batches, pandas_batches
-from hvd_estimators.inference.arrow_columns import (
-    ARROW_UDF,
-    sees_arrow,
-    takes_arrow,
-    unconverted,
-)
-from hvd_estimators.inference.documents import Document, as_bytes
-from hvd_estimators.inference.output_types import DOUBLE, OutputType, to_column
-from hvd_estimators.inference.predictors import cached_predictor, predictor_key
-from hvd_estimators.inference.received import received
-from hvd_estimators.inference.resources import task_resources
-from hvd_estimators.inference.shared import Hashed, Sent
+from hvd_estimators.inference.arrow_batches import ARROW_UDF, sees_arrow, takes_arrow, unconverted
+from hvd_estimators.inference.batch import Inference, Predictor, known_sizes, one_ahead
+from hvd_estimators.inference.broadcast import Document, Hashed, Sent, as_bytes, received
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.sql import SqlForm, spark_type
-from hvd_estimators.inference.steps import Inference, Predictor, known_sizes, one_ahead
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.unpickling import loads
+from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
 
 __all__ = ["make_udf"]
 

@@ -9,24 +9,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_estimators.lazy import lazy_names
+from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.keras.callbacks import (
         BestModelCheckpoint,
         BroadcastCallback,
+        LearningRateScheduleCallback,
+        LearningRateWarmupCallback,
         LogCallback,
         MetricAverageCallback,
     )
     from hvd_estimators.keras.elastic import KerasState
     from hvd_estimators.keras.estimator import KerasEstimator
-    from hvd_estimators.keras.learning_rate import (
-        LearningRateScheduleCallback,
-        LearningRateWarmupCallback,
-    )
-    from hvd_estimators.keras.loading import load_predictor
+    from hvd_estimators.keras.gradients import DistributedOptimizer
     from hvd_estimators.keras.model import KerasModel
-    from hvd_estimators.keras.optimizer import DistributedOptimizer
+    from hvd_estimators.keras.reader import load_predictor
 
 __all__ = [
     "BestModelCheckpoint",
@@ -47,14 +45,14 @@ __getattr__, __dir__ = lazy_names(
     {
         "BestModelCheckpoint": "hvd_estimators.keras.callbacks",
         "BroadcastCallback": "hvd_estimators.keras.callbacks",
-        "DistributedOptimizer": "hvd_estimators.keras.optimizer",
+        "DistributedOptimizer": "hvd_estimators.keras.gradients",
         "KerasEstimator": "hvd_estimators.keras.estimator",
         "KerasModel": "hvd_estimators.keras.model",
         "KerasState": "hvd_estimators.keras.elastic",
-        "LearningRateScheduleCallback": "hvd_estimators.keras.learning_rate",
-        "LearningRateWarmupCallback": "hvd_estimators.keras.learning_rate",
+        "LearningRateScheduleCallback": "hvd_estimators.keras.callbacks",
+        "LearningRateWarmupCallback": "hvd_estimators.keras.callbacks",
         "LogCallback": "hvd_estimators.keras.callbacks",
         "MetricAverageCallback": "hvd_estimators.keras.callbacks",
-        "load_predictor": "hvd_estimators.keras.loading",
+        "load_predictor": "hvd_estimators.keras.reader",
     },
 )

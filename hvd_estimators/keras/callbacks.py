@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,16 +13,12 @@ import keras
 import numpy as np
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.averaging import broadcast_variables, sum_arrays
-from hvd_estimators.keras.learning_rate import (
-    LearningRateScheduleCallback,
-    LearningRateWarmupCallback,
-)
-from hvd_estimators.keras.metric_states import added_variables, merge_states, merged_metrics
-from hvd_estimators.keras.objects import exchange
-from hvd_estimators.keras.optimizer import is_distributed
-from hvd_estimators.keras.randomness import split_seed_states
-from hvd_estimators.launch.events.messages import log_to_driver
+from hvd_estimators.keras.backend import inner_optimizers
+from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
+from hvd_estimators.keras.gradients import is_distributed
+from hvd_estimators.keras.metrics import added_variables, merge_states, merged_metrics
+from hvd_estimators.keras.shard_state import split_seed_states
+from hvd_estimators.launch.service.events import log_to_driver
 
 __all__ = [
     "BestModelCheckpoint",
@@ -268,3 +264,168 @@ def _share(variable: Any) -> float:
     if aggregation == "mean":
         return 1.0 / hvd.size()
     return float(hvd.rank() == 0)
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to a multiple of the initial one.
+
+    All optimizers of a `keras.optimizers.MultiOptimizer` get their own initial rate's multiple.
+
+    Parameters
+    ----------
+    initial_lr : float, optional
+        The rate that is multiplied. Default: the optimizer's when training begins.
+    multiplier : float or callable
+        The factor, or ``multiplier(epoch)`` that returns it.
+    start_epoch, end_epoch : int
+        The epochs in which the rate is set, the last one excluded; None for no end.
+    staircase : bool
+        Set the rate once per epoch; otherwise before every batch, with fractions of epochs.
+    momentum_correction : bool
+        When the rate changes, multiply the velocity of optimizers with momentum by new rate / old
+        rate: it is made of steps of the old rate (Goyal et al., "Accurate, Large Minibatch SGD",
+        2017, section 3, remark 2).
+    steps_per_epoch : int, optional
+        Batches of an epoch. Default: what ``fit`` was told.
+    verbose : int
+        1 prints on rank 0, after each epoch that has changed the rate, what it is.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        multiplier: float | Callable[[float], float] = 1.0,
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__()
+        self.initial_lr: float | list[float] | None = initial_lr
+        self.multiplier = multiplier
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.staircase = staircase
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.verbose = verbose
+        self.current_epoch = 0
+        self._has_changed = False
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Note the initial rates and the number of batches."""
+        if self.initial_lr is None:
+            self.initial_lr = self._rates()
+        if not self.staircase and self.steps_per_epoch is None:
+            self.steps_per_epoch = (self.params or {}).get("steps")
+            if not self.steps_per_epoch:
+                raise ParamError("steps_per_epoch is not known. Set steps_per_epoch.")
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Set the rate of the epoch."""
+        self.current_epoch = epoch
+        self._has_changed = False
+        if self.staircase:
+            self._set_rate(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Set the rate of the batch."""
+        if not self.staircase and self.steps_per_epoch:
+            self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Add the rate to the logs: ``learning_rate``, or ``learning_rate_0`` and so on."""
+        rates = self._rates()
+        if logs is not None:
+            names = [f"learning_rate_{number}" for number in range(len(rates))]
+            logs.update(zip(names if len(rates) > 1 else ["learning_rate"], rates, strict=True))
+        if self.verbose and self._has_changed and hvd.rank() == 0:
+            told = ", ".join(f"{rate:g}" for rate in rates)
+            print(f"\nEpoch {epoch + 1}: learning rate set to {told}.", flush=True)
+
+    def factor(self, epoch: float) -> float:
+        """Return what the initial rate is multiplied by."""
+        return self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
+
+    def _rates(self) -> list[float]:
+        return [float(one.learning_rate) for one in inner_optimizers(self.model.optimizer)]
+
+    def _sets_rate(self, epoch: float) -> bool:
+        return self.start_epoch <= epoch and (self.end_epoch is None or epoch < self.end_epoch)
+
+    def _set_rate(self, epoch: float) -> None:
+        if not self._sets_rate(epoch):
+            return
+        optimizers, factor = inner_optimizers(self.model.optimizer), self.factor(epoch)
+        initial = self.initial_lr
+        assert initial is not None
+        initials = initial if isinstance(initial, list) else [initial] * len(optimizers)
+        for optimizer, given in zip(optimizers, initials, strict=True):
+            old = float(optimizer.learning_rate)
+            optimizer.learning_rate = given * factor
+            new = float(optimizer.learning_rate)
+            if new == old:
+                continue
+            self._has_changed = True
+            if self.momentum_correction and old:
+                for velocity in _velocities(optimizer):
+                    velocity.assign(velocity * (new / old))
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from that of one rank to that of all ranks, batch by batch.
+
+    Many ranks make a large global batch, which takes a rate multiplied by their number, but not
+    from the first step on (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2). The
+    rate goes linearly from ``initial_lr / ranks`` to ``initial_lr``. In a `KerasEstimator` leave
+    ``initial_lr`` out: the estimator multiplies what the callback sets.
+
+    Parameters
+    ----------
+    initial_lr : float, optional
+        The rate at the end of the warm-up. Default: the optimizer's when training begins.
+    warmup_epochs : float
+        Length of the warm-up.
+    momentum_correction, steps_per_epoch, verbose
+        See `LearningRateScheduleCallback`.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float | None = None,
+        warmup_epochs: float = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        super().__init__(
+            initial_lr,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+            verbose=verbose,
+        )
+        self.warmup_epochs = warmup_epochs
+        # Set by the estimator's trainer: a run keeps the number of ranks that it began with.
+        self.ranks: int | None = None
+
+    def factor(self, epoch: float) -> float:
+        """Return the fraction of the rate at a (fractional) epoch."""
+        size = self.ranks or hvd.size()
+        return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
+
+    def _sets_rate(self, epoch: float) -> bool:
+        # Set it once more after the warmup's end; after that, others may set the rate.
+        return epoch - 1.0 / (self.steps_per_epoch or 1) <= self.warmup_epochs
+
+
+def _velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the running sums of steps of an optimizer that has them: SGD, RMSprop and the like.
+
+    Averages of gradients, which other optimizers call momentum, too, hold no rate.
+    """
+    if not getattr(optimizer, "momentum", 0):
+        return []
+    return [variable for variable in optimizer.variables if variable.name.endswith("_momentum")]

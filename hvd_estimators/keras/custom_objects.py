@@ -1,17 +1,396 @@
-"""The custom classes and functions that a model's config may name. Used on both sides."""
+"""Custom classes and functions in a model's config.
+
+Keras makes an object from its config by ``cls(**config)``. For a class without its own
+``get_config()`` Keras knows simple constructor arguments only, and for many classes it passes
+``name`` or ``dtype`` to a constructor that takes neither. Here the config of such a class is its
+constructor's arguments, read from the attributes of the same names. Attributes that the program set
+later travel beside the config.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
+import io
+import threading
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from hvd_estimators.keras.backend import all_layers, inner_optimizers
-from hvd_estimators.keras.states import is_configurable, is_keras
+from hvd_estimators.keras.states import (
+    StatePickler,
+    base_names,
+    is_configurable,
+    is_keras,
+    same_value,
+)
 
-__all__ = ["find_custom_objects"]
+__all__ = [
+    "complete_configs",
+    "constructing",
+    "data_attributes",
+    "find_custom_objects",
+    "missing_attributes",
+    "set_attributes",
+]
+
+# Keras writes these into every layer's config.
+_BASE_KEYS = ("name", "trainable", "dtype")
+
+
+_ARGUMENTS = "hvd_estimators_arguments"
+
+
+_ATTRIBUTES = "hvd_estimators_attributes"
+
+
+_BUILT = "hvd_estimators_built"
+
+
+_BUILDS = "hvd_estimators_builds"
+
+
+_HELD = "hvd_estimators_held"
+
+
+_PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
+
+
+# What a model's config, its variables and its building account for.
+_STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerator)
+
+
+_MADE_BY_BUILDING = ("lora_enabled",)
+
+
+# A compile() of a class's own keeps these as attributes.
+_COMPILED_WITH = (
+    keras.losses.Loss,
+    keras.metrics.Metric,
+    keras.optimizers.Optimizer,
+    keras.optimizers.schedules.LearningRateSchedule,
+)
+
+
+# Threads that fit the same model share its layers.
+_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]:
+    """Let the custom parts of a model return complete configs from ``get_config()``.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    held : dict
+        Receives arguments and attributes that are not made of Keras's objects. They travel beside
+        the config.
+    """
+    changed = []
+    with _lock:
+        try:
+            for part in _parts(model):
+                arguments, attributes = _arguments(part), data_attributes(part)
+                extra: dict[str, Any] = {}
+                if arguments is not None:
+                    extra[_ARGUMENTS] = _with_held(arguments, held)
+                if attributes:
+                    extra[_ATTRIBUTES] = _hold(attributes, held)
+                builds = _builds_of_parts(part)
+                if any(builds):
+                    extra[_BUILDS] = builds
+                changed.append(part)
+                # Past Keras, which tracks attributes.
+                vars(part)["get_config"] = functools.partial(_config, part, extra)
+                if _has_no_shapes(part):
+                    extra[_BUILT] = True
+                    vars(part)["get_build_config"] = _nothing
+            yield
+        finally:
+            for part in changed:
+                del vars(part)["get_config"]
+                vars(part).pop("get_build_config", None)
+
+
+def _has_no_shapes(part: Any) -> bool:
+    """Return whether Keras noted no shape to build a copy for, as of a model without ``call()``."""
+    shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
+    return bool(shapes) and all(shape is None for shape in shapes.values())
+
+
+def _builds_of_parts(part: Any) -> list[dict[str, Any] | None]:
+    """Return how the layers of a layer were built, if this one was not: Keras would not tell."""
+    if not isinstance(part, keras.Layer) or part.built:
+        return []
+    layers = all_layers(part, include_self=False)
+    return [layer.get_build_config() if layer.built else None for layer in layers]
+
+
+def _nothing() -> None:
+    return None
+
+
+def data_attributes(part: Any) -> dict[str, Any]:
+    """Return the attributes of a custom object that are data, and no part of a model's structure.
+
+    These are numbers, text, arrays, functions, losses, metrics, optimizers and objects of custom
+    classes, also in containers. What cannot be pickled is left out.
+    """
+    return {name: value for name, value in _own_attributes(part) if _is_data(value, name)}
+
+
+def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
+    """Set the attributes that an object lacks, and data that it has with another value."""
+    for name, value in attributes.items():
+        if name not in vars(part) or (
+            not _holds_keras(value) and not same_value(value, vars(part)[name])
+        ):
+            setattr(part, name, value)
+
+
+def missing_attributes(original: Any, copy: Any) -> list[str]:
+    """Return the attributes of a custom object that its copy lacks. Symbolic tensors do not count.
+
+    Tracing leaves these behind.
+    """
+    return [
+        name
+        for name, value in _own_attributes(original)
+        if name not in vars(copy) and not any(map(_is_symbolic, keras.tree.flatten(value)))
+    ]
+
+
+def _own_attributes(part: Any) -> Iterator[tuple[str, Any]]:
+    if is_keras(type(part)):
+        return
+    known = base_names() if isinstance(part, keras.Layer) else ()
+    for name, value in list(vars(part).items()):
+        # Keras keeps wrappers of a layer's methods among its attributes.
+        if name not in known and not callable(getattr(type(part), name, None)):
+            yield name, value
+
+
+def _is_data(value: Any, name: str) -> bool:
+    if name in _MADE_BY_BUILDING:
+        return False
+    try:
+        leaves = keras.tree.flatten(value)
+    except (TypeError, ValueError):
+        leaves = [value]
+    if not all(map(_is_data_leaf, leaves)):
+        return False
+    if all(type(leaf) in _PLAIN_TYPES for leaf in leaves):
+        return True
+    try:
+        StatePickler(io.BytesIO()).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+def _is_data_leaf(leaf: Any) -> bool:
+    if isinstance(leaf, _STRUCTURE) or _is_symbolic(leaf):
+        return False
+    if isinstance(leaf, (types.FunctionType, type, *_COMPILED_WITH)):
+        return True
+    return not is_keras(type(leaf))
+
+
+def _is_symbolic(leaf: Any) -> bool:
+    return isinstance(leaf, keras.KerasTensor) or (
+        tf.is_tensor(leaf) and not hasattr(leaf, "numpy")
+    )
+
+
+def _holds_keras(value: Any) -> bool:
+    return any(isinstance(leaf, _COMPILED_WITH) for leaf in keras.tree.flatten(value))
+
+
+def _config(part: Any, extra: dict[str, Any]) -> dict[str, Any]:
+    if _ARGUMENTS in extra:
+        return dict(extra)
+    kind = type(part)
+    config = dict(kind.get_config(part))
+    if is_keras(kind.from_config) and not is_keras(kind.__init__):
+        # A get_config() may leave out what the constructor needs.
+        known = _automatic(part)
+        for name in inspect.signature(kind.__init__).parameters:
+            if name in known and name not in _BASE_KEYS:
+                config.setdefault(name, known[name])
+    return {**config, **extra}
+
+
+def _hold(value: Any, held: dict[str, Any]) -> str:
+    key = f"{_HELD}.{len(held)}"
+    held[key] = value
+    return key
+
+
+@contextlib.contextmanager
+def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Let Keras make custom objects from the configs that `complete_configs` wrote.
+
+    Yields what Keras needs as custom objects.
+
+    Parameters
+    ----------
+    custom_objects : mapping
+        Name to class or function, and what `complete_configs` held.
+    """
+    makers = {
+        name: _Maker(entry, custom_objects) if is_configurable(entry) else entry
+        for name, entry in custom_objects.items()
+    }
+    registered = keras.saving.get_custom_objects()
+    with _lock, keras.saving.custom_object_scope(makers):
+        # Registered classes take precedence over a scope.
+        replaced = {name: registered[name] for name in makers if name in registered}
+        registered.update({name: makers[name] for name in replaced})
+        try:
+            yield makers
+        finally:
+            registered.update(replaced)
+
+
+class _Maker:
+    """A class, for Keras, that also makes objects from constructor arguments.
+
+    Parameters
+    ----------
+    cls : type
+        The class.
+    custom_objects : mapping
+        Holds arguments.
+    """
+
+    def __init__(self, cls: type, custom_objects: Mapping[str, Any]) -> None:
+        self._cls = cls
+        self._custom_objects = custom_objects
+        self.__name__ = cls.__name__
+
+    def from_config(self, config: dict[str, Any]) -> Any:
+        """Return an object of the class."""
+        config = dict(config)
+        attributes, arguments = config.pop(_ATTRIBUTES, None), config.pop(_ARGUMENTS, None)
+        is_built, builds = config.pop(_BUILT, False), config.pop(_BUILDS, ())
+        if arguments is not None:
+            made = self._construct(arguments)
+        else:
+            cls: Any = self._cls
+            made = cls.from_config(_accepted(cls, config))
+        if attributes is not None:
+            set_attributes(made, self._custom_objects[attributes])
+        if is_built:
+            made.built = True
+        layers = all_layers(made, include_self=False) if builds else []
+        if len(layers) == len(builds):
+            for layer, build in zip(layers, builds, strict=True):
+                if build and not layer.built:
+                    layer.build_from_config(build)
+        return made
+
+    def _construct(self, arguments: Mapping[str, Any]) -> Any:
+        made = {}
+        for name, value in arguments.items():
+            key = value.get(_HELD) if isinstance(value, dict) else None
+            made[name] = (
+                self._custom_objects[key]
+                if key is not None
+                else keras.saving.deserialize_keras_object(value)
+            )
+        return self._cls(**made)
+
+
+def _parts(model: keras.Model) -> Iterator[Any]:
+    """Yield a model's layers, and their initializers, constraints and the like."""
+    seen = set()
+    for layer in all_layers(model):
+        for part in (layer, *vars(layer).values()):
+            kind = type(part)
+            if id(part) not in seen and not is_keras(kind) and is_configurable(kind):
+                seen.add(id(part))
+                yield part
+
+
+def _arguments(part: Any) -> dict[str, Any] | None:
+    """Return constructor arguments; None if the class has a config, or does not keep them."""
+    kind = type(part)
+    if not is_keras(kind.get_config) or not is_keras(kind.from_config):
+        return None
+    if is_keras(kind.__init__) or kind.__init__ is object.__init__:
+        return None
+    automatic = _automatic(part)
+    arguments: dict[str, Any] = {}
+    parameters = list(inspect.signature(kind.__init__).parameters.values())[1:]
+    for parameter in parameters:
+        name = parameter.name
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            return None
+        if parameter.kind is parameter.VAR_KEYWORD:
+            if isinstance(part, keras.Layer):
+                arguments.setdefault("name", part.name)
+        elif name == "name":
+            arguments[name] = part.name
+        elif name in automatic:
+            arguments[name] = keras.saving.deserialize_keras_object(automatic[name])
+        elif name == "dtype" and isinstance(part, keras.Layer):
+            arguments[name] = part.dtype_policy
+        elif name in vars(part):
+            arguments[name] = vars(part)[name]
+        elif f"_{name}" in vars(part):
+            arguments[name] = vars(part)[f"_{name}"]
+        elif parameter.default is parameter.empty:
+            return None
+    if any(isinstance(entry, keras.KerasTensor) for entry in keras.tree.flatten(arguments)):
+        return None
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        for name, value in automatic.items():
+            arguments.setdefault(name, keras.saving.deserialize_keras_object(value))
+    return arguments
+
+
+def _automatic(part: Any) -> Mapping[str, Any]:
+    """Return the constructor arguments that Keras notes: simple values of layers.
+
+    Of models it notes the defaults.
+    """
+    if isinstance(part, keras.Model):
+        return {}
+    return getattr(getattr(part, "_auto_config", None), "config", None) or {}
+
+
+def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    """Replace arguments without Keras's objects by references."""
+    written = {}
+    for name, value in arguments.items():
+        if any(_is_made_of_config(entry) for entry in keras.tree.flatten(value)):
+            written[name] = value
+        else:
+            written[name] = {_HELD: _hold(value, held)}
+    return written
+
+
+def _is_made_of_config(value: Any) -> bool:
+    """Return whether Keras writes a config for an object, and not for its class."""
+    return not isinstance(value, type) and is_configurable(type(value))
+
+
+def _accepted(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Return a config without entries of Keras's that a constructor does not take."""
+    if not is_keras(cls.from_config) or is_keras(cls.__init__):
+        return config
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return config
+    names = {parameter.name for parameter in parameters}
+    return {k: v for k, v in config.items() if k in names or k not in _BASE_KEYS}
 
 
 def find_custom_objects(
@@ -36,7 +415,7 @@ def find_custom_objects(
     found: dict[str, Any] = {}
     for value in values:
         found.update({name: registered[name] for name in _strings(value) if name in registered})
-        for part in _parts(value):
+        for part in _parts_of_object(value):
             candidates = [type(part), *_held(part)]
             for candidate in candidates:
                 if _is_custom(candidate):
@@ -59,7 +438,7 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(keras.saving.serialize_keras_object(value))
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts_of_object(value: Any) -> Iterator[Any]:
     if isinstance(value, keras.Model):
         yield from all_layers(value)
     elif isinstance(value, keras.optimizers.Optimizer):
@@ -67,7 +446,7 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value._learning_rate
         for inner in inner_optimizers(value):
             if inner is not value:
-                yield from _parts(inner)
+                yield from _parts_of_object(inner)
     else:
         yield value
 

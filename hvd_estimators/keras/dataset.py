@@ -16,9 +16,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from hvd_estimators.launch.rank.liveness import made_progress
-from hvd_estimators.loading.batching import Chunk
+from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.shuffle import Chunk
 
 __all__ = ["ColumnDatasets", "column_dataset", "naming_data", "reading_first"]
 

@@ -13,8 +13,8 @@ import numpy as np
 from horovod.common.elastic import ObjectState
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.averaging import broadcast_variables
 from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.collectives import broadcast_variables
 
 __all__ = ["KerasState"]
 

@@ -9,31 +9,27 @@ from typing import Any
 import keras
 from pyspark.sql import DataFrame
 
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.runs import named
-from hvd_estimators.fitting.trials import Trial
+from hvd_estimators.fitting.run import RunResults, named
+from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_keras_history
-from hvd_estimators.keras.averaging import reductions_of
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.checks import check_batches
-from hvd_estimators.keras.class_weights import check_classes
-from hvd_estimators.keras.compiling import CompileSettings
-from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.files import load_weights
-from hvd_estimators.keras.identity import model_identity
-from hvd_estimators.keras.inputs import input_keys, input_structure
+from hvd_estimators.keras.collectives import reductions_of
+from hvd_estimators.keras.compile_args import CompileSettings, check_classes
+from hvd_estimators.keras.dry_run import DryRun, check_batches
+from hvd_estimators.keras.fingerprint import model_identity
+from hvd_estimators.keras.inputs import input_keys, input_structure, kept_random_state
 from hvd_estimators.keras.model import KerasModel
+from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
 from hvd_estimators.keras.serialization import ModelDocument
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
-from hvd_estimators.keras.trial_calls import kept_random_state
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.parquet.manifest import DatasetManifest
-from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.state import check_state
 
 __all__ = ["KerasEstimator"]
 

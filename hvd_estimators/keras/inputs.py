@@ -1,17 +1,65 @@
-"""Pairs feature columns with a model's inputs, by name where inputs have names. Driver side."""
+"""Inputs of a model: pairing with feature columns by name, and trial calls on the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
+import tensorflow as tf
 
 from hvd_estimators.exceptions import ShapeError
 from hvd_estimators.keras.outputs import symbolic
-from hvd_estimators.keras.tensors import Field
+from hvd_estimators.keras.tensors import Field, alike
 
-__all__ = ["called_with", "input_keys", "input_structure", "other_structure", "text_columns"]
+__all__ = [
+    "SHAPE_KINDS",
+    "call_on_zeros",
+    "called_with",
+    "input_keys",
+    "input_structure",
+    "kept_random_state",
+    "kept_variables",
+    "other_structure",
+    "text_columns",
+]
+
+SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
+
+
+"""What TensorFlow raises for shapes, beside Python's own exceptions."""
+
+
+def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
+    """Return the outputs of a model for two rows of zeros; the inputs have to tell their shapes."""
+    x = alike(keras.tree.map_structure(lambda field: field.zeros(2), inputs))
+    with kept_random_state(), tf.device("CPU:0"):
+        return model(x, training=False)
+
+
+@contextlib.contextmanager
+def kept_variables(model: keras.Model) -> Iterator[None]:
+    """Leave what a built model keeps as it is: layers may count calls, or draw random numbers."""
+    kept = [(v, v.numpy()) for v in model.variables] if model.built else []
+    try:
+        yield
+    finally:
+        for variable, value in kept:
+            variable.assign(value)
+
+
+@contextlib.contextmanager
+def kept_random_state() -> Iterator[None]:
+    """Leave Python's and NumPy's random numbers as they are: Keras draws seeds from them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def input_structure(

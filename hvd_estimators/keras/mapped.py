@@ -23,15 +23,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickling import load
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.constructor_configs import constructing
-from hvd_estimators.keras.files import WEIGHTS
-from hvd_estimators.keras.rewritten import loads_plainly, variable_value
+from hvd_estimators.keras.custom_objects import constructing
+from hvd_estimators.keras.model_file import WEIGHTS, loads_plainly, variable_value
+from hvd_estimators.keras.model_metadata import Traits, same_bits
 from hvd_estimators.keras.states import StatePickler
-from hvd_estimators.keras.traits import Traits, same_bits
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.unpickling import load
 
 __all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variables"]
 
@@ -146,7 +145,7 @@ def mapped_file(
     loaded : keras.Model
         What Keras makes of the files.
     files : mapping
-        The model's files, see `hvd_estimators.keras.files.read_files`.
+        The model's files, see `hvd_estimators.keras.model_file.read_files`.
     custom_objects : mapping
         Name to class or function.
     stored : int

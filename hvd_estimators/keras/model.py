@@ -9,21 +9,20 @@ from typing import Any
 
 import keras
 
+from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.inference.documents import Document
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.files import save_plainly
-from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.inputs import call_on_zeros, input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
+from hvd_estimators.keras.model_file import save_plainly
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
 from hvd_estimators.keras.serialization import dump, model_document
-from hvd_estimators.keras.trial_calls import call_on_zeros
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare
-from hvd_estimators.remedies import INSTALL
-from hvd_estimators.saving.exported import exported, is_installed
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.saving.export import exported, is_installed
 
 __all__ = ["KerasModel"]
 

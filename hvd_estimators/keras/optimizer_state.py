@@ -10,10 +10,10 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_estimators._util.unpickling import loads
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.custom_objects import find_custom_objects
 from hvd_estimators.keras.states import dump_state, same_optimizer, without_variables
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.unpickling import loads
 
 __all__ = ["OptimizerDocument"]
 

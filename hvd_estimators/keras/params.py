@@ -1,23 +1,24 @@
-"""The params that are Keras's, and what is made of them. Runs on the driver."""
+"""Params of Keras estimators. Runs on the driver."""
 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Mapping
 from typing import Any
 
 import keras
+import numpy as np
 
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.fitting.dry_run import causes
-from hvd_estimators.keras.averaging import reductions_of
 from hvd_estimators.keras.backend import has_own_compile, model_optimizers, require_tensorflow
 from hvd_estimators.keras.callback_rules import check_callbacks
-from hvd_estimators.keras.checks import LAMBDA_REMEDY, check_lambdas
-from hvd_estimators.keras.compiling import CompileSettings, losses
-from hvd_estimators.keras.converters import class_weights, environment, label_weights
-from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.collectives import reductions_of
+from hvd_estimators.keras.compile_args import CompileSettings, losses
+from hvd_estimators.keras.dry_run import LAMBDA_REMEDY, check_lambdas
+from hvd_estimators.keras.inputs import input_structure, kept_random_state, text_columns
 from hvd_estimators.keras.losses import (
     NO_LOSS,
     find_metric,
@@ -27,13 +28,46 @@ from hvd_estimators.keras.losses import (
     weights_by_samples,
     without_reduction,
 )
+from hvd_estimators.keras.model_metadata import UnequalCopyError
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.serialization import copy_model, dump
-from hvd_estimators.keras.traits import UnequalCopyError
-from hvd_estimators.keras.trial_calls import kept_random_state
-from hvd_estimators.params import declare, integer, objects
+from hvd_estimators.params import declare, integer, number, numbers, objects
 
-__all__ = ["KerasParams"]
+__all__ = ["KerasParams", "class_weights", "environment", "label_weights"]
+
+
+def environment(name: str, value: Any) -> dict[str, str | None]:
+    """Accept a dict of variable to value."""
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{name}: expected a dict of variable to value, found {value!r}.")
+    return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
+
+
+def label_weights(name: str, value: Any) -> list[float] | dict[str, float]:
+    """Accept weights as a list, or as a dict by the names of labels or outputs."""
+    if isinstance(value, Mapping):
+        return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
+    return numbers(name, value)
+
+
+def class_weights(name: str, value: Any) -> dict[int, float]:
+    """Accept a dict of class number to weight."""
+    expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
+    if not isinstance(value, Mapping):
+        raise ParamError(f"{expected}, found {value!r}.")
+    weights = {}
+    for key, weight in value.items():
+        try:
+            index = -1 if isinstance(key, (bool, np.bool_)) else operator.index(key)
+        except TypeError:
+            index = -1
+        if index < 0:
+            raise ParamError(f"{expected}, found the class {key!r}.")
+        weights[index] = number(0)(f"{name}[{index}]", weight)
+        if not np.isfinite(weights[index]):
+            raise ParamError(f"{name}[{index}]: expected a finite number, found {weight!r}.")
+    return weights
+
 
 logger = logging.getLogger(__name__)
 

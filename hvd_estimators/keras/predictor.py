@@ -1,7 +1,8 @@
-"""A Keras model that predicts in an executor's Python worker, with as few imports as can be."""
+"""Prediction with a Keras model in an executor's Python worker."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,17 +11,79 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.inference.failures import described, naming_inputs
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
-from hvd_estimators.keras.outputs import Outputs
-from hvd_estimators.keras.placement import CPU, place
-from hvd_estimators.keras.precision import reduce_precision
+from hvd_estimators.inference.errors import described, naming_inputs
+from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.outputs import Outputs, symbolic
 from hvd_estimators.keras.serialization import load_model
 from hvd_estimators.keras.tensors import Field, alike
-from hvd_estimators.parquet.columns import Array
 
-__all__ = ["KerasPredictor", "of_labels"]
+__all__ = ["CPU", "KerasPredictor", "of_labels", "place", "reduce_precision"]
+
+CPU = "/CPU:0"
+
+
+def place(resources: Resources) -> str:
+    """Let TensorFlow use some threads, and return the device to predict on.
+
+    What cannot be changed any more, as TensorFlow has begun, stays as it is.
+
+    Parameters
+    ----------
+    resources : Resources
+        Threads and GPU. Without a GPU TensorFlow sees none; with one it sees all of the process's,
+        as later tasks may have others, and takes only the memory that it needs there.
+
+    Raises
+    ------
+    GpuError
+        If TensorFlow does not see the GPU among others.
+    """
+    threads = resources.num_threads
+    if threads is not None:
+        with contextlib.suppress(RuntimeError):
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+            tf.config.threading.set_inter_op_parallelism_threads(threads)
+    seen = tf.config.list_physical_devices("GPU") if resources.gpu is not None else []
+    gpu = resources.among(len(seen))
+    with contextlib.suppress(RuntimeError):
+        if gpu is None:
+            tf.config.set_visible_devices([], "GPU")
+        for found in seen:
+            tf.config.experimental.set_memory_growth(found, True)
+    return CPU if gpu is None else f"/GPU:{gpu}"
+
+
+def reduce_precision(model: keras.Model, precision: str) -> None:
+    """Let a model's layers compute in half precision, as with Keras's mixed policies.
+
+    Variables stay as they are, and so does what layers were told to compute in another type.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Changed in place. Must not have been called yet.
+    precision : str
+        ``"bfloat16"`` or ``"float16"``; nothing is done for ``"float32"``.
+    """
+    if precision == "float32":
+        return
+    policy = keras.DTypePolicy(f"mixed_{precision}")
+    for layer in _computing(model):
+        own = layer.dtype_policy
+        if own.quantization_mode is None and own.compute_dtype == own.variable_dtype == "float32":
+            layer.dtype_policy = policy
+
+
+def _computing(layer: keras.Layer) -> list[keras.Layer]:
+    """Return what computes of a layer: not functional models, whose inputs are to stay exact."""
+    if isinstance(layer, (keras.layers.InputLayer, keras.layers.Normalization)):
+        return []
+    if isinstance(layer, keras.Model) and symbolic(layer, "input") is not None:
+        return [found for part in layer.layers for found in _computing(part)]
+    return all_layers(layer)
 
 
 class KerasPredictor:

@@ -21,17 +21,11 @@ from typing import Any
 import keras
 import numpy as np
 
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickling import Unpickler, loads
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import has_own_compile
-from hvd_estimators.keras.constructor_configs import complete_configs
-from hvd_estimators.keras.custom_objects import find_custom_objects
-from hvd_estimators.keras.files import (
-    WEIGHTS,
-    load_folder,
-    read_files,
-    save_folder,
-    uncompiled,
-    write_files,
-)
+from hvd_estimators.keras.custom_objects import complete_configs, find_custom_objects
 from hvd_estimators.keras.mapped import (
     MappedModel,
     mapped_file,
@@ -39,12 +33,17 @@ from hvd_estimators.keras.mapped import (
     size_of,
     stored_variables,
 )
+from hvd_estimators.keras.model_file import (
+    WEIGHTS,
+    load_folder,
+    read_files,
+    save_folder,
+    uncompiled,
+    write_files,
+)
+from hvd_estimators.keras.model_metadata import Traits
 from hvd_estimators.keras.optimizer_state import OptimizerDocument
 from hvd_estimators.keras.states import StatePickler
-from hvd_estimators.keras.traits import Traits
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.unpickling import Unpickler, loads
 
 __all__ = [
     "ModelDocument",
@@ -252,7 +251,7 @@ class _Saved:
     Attributes
     ----------
     files : dict
-        See `hvd_estimators.keras.files.read_files`.
+        See `hvd_estimators.keras.model_file.read_files`.
     custom_objects : dict
         Name to class, function or constructor argument.
     traits : Traits

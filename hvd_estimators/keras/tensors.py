@@ -11,8 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.class_weights import class_weights, class_weights_of_tensor
-from hvd_estimators.parquet.columns import Array, Columns
+from hvd_estimators.data.arrays import Array, Columns
+from hvd_estimators.keras.compile_args import class_weights, class_weights_of_tensor
 
 __all__ = ["ZEROS", "Field", "TensorSpec", "alike"]
 

@@ -17,47 +17,54 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from hvd_estimators.keras.averaging import GradientAverager, broadcast_variables, sum_number
-from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.keras.backend import choose_devices, model_optimizers, require_tensorflow
+from hvd_estimators.keras.best_model import KeptModel
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
-from hvd_estimators.keras.callbacks import MetricAverageCallback, turn_off_jit_compile
-from hvd_estimators.keras.checkpoint import CallbackStates, ScalarState, save_file
+from hvd_estimators.keras.callback_states import CallbackStates, ScalarState, save_file
+from hvd_estimators.keras.callbacks import (
+    LearningRateWarmupCallback,
+    MetricAverageCallback,
+    turn_off_jit_compile,
+)
+from hvd_estimators.keras.checkpoint import PartialEpoch, RunSaver, restore_run
+from hvd_estimators.keras.collectives import (
+    GradientAverager,
+    broadcast_variables,
+    exchange,
+    naming_lost_peers,
+    sum_number,
+)
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
-from hvd_estimators.keras.denominators import LossDenominators
-from hvd_estimators.keras.devices import choose_devices
-from hvd_estimators.keras.ends import EpochEnd, StepEnd
-from hvd_estimators.keras.kept_model import KeptModel
-from hvd_estimators.keras.learning_rate import LearningRateWarmupCallback
-from hvd_estimators.keras.losses import has_own_step
-from hvd_estimators.keras.lost_peers import naming_lost_peers
-from hvd_estimators.keras.objects import exchange
-from hvd_estimators.keras.optimizer import distribute
-from hvd_estimators.keras.partial import PartialEpoch
-from hvd_estimators.keras.randomness import RandomStreams
-from hvd_estimators.keras.saver import RunSaver, restore_run
-from hvd_estimators.keras.serialization import ModelDocument
-from hvd_estimators.keras.session import (
+from hvd_estimators.keras.gradients import distribute
+from hvd_estimators.keras.loop import (
+    EpochEnd,
     ProgressReports,
     RankCallbacks,
     StatisticsCallback,
+    StepEnd,
     StreamsCallback,
 )
-from hvd_estimators.keras.shards import Turns
-from hvd_estimators.keras.synchronized import SynchronizedMoments
+from hvd_estimators.keras.losses import LossDenominators, has_own_step
+from hvd_estimators.keras.serialization import ModelDocument
+from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
+from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.loading.readers.planned import PlannedDataModule
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.store.run_directory import RunDirectory
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.training.checkpoints import CheckpointWriter
-from hvd_estimators.training.finite import FiniteCheck
-from hvd_estimators.training.interruption import StopRequest
-from hvd_estimators.training.long_validation import LongValidation
+from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.horovod_session import horovod_session
+from hvd_estimators.training.nan_check import FiniteCheck
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import horovod_session
 from hvd_estimators.training.spec import TrainResult, TrainSpec
-from hvd_estimators.training.stopping import heeding_stop, stopped_before
+from hvd_estimators.training.step_control import (
+    LongValidation,
+    StopRequest,
+    heeding_stop,
+    stopped_before,
+)
 from hvd_estimators.training.tensorboard import EventWriter
 from hvd_estimators.training.weight_digests import combined_digest
 

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_estimators.lazy import lazy_names
+from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
+    from hvd_estimators.launch.api import HorovodRunner, run, run_elastic
     from hvd_estimators.launch.backend import Backend
-    from hvd_estimators.launch.elastic.run import run_elastic
-    from hvd_estimators.launch.events.messages import log_to_driver
-    from hvd_estimators.launch.events.stream import Event, RankMessage, RankOutput, RankProgress
-    from hvd_estimators.launch.foreign import as_backend
-    from hvd_estimators.launch.horovod_runner import HorovodRunner
-    from hvd_estimators.launch.local import LocalBackend
-    from hvd_estimators.launch.runner import run
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.foreign_backends import as_backend
+    from hvd_estimators.launch.local_backend import LocalBackend
+    from hvd_estimators.launch.service.events import (
+        Event,
+        RankMessage,
+        RankOutput,
+        RankProgress,
+        log_to_driver,
+    )
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
 __all__ = [
     "Backend",
@@ -39,16 +42,16 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Backend": "hvd_estimators.launch.backend",
-        "Event": "hvd_estimators.launch.events.stream",
-        "HorovodRunner": "hvd_estimators.launch.horovod_runner",
-        "LocalBackend": "hvd_estimators.launch.local",
-        "RankMessage": "hvd_estimators.launch.events.stream",
-        "RankOutput": "hvd_estimators.launch.events.stream",
-        "RankProgress": "hvd_estimators.launch.events.stream",
-        "SparkBackend": "hvd_estimators.launch.spark",
-        "as_backend": "hvd_estimators.launch.foreign",
-        "log_to_driver": "hvd_estimators.launch.events.messages",
-        "run": "hvd_estimators.launch.runner",
-        "run_elastic": "hvd_estimators.launch.elastic.run",
+        "Event": "hvd_estimators.launch.service.events",
+        "HorovodRunner": "hvd_estimators.launch.api",
+        "LocalBackend": "hvd_estimators.launch.local_backend",
+        "RankMessage": "hvd_estimators.launch.service.events",
+        "RankOutput": "hvd_estimators.launch.service.events",
+        "RankProgress": "hvd_estimators.launch.service.events",
+        "SparkBackend": "hvd_estimators.launch.spark_backend",
+        "as_backend": "hvd_estimators.launch.foreign_backends",
+        "log_to_driver": "hvd_estimators.launch.service.events",
+        "run": "hvd_estimators.launch.api",
+        "run_elastic": "hvd_estimators.launch.api",
     },
 )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hvd_estimators.launch.events.stream import Handler
+    from hvd_estimators.launch.service.events import Handler
     from hvd_estimators.store import Store
 
 __all__ = ["Backend"]

@@ -1,4 +1,6 @@
-"""Which packages a Python has, and whether those of a rank are the driver's.
+"""Versions of packages on driver and ranks, and patches that Horovod needs.
+
+``hvd-estimators build-horovod`` puts it in (`hvd_estimators.commands.source_patches`).
 
 What the driver pickles is read on the ranks, and what they save on the driver: other versions fail
 late, and with messages that say nothing of versions. Runs on both sides; imports no framework.
@@ -10,16 +12,90 @@ import functools
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import hvd_estimators
+from hvd_estimators._util.install_hints import BUILD_HOROVOD
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.remedies import BUILD_HOROVOD
 
-__all__ = ["check_builds", "differences", "horovod_build", "installed_versions"]
+__all__ = [
+    "ADDRESS_VARIABLE",
+    "MARKER",
+    "MENDS_REVISION",
+    "REQUIRED_MENDS",
+    "TOKEN_VARIABLE",
+    "check_builds",
+    "differences",
+    "horovod_build",
+    "installed_mends",
+    "installed_versions",
+    "require_mends",
+]
+
+ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
+
+
+"""Environment variable with the numeric address on which a rank's Gloo listens."""
+
+
+TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
+
+
+"""Environment variable with what a rank shows the rendezvous server, as a bearer token."""
+
+
+MENDS_REVISION = 2
+
+
+"""What a wheel says of itself in `MARKER`; raise it when a mend changes what a wheel does."""
+
+
+REQUIRED_MENDS = 1
+
+
+"""The revision without which ranks do not run. The second lets Horovod notice stalled ranks."""
+
+
+MARKER = "horovod/hvd_estimators_mends.py"
+
+
+"""The file by which a wheel tells that it was compiled with the mends."""
+
+
+def installed_mends() -> int:
+    """Return the revision of the mends of the installed Horovod; 0 without them, or without it.
+
+    Imports nothing of Horovod.
+    """
+    spec = find_spec("horovod")
+    for place in (spec.submodule_search_locations or ()) if spec else ():
+        marker = Path(place) / Path(MARKER).name
+        if marker.is_file():
+            found = re.search(r"^REVISION = (\d+)$", marker.read_text(), re.MULTILINE)
+            return int(found.group(1)) if found else 0
+    return 0
+
+
+def require_mends() -> None:
+    """Make sure that the installed Horovod was compiled with the mends.
+
+    Raises
+    ------
+    DependencyError
+        If it was not.
+    """
+    if installed_mends() < REQUIRED_MENDS:
+        raise DependencyError(
+            "The installed Horovod was built without the changes that ranks need: they choose the "
+            "address on which they listen, and prove to the rendezvous server who they are. "
+            f"Build it anew on every machine: {BUILD_HOROVOD}"
+        )
+
 
 _PACKAGES = (
     *("cloudpickle", "horovod", "keras", "lightning", "pyarrow", "pytorch-lightning"),

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hvd_estimators.lazy import lazy_names
+from hvd_estimators._util.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from hvd_estimators.lightning.estimator import LightningEstimator, TorchEstimator
-    from hvd_estimators.lightning.loading import load_predictor
     from hvd_estimators.lightning.model import LightningModel, TorchModel
+    from hvd_estimators.lightning.reader import load_predictor
     from hvd_estimators.lightning.strategy import HorovodStrategy
 
 __all__ = [
@@ -35,6 +35,6 @@ __getattr__, __dir__ = lazy_names(
         "LightningModel": "hvd_estimators.lightning.model",
         "TorchEstimator": "hvd_estimators.lightning.estimator",
         "TorchModel": "hvd_estimators.lightning.model",
-        "load_predictor": "hvd_estimators.lightning.loading",
+        "load_predictor": "hvd_estimators.lightning.reader",
     },
 )

@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
-from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.ranks import CARRIED_AS
+from hvd_estimators.torch.collectives import CARRIED_AS, exchange
 
 __all__ = [
     "broadcast_object",

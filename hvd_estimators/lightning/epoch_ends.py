@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
-from hvd_estimators.lightning.bases import Callback
+from hvd_estimators.lightning.package import Callback
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer

@@ -9,34 +9,32 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hvd_estimators.data.arrays import Columns
 from hvd_estimators.exceptions import ShapeError
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.runs import named
-from hvd_estimators.fitting.trials import Trial
+from hvd_estimators.fitting.run import RunResults, named
+from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.history import as_records
-from hvd_estimators.lightning.checks import (
+from hvd_estimators.lightning.dry_run import (
     check_shards_of_module,
     check_step,
     row_shapes,
     unpacking_hint,
 )
-from hvd_estimators.lightning.loaders import BatchForm
+from hvd_estimators.lightning.loaders import BatchForm, UsersDataOptions, is_lightning_data
 from hvd_estimators.lightning.model import LightningModel
 from hvd_estimators.lightning.params import LightningParams, as_list, epochs_of_run
 from hvd_estimators.lightning.predictor import forward_inputs
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
 from hvd_estimators.lightning.trainer import train
-from hvd_estimators.lightning.trainer_checks import adapted_trainer_args
-from hvd_estimators.lightning.users_data import UsersDataOptions, is_lightning_data
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.torch.checks import check_one_row
+from hvd_estimators.lightning.trainer_args import adapted_trainer_args
+from hvd_estimators.torch.dry_run import check_one_row
 from hvd_estimators.torch.serialization import (
     dump_module,
     load_module,
     load_trained,
     module_file,
 )
-from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.spec import TrainSpec
 
 __all__ = ["LightningEstimator", "TorchEstimator"]

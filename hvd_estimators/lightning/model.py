@@ -14,13 +14,14 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.documents import Document
-from hvd_estimators.inference.nulls import without_nulls
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
-from hvd_estimators.inference.steps import Inference
-from hvd_estimators.inference.zeros import known_shapes, rows_of_zeros
-from hvd_estimators.lightning.flavor import is_lightning
+from hvd_estimators.inference.batch import Inference
+from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
+from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.predictor import (
     LightningPredictor,
     RowFunction,
@@ -28,15 +29,13 @@ from hvd_estimators.lightning.predictor import (
     floating_dtype,
     forward_inputs,
 )
-from hvd_estimators.loading.transformation import EditedField
+from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.model import Predictor
 from hvd_estimators.params import boolean, declare
-from hvd_estimators.parquet.columns import Array
-from hvd_estimators.prepare.column_names import quoted
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.prepare.schema import quoted
 from hvd_estimators.torch import model as torch_model
-from hvd_estimators.torch.calls import call_with_leading
-from hvd_estimators.torch.checks import torch_traceless
+from hvd_estimators.torch.dry_run import torch_traceless
+from hvd_estimators.torch.objective import call_with_leading
 from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_document, plain_module
 from hvd_estimators.torch.tensors import with_form

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.flavor import Flavor, is_lightning, of_flavor, one_flavor
-from hvd_estimators.lightning.trainer_checks import (
+from hvd_estimators.lightning.loaders import is_lightning_data
+from hvd_estimators.lightning.package import Flavor, is_lightning, of_flavor, one_flavor
+from hvd_estimators.lightning.trainer_args import (
     adapted_trainer_args,
     check_module,
     check_objects,
     check_trainer_args,
 )
-from hvd_estimators.lightning.users_data import is_lightning_data
-from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.params import boolean, declare, integer, objects
-from hvd_estimators.torch.checks import check_modes
+from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import (
     dump_module,
@@ -27,7 +27,7 @@ from hvd_estimators.torch.serialization import (
     load_module,
     plain_module,
 )
-from hvd_estimators.torch.shards import reductions_of
+from hvd_estimators.torch.shard_state import reductions_of
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule

@@ -1,18 +1,25 @@
-"""What a Lightning rank is told."""
+"""What a Lightning rank receives, and the module that it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hvd_estimators.lightning.flavor import Flavor
-from hvd_estimators.lightning.loaders import BatchForm
-from hvd_estimators.lightning.users_data import UsersDataOptions
-from hvd_estimators.temporary import LocalFile
+import torch
+
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.loaders import BatchForm, UsersDataOptions
+from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.training.spec import TrainSpec
 
-__all__ = ["LightningTrainSpec", "TrainerObjects"]
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+    from hvd_estimators.lightning.loggers import StoreCheckpointIO
+
+__all__ = ["LightningTrainSpec", "TrainerObjects", "load_best", "users_module"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +76,22 @@ class LightningTrainSpec(TrainSpec):
     batch_hint: str
     log_every_n_steps: int
     users_data: UsersDataOptions
+
+
+def load_best(trainer: Trainer, module: LightningModule, checkpoints: StoreCheckpointIO) -> None:
+    """Load the best weights, where a ModelCheckpoint of the user's says what is best."""
+    connected: Any = trainer
+    for callback in connected.callbacks:
+        if (
+            is_lightning(callback, "callbacks.ModelCheckpoint")
+            and callback.monitor is not None
+            and callback.best_model_path
+        ):
+            checkpoint = checkpoints.load_checkpoint(callback.best_model_path)
+            module.load_state_dict(checkpoint["state_dict"])
+            return
+
+
+def users_module(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that the user gave: that of an adapter, or the LightningModule."""
+    return module.module if isinstance(module, ModuleAdapter) else module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ import horovod.torch as hvd
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from hvd_estimators.launch.gpu import gpu_index
-from hvd_estimators.lightning.bases import ParallelStrategy
+from hvd_estimators.launch.gpus import gpu_index
+from hvd_estimators.lightning.callbacks import agree_on_stopping
 from hvd_estimators.lightning.collectives import (
     broadcast_object,
     gather_objects,
@@ -19,33 +20,80 @@ from hvd_estimators.lightning.collectives import (
     outside_inference_mode,
     reduce_tensor,
 )
-from hvd_estimators.lightning.environment import HorovodEnvironment
-from hvd_estimators.lightning.flavor import (
+from hvd_estimators.lightning.package import (
     FLAVORS,
+    ClusterEnvironment,
     Flavor,
+    ParallelStrategy,
     flavor_of,
     imported_flavors,
+    of_any_flavor,
     of_flavor,
     one_flavor,
 )
 from hvd_estimators.lightning.results import RankResults, reduce_results
-from hvd_estimators.lightning.stopping import agree_on_stopping
-from hvd_estimators.lightning.undecided import of_any_flavor
-from hvd_estimators.torch.averaging import average_batch_norm
+from hvd_estimators.torch.collectives import average_batch_norm, broadcast_tensors, sum_tensor
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
-from hvd_estimators.torch.loss import as_stated
-from hvd_estimators.torch.metric_states import connect_metrics
-from hvd_estimators.torch.ranks import broadcast_tensors, sum_tensor
+from hvd_estimators.torch.loss import StatedDenominators, as_stated
+from hvd_estimators.torch.metrics import connect_metrics
 from hvd_estimators.torch.serialization import restore_optimizer
-from hvd_estimators.torch.stated_denominators import StatedDenominators
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["PARAMETER_GROUPS", "HorovodStrategy"]
+__all__ = ["PARAMETER_GROUPS", "HorovodEnvironment", "HorovodStrategy"]
+
+
+class HorovodEnvironment(ClusterEnvironment):
+    """The ranks of a Horovod job that something else has started."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Whether Lightning starts no processes: True."""
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """The address at which Horovod's ranks meet."""
+        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+
+    @property
+    def main_port(self) -> int:
+        """The port at which Horovod's ranks meet; 0 if there is only one rank."""
+        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", 0))
+
+    @staticmethod
+    def detect() -> bool:
+        """Return whether this process was started as a Horovod rank."""
+        return "HOROVOD_RANK" in os.environ
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return int(hvd.size())
+
+    def set_world_size(self, size: int) -> None:
+        """Do nothing: Horovod knows."""
+
+    def global_rank(self) -> int:
+        """Return this rank."""
+        return int(hvd.rank())
+
+    def set_global_rank(self, rank: int) -> None:
+        """Do nothing: Horovod knows."""
+
+    def local_rank(self) -> int:
+        """Return this rank's number on its machine."""
+        return int(hvd.local_rank())
+
+    def node_rank(self) -> int:
+        """Return the machine's number."""
+        return int(hvd.cross_rank())
+
 
 PARAMETER_GROUPS = "hvd_estimators.parameter_groups"
+
+
 """Name of what a checkpoint holds of the parameters in each group of each optimizer."""
 
 

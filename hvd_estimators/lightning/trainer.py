@@ -12,45 +12,58 @@ from typing import IO, TYPE_CHECKING, Any
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators._util.temp_files import LocalFile, folder_prefix
+from hvd_estimators._util.unpickling import loads
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.arguments import trainer_arguments
 from hvd_estimators.lightning.callbacks import EpochRecorder, TerminateOnNaN
+from hvd_estimators.lightning.checkpoint import (
+    BUFFERS,
+    PARTIAL,
+    PartialEpoch,
+    RunCheckpoint,
+    snapshot,
+)
 from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
-from hvd_estimators.lightning.exact import ExactStrategy
-from hvd_estimators.lightning.flavor import of_flavor
-from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader, make_loaders
-from hvd_estimators.lightning.outputs import StoreCheckpointIO
-from hvd_estimators.lightning.partial import PartialEpoch
-from hvd_estimators.lightning.quiet import quiet
-from hvd_estimators.lightning.saving import BUFFERS, PARTIAL, RunCheckpoint, snapshot
-from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.trained import load_best, users_module
-from hvd_estimators.lightning.users_data import is_lightning_data, open_lightning_data
+from hvd_estimators.lightning.loaders import (
+    TrainLoader,
+    ValidationLoader,
+    is_lightning_data,
+    make_loaders,
+    open_lightning_data,
+)
+from hvd_estimators.lightning.loggers import StoreCheckpointIO, quiet
+from hvd_estimators.lightning.package import of_flavor
+from hvd_estimators.lightning.spec import (
+    LightningTrainSpec,
+    TrainerObjects,
+    load_best,
+    users_module,
+)
+from hvd_estimators.lightning.trainer_args import trainer_arguments
+from hvd_estimators.lightning.weighted_strategy import ExactStrategy
 from hvd_estimators.loading.readers import open_data_module
-from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import checkpoint_path
-from hvd_estimators.store.run_directory import RunDirectory
-from hvd_estimators.temporary import LocalFile, folder_prefix
-from hvd_estimators.torch.checkpoint import ShardBuffers
-from hvd_estimators.torch.copies import gpu_memory
-from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.ranks import choose_device, sum_over_ranks, weight_digests
+from hvd_estimators.store.paths import Position
+from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.torch.collectives import choose_device, exchange, sum_over_ranks, weight_digests
 from hvd_estimators.torch.serialization import load_module, trained_file
-from hvd_estimators.torch.shards import BufferReducer, BufferState
-from hvd_estimators.training.checkpoints import CheckpointWriter, restore
-from hvd_estimators.training.finite import FiniteCheck
-from hvd_estimators.training.interruption import StopRequest
-from hvd_estimators.training.long_validation import LongValidation
+from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
+from hvd_estimators.torch.snapshot import ShardBuffers
+from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
+from hvd_estimators.training.horovod_session import horovod_session
+from hvd_estimators.training.nan_check import FiniteCheck
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.randomness import captured, of_shards
-from hvd_estimators.training.rank import horovod_session
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.run_state import RunState
+from hvd_estimators.training.shard_state import ShardStates, captured, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
-from hvd_estimators.training.state import RunState
-from hvd_estimators.training.stopping import heeding_stop, stopped_before
+from hvd_estimators.training.step_control import (
+    LongValidation,
+    StopRequest,
+    heeding_stop,
+    stopped_before,
+)
 from hvd_estimators.training.weight_digests import combined_digest
-from hvd_estimators.unpickling import loads
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule

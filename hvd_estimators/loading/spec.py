@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.loading.readers.base import DataModule
-from hvd_estimators.loading.sharding import ShardPlan
-from hvd_estimators.loading.transformation import RowFunction, Transformation
-from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.loading.plan import ShardPlan
+from hvd_estimators.loading.reader import DataModule
+from hvd_estimators.loading.transform import RowFunction, Transformation
 from hvd_estimators.store.base import Store
 
 __all__ = ["DataSpec", "ReaderOptions"]

@@ -4,8 +4,10 @@ The groups are mixins of the estimators and models, a file each: an estimator's 
 does, and not what can be set.
 """
 
-from hvd_estimators.params.converters import (
+from hvd_estimators.params.param import (
+    DeclaredParams,
     boolean,
+    declare,
     functions,
     integer,
     names,
@@ -18,7 +20,6 @@ from hvd_estimators.params.converters import (
     text,
     type_names,
 )
-from hvd_estimators.params.declared import DeclaredParams, declare
 
 __all__ = [
     "DeclaredParams",

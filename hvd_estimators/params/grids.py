@@ -18,10 +18,10 @@ from pyspark.ml.util import MLWriter
 from pyspark.sql import DataFrame
 from typing_extensions import Self
 
+from hvd_estimators._util.to_python import plain
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import DeclaredParams, declare
-from hvd_estimators.plain import plain
-from hvd_estimators.saving.persistence import FileReadable, FileWritable, dump_param, is_json
+from hvd_estimators.saving.save import FileReadable, FileWritable, dump_param, is_json
 
 __all__ = ["GridParams", "GridValue"]
 

@@ -12,8 +12,8 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from hvd_estimators.data.manifest import MANIFEST_FILE, DatasetManifest
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.parquet.manifest import MANIFEST_FILE, DatasetManifest
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import require_store
 

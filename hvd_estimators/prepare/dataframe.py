@@ -15,16 +15,21 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.to_python import plain
+from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.parquet.arrow_types import text_options
-from hvd_estimators.plain import plain
 from hvd_estimators.prepare.catalog import load_manifest
-from hvd_estimators.prepare.column_names import quoted, require_columns, require_frame
 from hvd_estimators.prepare.connectors import check_connector
+from hvd_estimators.prepare.datasets import lend
 from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
-from hvd_estimators.prepare.reuse import lend
-from hvd_estimators.prepare.schema import StoredColumn, stored_column
-from hvd_estimators.prepare.writing import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
+from hvd_estimators.prepare.schema import (
+    StoredColumn,
+    quoted,
+    require_columns,
+    require_frame,
+    stored_column,
+)
+from hvd_estimators.prepare.write import ROW_GROUP_BYTES, Shuffle, Validation, write_dataset
 from hvd_estimators.store import Store
 from hvd_estimators.store.base import require_store
 

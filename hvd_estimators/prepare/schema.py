@@ -1,12 +1,18 @@
-"""DataFrame columns to Parquet columns that readers take as arrays: expressions for Spark's JVM.
+"""Columns of DataFrames as columns of Parquet: names, types, ML attributes, expressions.
+
+Runs on the driver.
+
+The format is that of Spark's ``org.apache.spark.ml.attribute``, in a column's metadata. Runs on the
+driver, and starts no Spark job.
 
 Runs on the driver.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
@@ -14,13 +20,186 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.exceptions import ColumnError
-from hvd_estimators.parquet.arrow_types import text_options
-from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.prepare.attributes import vector_width
-from hvd_estimators.prepare.column_names import quoted, unused_name
+from hvd_estimators._util.spark_session import is_connect
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.types import text_options
+from hvd_estimators.exceptions import ColumnError, ParamError
 
-__all__ = ["StoredColumn", "feature_array", "known_columns", "stored_column"]
+__all__ = [
+    "StoredColumn",
+    "cardinalities",
+    "clashing",
+    "feature_array",
+    "known_columns",
+    "quoted",
+    "require_columns",
+    "require_frame",
+    "stored_column",
+    "unused_name",
+    "vector_width",
+]
+
+
+def quoted(name: str) -> str:
+    """Return a column's name quoted for Spark's functions, which keeps its dots and backticks."""
+    return "`" + name.replace("`", "``") + "`"
+
+
+def unused_name(wanted: str, taken: Iterable[str]) -> str:
+    """Return a name that is not taken, ignoring case: the wanted one or one like it."""
+    folded = {name.casefold() for name in taken}
+    while wanted.casefold() in folded:
+        wanted += "_"
+    return wanted
+
+
+def clashing(df: DataFrame, name: str, others: Sequence[str]) -> list[str]:
+    """Return the names among others that Spark takes to be the same as one."""
+    if str(df.sparkSession.conf.get("spark.sql.caseSensitive")).lower() == "true":
+        return [other for other in others if other == name]
+    return [other for other in others if _alike(other, name)]
+
+
+def _alike(name: str, other: str) -> bool:
+    """Return whether Spark's resolver takes two names to be the same, as equalsIgnoreCase does.
+
+    Python's casefold differs: it turns "ß" into "ss", and keeps the Turkish dotless i.
+    """
+    return len(name) == len(other) and all(
+        a == b or _upper(a) == _upper(b) or _lower(_upper(a)) == _lower(_upper(b))
+        for a, b in zip(name, other, strict=True)
+    )
+
+
+def _upper(character: str) -> str:
+    upper = character.upper()
+    return upper if len(upper) == 1 else character
+
+
+def _lower(character: str) -> str:
+    # One capital, the Turkish İ, becomes two characters. Java takes the first.
+    return character.lower()[0]
+
+
+def require_frame(param: str, given: Any) -> None:
+    """Make sure that a parameter is a DataFrame of Spark's.
+
+    Raises
+    ------
+    ParamError
+        If it is something else.
+    DependencyError
+        If its session is one of Spark Connect, and this PySpark is too old for that.
+    """
+    if isinstance(given, DataFrame) or hasattr(given, "sparkSession"):
+        is_connect(given.sparkSession)
+        return
+    found = f"{type(given).__module__}.{type(given).__name__}"
+    raise ParamError(
+        f"{param}: expected a pyspark.sql.DataFrame, found {found}. Make one with "
+        "spark.createDataFrame(...) or spark.read."
+    )
+
+
+def require_columns(df: DataFrame, param: str, names: Sequence[str]) -> None:
+    """Make sure that a parameter names columns that exist and are unambiguous.
+
+    Raises
+    ------
+    ColumnError
+        If no names are given, if a column is missing, or if a name fits several columns.
+    """
+    if not names:
+        raise ColumnError(f"{param}: expected at least one column name, found none. Set {param}.")
+    columns = df.columns
+    missing = [name for name in names if name not in columns]
+    if missing:
+        raise ColumnError(
+            f"{param}: the DataFrame has no column {', '.join(map(repr, missing))}; "
+            f"its columns are {', '.join(columns)}."
+        )
+    for name in names:
+        alike = clashing(df, name, columns)
+        if len(alike) > 1:
+            remedy = "Rename or drop the others (toDF renames by position)"
+            if len(set(alike)) > 1:
+                remedy += ", or set spark.sql.caseSensitive=true, if case tells them apart"
+            raise ColumnError(
+                f"{param}: the DataFrame has {len(alike)} columns that Spark takes for "
+                f"{name!r}: {', '.join(map(repr, alike))}. {remedy}."
+            )
+
+
+def cardinalities(df: DataFrame, columns: Sequence[str]) -> dict[str, int]:
+    """Return how many values columns of category indices can take: the rows of their embeddings.
+
+    Runs on the driver, and starts no Spark job: transformers note it in a column's metadata.
+
+    Parameters
+    ----------
+    df : DataFrame
+        What ``StringIndexer``, ``Bucketizer``, ``QuantileDiscretizer`` or another transformer of
+        ``pyspark.ml`` has written.
+    columns : sequence of str
+        Columns of indices, from 0.
+
+    Returns
+    -------
+    dict of str to int
+        The number of values of each column, in the order given. ``handleInvalid="keep"`` of
+        ``StringIndexer`` adds one, for values that it has not seen. That of ``Bucketizer`` and
+        ``QuantileDiscretizer`` adds a bucket for NaN that Spark does not note: add one yourself.
+
+    Raises
+    ------
+    ColumnError
+        If there is no such column, or if nobody has noted how many values it has.
+    ParamError
+        If ``df`` is no DataFrame.
+
+    Examples
+    --------
+    >>> indexed = StringIndexer(inputCol="store", outputCol="store_index").fit(df).transform(df)
+    >>> sizes = cardinalities(indexed, ["store_index"])
+    >>> embedding = torch.nn.Embedding(sizes["store_index"], 8)
+    """
+    require_frame("df", df)
+    if isinstance(columns, str):
+        columns = [columns]
+    require_columns(df, "columns", columns)
+    return {name: _cardinality(df, name) for name in columns}
+
+
+def vector_width(df: DataFrame, name: str) -> int | None:
+    """Return the width of a column of vectors, where an ML transformer noted it."""
+    width = _noted(df, name).get("num_attrs")
+    return int(width) if width else None
+
+
+def _cardinality(df: DataFrame, name: str) -> int:
+    noted = _noted(df, name)
+    if "vals" in noted:
+        return len(noted["vals"])
+    if "num_vals" in noted:
+        return int(noted["num_vals"])
+    if noted.get("type") == "binary":
+        return 2
+    if "attrs" in noted or "num_attrs" in noted:
+        raise ColumnError(
+            f"columns: {name!r} is a vector, found {noted.get('num_attrs', 'several')} numbers in "
+            "it. Name the columns that it was assembled of."
+        )
+    raise ColumnError(
+        f"columns: expected a column of category indices, but nothing notes how many values "
+        f"{name!r} has. Write it with pyspark.ml's StringIndexer, or count them: "
+        f"df.agg(F.max({name!r})).first()[0] + 1."
+    )
+
+
+def _noted(df: DataFrame, name: str) -> Mapping[str, Any]:
+    noted: Mapping[str, Any] = df.schema[name].metadata.get("ml_attr", {})
+    return noted
+
 
 _SCALARS: dict[type[T.DataType], str] = {
     T.ByteType: "int8",
@@ -32,9 +211,17 @@ _SCALARS: dict[type[T.DataType], str] = {
     T.BooleanType: "bool",
     T.DecimalType: "float64",
 }
+
+
 _TEXT = (T.StringType, T.CharType, T.VarcharType)
+
+
 _INDEX = "index it with pyspark.ml.feature.StringIndexer, or leave it out"
+
+
 _OF_TIMESTAMPS = "turn it into a number, for example with unix_timestamp"
+
+
 # By name, since not every PySpark has all of these.
 _REMEDIES = {
     "StringType": _INDEX,
@@ -65,12 +252,16 @@ _REMEDIES = {
     "MatrixUDT": "convert it to an array, with a UDF that returns its toArray().tolist()",
     "UserDefinedType": "convert it to numbers or an array of them, unwrap_udt shows what it holds",
 }
+
+
 _OLD_VECTORS = (
     "it is one of pyspark.mllib, convert it with MLUtils.convertVectorColumnsToML(df, {name!r})"
 )
 
 
 _DENSE = 1
+
+
 """The field ``type`` of dense vectors, in the struct that VectorUDT is stored as; sparse is 0."""
 
 

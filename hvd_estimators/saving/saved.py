@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickling import Unpickler
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import Store
 from hvd_estimators.store.registry import require_path
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.unpickling import Unpickler
 
 __all__ = ["FORMAT_VERSION", "Saved", "check_format", "class_of", "read_saved"]
 

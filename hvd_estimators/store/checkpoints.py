@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from typing import IO, Any, TypeVar
 
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
-from hvd_estimators.store.checkpoint_names import Position, file_name, pointed, pointer_of
 from hvd_estimators.store.files import Files
-from hvd_estimators.store.local_file import CHUNK_BYTES
-from hvd_estimators.store.paths import RunPaths
+from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.paths import Position, RunPaths, file_name, pointed, pointer_of
 
 __all__ = [
     "CheckpointInfo",

@@ -13,8 +13,8 @@ from typing import IO, Any, ClassVar, TypeVar
 import fsspec
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError
-from hvd_estimators.store.errors import secret_values
 from hvd_estimators.store.retries import with_retries
+from hvd_estimators.store.storage_errors import secret_values
 
 __all__ = ["Files"]
 

@@ -18,10 +18,10 @@ from urllib.parse import urlsplit
 
 import fsspec
 
+from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.remedies import INSTALL
 from hvd_estimators.store.filesystem import FilesystemStore
-from hvd_estimators.store.local_file import CHUNK_BYTES
+from hvd_estimators.store.hashing import CHUNK_BYTES
 from hvd_estimators.store.registry import scheme_of
 
 __all__ = ["HDFSStore", "hadoop_settings"]

@@ -1,22 +1,26 @@
-"""A store on a local (or mounted, shared) filesystem."""
+"""Stores on local, mounted and Databricks filesystems."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import unquote, urlparse
 
 import fsspec
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store.base import Store
+from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.registry import dbfs_path
 from hvd_estimators.store.retries import typed_errors
 
-__all__ = ["LocalStore"]
+__all__ = ["DBFSLocalStore", "LocalStore", "VolumesStore"]
 
 
 class LocalStore(Store):
@@ -105,3 +109,103 @@ class LocalStore(Store):
         except FileExistsError:
             return False
         return True
+
+
+MOUNT = "/dbfs"
+
+
+"""Where Databricks mounts DBFS."""
+
+
+class _MountedStore(LocalStore):
+    """A folder that is mounted by FUSE, which takes files only as a whole, from begin to end."""
+
+    # Links and exclusive creation are not what they are on a disk.
+    creates_exclusively = False
+
+    def write_new(self, path: str, text: str) -> bool:
+        """Write a file if there is none; see `Store.write_new`."""
+        return Store.write_new(self, path, text)
+
+    def writable_path(self, path: str) -> str | None:
+        """Return None: nothing can be appended to."""
+        return None
+
+    @contextlib.contextmanager
+    def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
+        """Write to a local file, copy that beside the target, and rename it."""
+        target = Path(path)
+        partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
+        with typed_errors(f"writing {path!r}"), tempfile.TemporaryFile() as file:
+            yield file
+            try:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                file.seek(0)
+                with open(partial, "wb") as copy:
+                    shutil.copyfileobj(file, copy, CHUNK_BYTES)
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
+
+
+class DBFSLocalStore(_MountedStore):
+    """Keeps everything on DBFS, by way of ``/dbfs``, where all machines of Databricks mount it.
+
+    `Store.create` makes one on Databricks where a prefix is on DBFS.
+
+    Parameters
+    ----------
+    prefix_path : str, optional
+        ``dbfs:/path``, ``/dbfs/path``, ``file:/dbfs/path`` or ``file:///dbfs/path``.
+    mount : str
+        Where DBFS is mounted.
+    train_path, val_path, test_path, runs_path, save_runs, storage_options, checkpoint_filename
+        See `Store`.
+
+    Raises
+    ------
+    ParamError
+        If a path is not of these forms.
+    """
+
+    def __init__(
+        self, prefix_path: str | None = None, *args: Any, mount: str = MOUNT, **kwargs: Any
+    ) -> None:
+        self._mount = os.path.abspath(mount)
+        super().__init__(prefix_path, *args, **kwargs)
+
+    @staticmethod
+    def matches_dbfs(path: str) -> bool:
+        """Return whether a path is one on DBFS, of whatever form."""
+        return dbfs_path(path) is not None
+
+    def get_full_path(self, path: str) -> str:
+        """Return the path below the mount."""
+        if path.startswith(f"{self._mount}/"):
+            return super().get_full_path(path)
+        found = dbfs_path(path)
+        if found is None:
+            raise ParamError(
+                f"expected a path on DBFS, found {path!r}. Set dbfs:/path or /dbfs/path."
+            )
+        return super().get_full_path(self._mount + found)
+
+    def spark_urls(self, path: str) -> Sequence[str]:
+        """Return ``dbfs:/path``, and a ``file:`` URL for a Spark that does not know that."""
+        return (f"dbfs:{path.removeprefix(self._mount) or '/'}", f"file://{path}")
+
+    def spark_url(self, path: str) -> str:
+        """Return ``dbfs:/path``."""
+        return self.spark_urls(path)[0]
+
+
+class VolumesStore(_MountedStore):
+    """Keeps everything in a volume of Unity Catalog, as ``/Volumes/catalog/schema/volume/path``."""
+
+    def spark_urls(self, path: str) -> Sequence[str]:
+        """Return ``dbfs:/Volumes/…``, and a ``file:`` URL for a Spark that does not know that."""
+        return (f"dbfs:{path}", f"file://{path}")
+
+    def spark_url(self, path: str) -> str:
+        """Return ``dbfs:/Volumes/…``."""
+        return self.spark_urls(path)[0]

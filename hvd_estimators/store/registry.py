@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.errors import redacted
+from hvd_estimators.store.storage_errors import redacted
 
 __all__ = [
     "ENTRY_POINTS",
@@ -39,8 +39,8 @@ _stores: dict[str, type[Any] | str] = {
 }
 
 _databricks: dict[str, type[Any] | str] = {
-    "dbfs": "hvd_estimators.store.dbfs:DBFSLocalStore",
-    "volumes": "hvd_estimators.store.dbfs:VolumesStore",
+    "dbfs": "hvd_estimators.store.local:DBFSLocalStore",
+    "volumes": "hvd_estimators.store.local:VolumesStore",
 }
 """Stores on Databricks alone."""
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NoReturn, TypeVar
 
 from hvd_estimators.exceptions import HvdEstimatorsError, StoreError, StoreUnavailableError
-from hvd_estimators.store.errors import REMEDIES, Kind, kind_of, redacted
+from hvd_estimators.store.storage_errors import REMEDIES, Kind, kind_of, redacted
 
 __all__ = ["RETRY_SECONDS", "is_transient", "typed_errors", "with_retries"]
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.lease import RunLease, holder, read_if_there
+from hvd_estimators.store.leases import RunLease, holder, read_if_there
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,130 +1,257 @@
-"""What a torch rank adds to a run's checkpoint, and takes from it."""
+"""The checkpoints of a torch run: what is saved of the ranks, and given back to them."""
 
 from __future__ import annotations
 
-import copy
-import hashlib
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Mapping
 from typing import IO, Any
 
 import torch
 
-from hvd_estimators.plain import plain
-from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.shards import BufferState
-from hvd_estimators.training.randomness import captured, of_shards
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.torch.collectives import exchange
+from hvd_estimators.torch.serialization import (
+    load_optimizer_state,
+    optimizer_content,
+    restore_optimizer,
+)
+from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
+from hvd_estimators.torch.snapshot import (
+    ShardBuffers,
+    copied,
+    fleeting_buffers,
+    load_file,
+    save_file,
+)
+from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
+from hvd_estimators.training.run_state import RunState
+from hvd_estimators.training.shard_state import ShardStates, captured, of_shards
+from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
-__all__ = [
-    "ShardBuffers",
-    "copied",
-    "fleeting_buffers",
-    "load_file",
-    "save_file",
-]
+__all__ = ["RunCheckpoints"]
 
-
-def save_file(saved: Mapping[str, Any], file: IO[bytes]) -> None:
-    """Write tensors and plain values as ``torch.save`` does, so that `load_file` takes them.
-
-    An optimizer's options may be NumPy's scalars, which it would refuse.
-    """
-    torch.save(plain(saved), file)
-
-
-def load_file(file: IO[bytes]) -> dict[str, Any]:
-    """Return what `save_file` wrote, on the CPU; runs no code from the file."""
-    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
-    return saved
+logger = logging.getLogger(__name__)
 
 
-def copied(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
-    """Return a copy on the CPU of the tensors in a value, of its dicts, lists and tuples.
-
-    Tensors that are one in memory, such as weights that layers share, are one in the copy.
-    """
-    memo = {} if memo is None else memo
-    if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
-            return value.detach().to("cpu", copy=True)
-        place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if place not in memo or not value.numel():
-            memo[place] = value.detach().to("cpu", copy=True)
-        return memo[place]
-    if isinstance(value, dict):
-        # With what is noted on it, as Module.state_dict() notes versions of layers.
-        made = copy.copy(value)
-        made.update((key, copied(entry, memo)) for key, entry in value.items())
-        return made
-    if type(value) in (list, tuple):
-        return type(value)(copied(entry, memo) for entry in value)
-    return value
-
-
-def fleeting_buffers(module: torch.nn.Module) -> dict[str, bytes]:
-    """Return digests of the buffers that a module's ``state_dict()`` leaves out, by name."""
-    saved = module.state_dict().keys()
-    return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
-
-
-class ShardBuffers:
-    """The buffers of the shards that a rank plays, at one moment.
+class RunCheckpoints:
+    """Saves a run, and restores it. On every rank; the context in which saves are written.
 
     Parameters
     ----------
+    spec : TrainSpec
+        The job.
+    rank, size : int
+        This rank, and the number of ranks.
     module : torch.nn.Module
-        Has them.
-    shards : ShardStates
-        The shards.
-    fleeting : mapping
-        What `fleeting_buffers` returned when training began: of those buffers, too, what has
-        changed since is saved.
+        What is trained.
+    optimizer : torch.optim.Optimizer
+        Its optimizer.
+    device : torch.device
+        Where they are.
 
     Attributes
     ----------
-    digests : mapping
-        Shard to digests of its buffers by name; what `unequal` wants of all ranks.
+    state : RunState or None
+        What the run goes on from; None for one that begins.
+    gradients : mapping
+        Gradients by name that waited for a step when the run was saved.
+    writer : CheckpointWriter
+        The context in which `save` is to be called.
+    shards : ShardStates
+        The shards that the rank plays.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    attributes : AttributeWatch
+        Warns, on rank 0, of attributes of the module that no checkpoint holds.
     """
 
     def __init__(
         self,
+        spec: TrainSpec,
+        rank: int,
+        size: int,
         module: torch.nn.Module,
-        shards: ShardStates,
-        fleeting: Mapping[str, bytes] | None = None,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
     ) -> None:
-        self._shards = shards
-        self._fleeting = fleeting or {}
-        # A rank that plays several has one module for them.
-        copies = BufferState(module).capture
-        self._own = captured(
-            shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers())
+        self._spec = spec
+        self._rank, self._size = rank, size
+        self._module = module
+        self._optimizer = optimizer
+        self._fleeting = fleeting_buffers(module)
+        self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
+        self._streams, self._buffers = TorchStreams(device), BufferState(module)
+        parts = (self._streams, self._buffers)
+        self.shards = ShardStates(spec.data.num_shards, rank, size, parts)
+        self.buffers = BufferReducer(module, self.shards, spec.buffer_reduction)
+        self._stateful = StatefulObjects({}, module, (optimizer,))
+        self.attributes = AttributeWatch(module, (optimizer,), is_active=rank == 0)
+        self._saved: dict[str, Any] = {}
+        self._metric_states: list[Any] = []
+        self.gradients: Mapping[str, torch.Tensor] = {}
+        self.state = self._load()
+        self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
+
+    def add_stateful(self, given: Mapping[str, Any]) -> None:
+        """Save the states of the user's objects as well, by the names of their params."""
+        self._stateful = StatefulObjects(given, self._module, (self._optimizer,))
+
+    def restore(self) -> None:
+        """Set what the run goes on from, whatever callbacks have done when training began."""
+        saved, self._saved = self._saved, {}
+        if not saved:
+            self.buffers.start()
+            return
+        if "model" in saved:
+            self._module.load_state_dict(saved["model"])
+        # As old as a version that kept no more than states of callbacks.
+        old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
+        # Training may have added groups, and made parameters trainable.
+        if "optimizer" in saved:
+            restore_optimizer(self._optimizer, self._module, saved)
+        named = dict(self._module.named_parameters())
+        for name, is_trained in saved.get("requires_grad", {}).items():
+            named[name].requires_grad_(is_trained)
+        self.gradients = saved.get("gradients", {})
+        self._stateful.restore({**old, **saved.get("held", {})})
+        # Schedulers that are made when training begins set the rates of the first epoch.
+        groups = self._optimizer.param_groups
+        for group, options in zip(groups, saved["options"], strict=False):
+            group.update(options)
+        buffers = saved["buffers"]
+        if len(buffers) == self._spec.data.num_shards:
+            self.shards.for_each(lambda shard: self._buffers.restore(buffers[shard]))
+        self.buffers.start(saved.get("buffer_bases"))
+
+    def restore_streams(self) -> None:
+        """Set the random streams of each shard to what they were within the epoch."""
+        assert self.state is not None
+        random = self.state.random
+        self.shards.for_each(lambda shard: self._streams.restore(random[shard]))
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Return the measured states of the ranks that this rank replaces within an epoch.
+
+        With fewer ranks than before there are several, with more ranks possibly none.
+        """
+        assert self.state is not None
+        sums = self.state.parts["measures"]
+        states = self._metric_states or [[] for _ in sums]
+        found = [{"sums": a, "metrics": b} for a, b in zip(sums, states, strict=True)]
+        return found[self._rank :: self._size]
+
+    def save(
+        self,
+        epoch: int,
+        batches: int,
+        history: tuple[EpochMetrics, ...],
+        output_shapes: Any,
+        measured: Mapping[str, Any] | None,
+        is_adding_up: bool,
+        gradients: Mapping[str, torch.Tensor],
+        stopped: bool = False,
+    ) -> bool:
+        """Save the run after so many epochs, and batches of the next one. Called by all ranks.
+
+        Parameters
+        ----------
+        epoch, batches : int
+            The position.
+        history : tuple of EpochMetrics
+            Of the epochs that are done.
+        output_shapes : list or None
+            What `TrainResult.output_shapes` is made of.
+        measured : mapping or None
+            What this rank has measured in the epoch, see `Measures.state`.
+        is_adding_up : bool
+            Whether this rank has gradients of its own, which are not saved.
+        gradients : mapping
+            Gradients of all ranks that wait for a step, by name.
+        stopped : bool
+            Whether a callback has ended training.
+
+        Returns
+        -------
+        bool
+            Whether it was saved; the same on all ranks.
+        """
+        if self._spec.run.checkpoints_path is None:
+            return False
+        data = self._spec.data
+        streams = captured(self.shards, self._streams.capture)
+        buffers = ShardBuffers(self._module, self.shards, self._fleeting)
+        own = streams, measured, buffers.digests, is_adding_up
+        gathered = exchange.gather(own, "checkpoint")
+        of_streams, of_measured, digests, pending = zip(*gathered, strict=True)
+        if any(pending):
+            # A train_minibatch_fn that steps less often than backward_passes_per_step says.
+            logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
+            return False
+        unequal = buffers.unequal(digests)
+        if self._rank != 0:
+            return True
+        state = RunState(
+            epoch,
+            data.rows_after(epoch, batches),
+            data.num_shards,
+            history,
+            of_shards(of_streams, data.num_shards),
+            {
+                "output_shapes": output_shapes,
+                "measures": [m["sums"] for m in of_measured if m is not None],
+            },
+            stopped=stopped,
         )
-        kept = module.state_dict().keys() | self._fleeting.keys()
-        self.digests = {
-            shard: {name: _digest(value) for name, value in buffers.items() if name in kept}
-            for shard, buffers in self._own.items()
+        saved: Any = {
+            **self.content(),
+            "buffers": unequal,
+            "held": self._stateful.capture(),
+            "requires_grad": {
+                name: p.requires_grad
+                for name, p in self._module.named_parameters()
+                if p.requires_grad is not self._trainable.get(name)
+            },
+            "gradients": dict(gradients),
+        }
+        if batches:
+            saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
+            saved["buffer_bases"] = self.buffers.bases
+            saved = copied(saved)
+        self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
+        return True
+
+    def content(self) -> dict[str, Any]:
+        """Return the states of module and optimizer, which are not copies."""
+        return {
+            "model": self._module.state_dict(),
+            **optimizer_content(self._optimizer, self._module),
         }
 
-    def unequal(
-        self, gathered: Sequence[Mapping[int, Mapping[str, bytes]]]
-    ) -> list[Mapping[str, torch.Tensor]]:
-        """Return those that differ, by shard, given the digests of all ranks. Called by all."""
-        shards = self._shards
-        found = of_shards(gathered, shards.num_shards)
-        needed = [
-            name
-            for name, first in found[0].items()
-            if any(of_shard[name] != self._fleeting.get(name, first) for of_shard in found)
-        ]
-        if not needed:
-            return [{} for _ in found]
-        own = {
-            shard: {name: buffers[name].cpu() for name in needed}
-            for shard, buffers in self._own.items()
-        }
-        return list(of_shards(exchange.gather(own, "checkpoint.buffers"), shards.num_shards))
+    def _load(self) -> RunState | None:
+        """Load the newest checkpoint of the run on all ranks, where there is one."""
+        spec, saved = self._spec, self._saved
 
+        def load(file: IO[bytes]) -> None:
+            saved.update(load_file(file))
+            self._module.load_state_dict(saved["model"])
+            self._metric_states = saved.pop("metrics", [])
+            options = saved["optimizer"]["param_groups"]
+            saved["options"] = [
+                {name: value for name, value in group.items() if name != "params"}
+                for group in options
+            ]
+            sizes = [len(group["params"]) for group in self._optimizer.param_groups]
+            # Otherwise a callback may add what is missing when training begins.
+            if sizes == [len(group["params"]) for group in options]:
+                load_optimizer_state(self._optimizer, saved.pop("optimizer"))
 
-def _digest(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).digest()
+        state = restore(spec.store, spec.run, exchange, self._rank, load)
+        if state is None:
+            return None
+        if self._rank == 0:
+            within = ""
+            if state.rows:
+                batches = spec.data.batches_before(state.epoch, state.rows)
+                within = f" and {batches} batches of the next"
+            logger.info("Resuming run %s after %d epochs%s", spec.run.run_id, state.epoch, within)
+        return state

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.trials import Trial, repeated
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.history import as_records
-from hvd_estimators.parquet.columns import Columns
-from hvd_estimators.torch.checks import check_batches, check_fit, check_own_step, takes_one_row
-from hvd_estimators.torch.identity import model_identity
+from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
+from hvd_estimators.torch.fingerprint import model_identity
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
@@ -21,9 +21,9 @@ from hvd_estimators.torch.serialization import (
     restore_optimizer,
 )
 from hvd_estimators.torch.trainer import TorchTrainSpec, train
-from hvd_estimators.training.handover import Trainer
+from hvd_estimators.training.call_transfer import Trainer
+from hvd_estimators.training.run_state import check_state
 from hvd_estimators.training.spec import TrainSpec
-from hvd_estimators.training.state import check_state
 
 __all__ = ["TorchEstimator"]
 

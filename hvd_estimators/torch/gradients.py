@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.torch.learning_rate import check_first_order
-from hvd_estimators.torch.stated_denominators import StatedDenominators
+from hvd_estimators.torch.loss import StatedDenominators
 
 __all__ = ["UNUSED_GRADIENTS", "GradientAverager"]
 

@@ -9,14 +9,14 @@ from typing import Any
 import cloudpickle
 import torch
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.documents import Document
-from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.model import HorovodModel, Predictor
 from hvd_estimators.params import declare, one_of, shapes
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.torch.checks import output_shapes
-from hvd_estimators.torch.joint_loss import LOSS_FORMS
+from hvd_estimators.torch.dry_run import output_shapes
+from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.onnx import Call, export_onnx
 from hvd_estimators.torch.predictor import TorchPredictor, transform_spec
 from hvd_estimators.torch.serialization import (

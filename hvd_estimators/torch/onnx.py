@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.remedies import INSTALL
-from hvd_estimators.saving.exported import exported, is_installed
+from hvd_estimators.saving.export import exported, is_installed
 
 __all__ = ["export_onnx"]
 

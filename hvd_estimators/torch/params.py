@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
+from hvd_estimators._util.to_python import plain
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
-from hvd_estimators.fitting.sending import check_sendable
+from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.params import declare, functions, objects, one_of, shapes
-from hvd_estimators.plain import plain
-from hvd_estimators.torch.checks import check_modes
-from hvd_estimators.torch.joint_loss import LOSS_FORMS, JointLoss, check_joint
+from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.model import dump_torch_param, load_torch_params
-from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.outputs import selection
+from hvd_estimators.torch.objective import LOSS_FORMS, JointLoss, Objective, check_joint
 from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
     dump_optimizer,
@@ -29,14 +27,14 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
     plain_module,
 )
-from hvd_estimators.torch.shards import reductions_of
+from hvd_estimators.torch.shard_state import reductions_of
 from hvd_estimators.torch.stateful import (
     StatefulObjects,
     has_state,
     is_loadable,
     used_by_function,
 )
-from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec
+from hvd_estimators.torch.tensors import INPUT_FORMS, TensorSpec, selection
 
 __all__ = ["TorchParams"]
 

@@ -19,10 +19,10 @@ import cloudpickle
 import torch
 from torch.nn.parameter import is_lazy
 
-from hvd_estimators import unpickling
+from hvd_estimators._util import unpickling
+from hvd_estimators._util.temp_files import LazyFile, LocalFile
+from hvd_estimators._util.to_python import plain
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.plain import plain
-from hvd_estimators.temporary import LazyFile, LocalFile
 from hvd_estimators.torch import pickling
 
 __all__ = [

@@ -20,8 +20,8 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators.plain import plain
-from hvd_estimators.torch.checkpoint import load_file, save_file
+from hvd_estimators._util.to_python import plain
+from hvd_estimators.torch.snapshot import load_file, save_file
 
 __all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable", "used_by_function"]
 

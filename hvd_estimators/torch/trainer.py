@@ -12,26 +12,25 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.store.run_directory import RunDirectory
-from hvd_estimators.temporary import LocalFile
-from hvd_estimators.torch.copies import gpu_memory
-from hvd_estimators.torch.finite import not_finite
-from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
-from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
-from hvd_estimators.torch.loss import StepShare
-from hvd_estimators.torch.measures import Measures
-from hvd_estimators.torch.objective import LEAVES_BACKWARD
-from hvd_estimators.torch.objects import exchange
-from hvd_estimators.torch.ranks import (
+from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.torch.checkpoint import RunCheckpoints
+from hvd_estimators.torch.collectives import (
     broadcast_tensors,
     check_same_weights,
     choose_device,
+    exchange,
+    not_finite,
     sum_over_ranks,
     weight_digests,
 )
-from hvd_estimators.torch.run_checkpoints import RunCheckpoints
+from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
+from hvd_estimators.torch.loss import StatedDenominators, StepShare
+from hvd_estimators.torch.metric_sums import Measures
+from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.serialization import (
     load_module,
     load_optimizer,
@@ -41,16 +40,20 @@ from hvd_estimators.torch.serialization import (
     plain_module,
     trained_file,
 )
-from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import Batch, tensor_batches
-from hvd_estimators.training.finite import FiniteCheck
-from hvd_estimators.training.interruption import StopRequest, interrupted
-from hvd_estimators.training.long_validation import LongValidation
+from hvd_estimators.torch.transfer import gpu_memory
+from hvd_estimators.training.horovod_session import horovod_session, seed_rank
 from hvd_estimators.training.monitoring import shown_values
+from hvd_estimators.training.nan_check import FiniteCheck
 from hvd_estimators.training.progress import Progress
-from hvd_estimators.training.rank import horovod_session, seed_rank
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.stopping import heeding_stop, stopped_before
+from hvd_estimators.training.step_control import (
+    LongValidation,
+    StopRequest,
+    heeding_stop,
+    interrupted,
+    stopped_before,
+)
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weight_digests import combined_digest, named_weights
 from hvd_estimators.training.weighted_batches import WeightedBatches

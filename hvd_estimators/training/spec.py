@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
-from hvd_estimators.store.fence import Fence
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators.store.leases import Fence
 
 __all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
 

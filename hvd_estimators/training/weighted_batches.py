@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hvd_estimators.parquet.columns import num_rows
+from hvd_estimators.data.arrays import num_rows
 
 __all__ = ["WeightedBatches"]
 

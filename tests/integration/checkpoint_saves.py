@@ -10,9 +10,9 @@ from typing import IO, Any
 
 from hvd_estimators import Store
 from hvd_estimators.store.checkpoints import check_whole, find_whole
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState, read_archive
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
-from hvd_estimators.training.state import RunState, read_archive
 
 KIB = 1024
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_estimators.loading.sharding import played_shards
+from hvd_estimators.loading.plan import played_shards
 from hvd_estimators.loading.spec import DataSpec
 
 SHARDS = 4

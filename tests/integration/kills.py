@@ -24,7 +24,7 @@ import cloudpickle
 import fewer_ranks
 from fewer_ranks import note
 
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.store import LocalStore
 
 RANKS = 2

@@ -14,7 +14,7 @@ from typing import Any
 import cloudpickle
 
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 
 
 class StandingBackend(Backend):

@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from pyarrow import parquet
 
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 WIDTH = 4

@@ -17,7 +17,7 @@ import torch
 from pyspark.sql import SparkSession, functions
 
 from hvd_estimators import Store
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
 RANKS, EPOCHS, STEPS = 2, 3, 12

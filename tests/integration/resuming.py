@@ -12,8 +12,8 @@ from lightning_ranks import StandingBackend
 from reference import WIDTH
 
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.store.checkpoint_names import pointer_of
 from hvd_estimators.store.checkpoints import list_checkpoints
+from hvd_estimators.store.paths import pointer_of
 
 
 class DataDependent(torch.nn.Module):
@@ -71,7 +71,7 @@ class AskedToEnd(Backend):
             import os
             import signal
 
-            from hvd_estimators.training.interruption import StopRequest
+            from hvd_estimators.training.step_control import StopRequest
 
             original = StopRequest.after_step
 

@@ -14,7 +14,7 @@ from lightning_reference import InThisProcess
 
 from hvd_estimators import load_checkpoint
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.checkpoint_names import pointer_of
+from hvd_estimators.store.paths import pointer_of
 
 pytestmark = pytest.mark.integration
 

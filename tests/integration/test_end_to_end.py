@@ -24,7 +24,7 @@ from store_runs import (
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.store.dbfs import DBFSLocalStore
+from hvd_estimators.store.local import DBFSLocalStore
 
 pytestmark = [pytest.mark.integration, pytest.mark.spark, pytest.mark.once, pytest.mark.slow]
 

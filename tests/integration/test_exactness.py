@@ -24,7 +24,7 @@ from reference import (
 )
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.integration

@@ -14,10 +14,10 @@ import torch
 from reference import fit, write_rows
 from resuming import DataDependent
 
-from hvd_estimators.fitting import restarting
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.mends import installed_mends
-from hvd_estimators.launch.rank.stalls import HANG_VARIABLE
+from hvd_estimators.fitting import restarts
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE
+from hvd_estimators.launch.versions import installed_mends
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -45,7 +45,7 @@ def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half an hour, by default.
-    monkeypatch.setattr(restarting, "_STALL_SECONDS", 3)
+    monkeypatch.setattr(restarts, "_STALL_SECONDS", 3)
     for module in ("resuming", __name__):
         cloudpickle.register_pickle_by_value(sys.modules[module])
     write_rows(Path(store.get_train_data_path()), 107)

@@ -20,10 +20,10 @@ from reference import write_rows
 from test_resuming import assert_equal_bits, end_of
 
 from hvd_estimators.exceptions import JobCancelledError
-from hvd_estimators.launch.spark import SparkBackend
-from hvd_estimators.store.lease import lease_path
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.store.leases import lease_path
 from hvd_estimators.store.runs import read_metadata
-from hvd_estimators.training.state import read_state
+from hvd_estimators.training.run_state import read_state
 
 PROGRAM = "import interrupted_job; interrupted_job.main()"
 

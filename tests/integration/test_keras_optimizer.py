@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras_reference import QUIET
 
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +25,8 @@ def test_a_hand_written_loop_steps_by_the_mean_gradient() -> None:
         import tensorflow as tf
 
         from hvd_estimators.keras import DistributedOptimizer
-        from hvd_estimators.keras.averaging import GradientAverager
-        from hvd_estimators.keras.optimizer import distribute
+        from hvd_estimators.keras.collectives import GradientAverager
+        from hvd_estimators.keras.gradients import distribute
 
         hvd.init()
         rank = hvd.rank()

@@ -24,7 +24,7 @@ from reference import WIDTH, write_rows
 from resuming import AskedToEnd, kept_checkpoints
 
 from hvd_estimators.keras import LearningRateWarmupCallback
-from hvd_estimators.training.state import read_state
+from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

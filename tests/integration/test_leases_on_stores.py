@@ -9,7 +9,7 @@ import pytest
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.leases import RunLease
 from hvd_estimators.store.runs import history_text, run_file
 
 pytestmark = pytest.mark.integration

@@ -17,7 +17,7 @@ from resuming import AskedToEnd, DataDependent, kept_checkpoints
 from test_resuming import assert_equal_bits
 from torchmetrics import MeanAbsoluteError, MeanSquaredError, MetricCollection
 
-from hvd_estimators.training.state import read_state
+from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

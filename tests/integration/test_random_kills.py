@@ -99,7 +99,7 @@ def test_a_long_validation_is_all_that_a_kill_within_it_costs(
     store = TellingStore(str(tmp_path / "store"))
     write_data(store)
     # No one is long until one has been measured: the first epoch has its end's checkpoint alone.
-    monkeypatch.setattr("hvd_estimators.params.checkpoints.LONG_VALIDATION", 0.0)
+    monkeypatch.setattr("hvd_estimators.params.estimator.LONG_VALIDATION", 0.0)
     # Two files a checkpoint, of four moments each: the second one is whole.
     kill = kills.Kill("validation", "checkpoint", 16, rank=1)
     found = {}

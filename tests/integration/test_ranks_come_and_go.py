@@ -48,7 +48,7 @@ def steps_of(folder: Path) -> list[list[list[int]]]:
 def test_four_ranks_become_two_and_then_three(
     framework: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hvd_estimators.launch.elastic.relaunching._RETURN_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_estimators.launch.relaunch._RETURN_SECONDS", 0.0)
     store = TellingStore(str(tmp_path / "store"))
     write_data(store)
 

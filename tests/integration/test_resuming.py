@@ -19,7 +19,7 @@ from reference import fit, write_rows
 from resuming import AskedToEnd, DataDependent, kept_checkpoints
 from torchmetrics import SpearmanCorrCoef
 
-from hvd_estimators.training.state import read_state
+from hvd_estimators.training.run_state import read_state
 
 pytestmark = pytest.mark.integration
 

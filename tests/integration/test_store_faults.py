@@ -29,7 +29,7 @@ from store_runs import (
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError, WorkerFailedError
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.store import retries
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]

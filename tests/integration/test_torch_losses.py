@@ -14,12 +14,11 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.loss import StepShare
-from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.loss import StatedDenominators, StepShare
+from hvd_estimators.torch.metric_sums import Measures
 from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.weighted_batches import WeightedBatches
 

@@ -12,7 +12,7 @@ import torch
 from pyspark.sql import SparkSession, functions
 
 from hvd_estimators import Store
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator
 
 SLOW, WRITING = "slow", "writing"

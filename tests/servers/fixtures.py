@@ -40,8 +40,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3]:
 
 def _forget_prepared_data() -> None:
     """Delete what is kept for a next fit, which at the interpreter's end finds no server."""
-    if "hvd_estimators.prepare.reuse" in sys.modules:
-        sys.modules["hvd_estimators.prepare.reuse"].clear_training_cache()
+    if "hvd_estimators.prepare.datasets" in sys.modules:
+        sys.modules["hvd_estimators.prepare.datasets"].clear_training_cache()
 
 
 @pytest.fixture(scope="session")

@@ -21,8 +21,8 @@ from pyspark.sql import SparkSession
 
 from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import JobCancelledError, WorkerFailedError
-from hvd_estimators.launch.rank.warm_server import NAME
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.warm.server import NAME
 
 
 def hold_the_lock(folder: str) -> None:

@@ -224,7 +224,7 @@ def images(spark: SparkSession, folder: Path, rows: int) -> None:
 def results(spark: SparkSession, folder: Path, ranks: int) -> None:
     """Return what the driver's JVM can collect, and more than that, which leaves it alive."""
     from hvd_estimators.launch.cluster.application import Cluster
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     backend = SparkBackend(ranks)
     most = Cluster(spark.sparkContext).collectable_bytes() // ranks
@@ -239,7 +239,7 @@ def flat_disk(spark: SparkSession, folder: Path, repeats: int) -> None:
     """Run and predict many times with 20 MB, and look at what stays on the disk."""
     import torch
 
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
     from hvd_estimators.torch import TorchModel
 
     given, backend = bytes(20 * 2**20), SparkBackend(2)

@@ -12,7 +12,7 @@ from pyarrow import parquet
 from pyspark.sql import functions as F
 
 from hvd_estimators import prepare_data
-from hvd_estimators.parquet.columns import table_to_columns
+from hvd_estimators.data.arrays import table_to_columns
 from hvd_estimators.prepare import dataframe as prepare
 from hvd_estimators.torch import TorchEstimator
 

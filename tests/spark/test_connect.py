@@ -242,7 +242,7 @@ def test_a_fit_that_waits_ends_with_the_others_of_the_session(connect: Applicati
     def job() -> None:
         import threading
 
-        from hvd_estimators.launch.cluster.current import current_cluster
+        from hvd_estimators.launch.cluster.connect import current_cluster
         from hvd_estimators.launch.cluster.jobs import cancellable_wait
 
         spark = session()

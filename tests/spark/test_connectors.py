@@ -10,7 +10,7 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError, StoreError
 from hvd_estimators.launch import SparkBackend
-from hvd_estimators.launch.task.barrier import hosts_without
+from hvd_estimators.launch.task.run import hosts_without
 from hvd_estimators.prepare.connectors import check_connector, spark_url
 from hvd_estimators.prepare.dataframe import prepare_data
 from hvd_estimators.store import DBFSLocalStore, HDFSStore, LocalStore, Store

@@ -25,8 +25,8 @@ from hvd_estimators.exceptions import (
     StoreError,
     WorkerFailedError,
 )
-from hvd_estimators.launch.rank.warm_server import NAME
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.warm.server import NAME
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark

@@ -18,8 +18,8 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.rank.warm_server import NAME
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.warm.server import NAME
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 

@@ -13,9 +13,9 @@ from pyarrow import parquet
 from pyspark.sql import functions as F
 
 from hvd_estimators import Store
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.once]
 
 
 def pinned_gpus(num_proc: int, **env: str) -> list[str]:
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     def pinned_gpu() -> str:
         from hvd_estimators import get_available_devices
@@ -196,7 +196,7 @@ def predicted_where() -> tuple[set[tuple[int, int]], set[float]]:
     from pyspark.sql import SparkSession
     from pyspark.sql import functions as F
 
-    from hvd_estimators.inference.resources import task_resources
+    from hvd_estimators.inference.worker import task_resources
     from hvd_estimators.torch import TorchModel
 
     class Threads(torch.nn.Module):

@@ -49,7 +49,7 @@ def reduce_until(path: str) -> tuple[int, float]:
 
 
 def run_job(path: str) -> list[tuple[int, float]]:
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     return SparkBackend(2).run(reduce_until, (path,))
 

@@ -22,7 +22,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.launch.cluster.application import Cluster
 from hvd_estimators.launch.cluster.jobs import cancellable_wait, jobs_on
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = pytest.mark.spark

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 

@@ -22,6 +22,7 @@ import torch
 from pyspark.ml import PipelineModel
 from pyspark.ml.linalg import Vectors
 
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import (
     ColumnError,
     DataError,
@@ -30,8 +31,7 @@ from hvd_estimators.exceptions import (
     PredictionError,
     StoreError,
 )
-from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.prepare.properties import column_metadata
+from hvd_estimators.prepare.datasets import column_metadata
 from hvd_estimators.torch import TorchModel, load_predictor
 
 pytestmark = pytest.mark.spark

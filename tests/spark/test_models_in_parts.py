@@ -11,7 +11,7 @@ from pyspark import SparkFiles
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
-from hvd_estimators.inference import shared
+from hvd_estimators.inference import broadcast
 
 ROWS = 20
 WIDTH = 300_000
@@ -53,27 +53,27 @@ def make_model(framework: str, seed: int) -> tuple[Any, np.ndarray]:
 def test_a_model_in_parts_predicts_as_a_whole_one(
     spark: SparkSession, framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "PART_BYTES", 500_000)
+    monkeypatch.setattr(broadcast, "PART_BYTES", 500_000)
     if framework != "keras":
         from hvd_estimators.torch import serialization
 
         # As a file on the driver, too.
         monkeypatch.setattr(serialization, "_LARGE_BYTES", 0)
     sent = []
-    send = shared.SharedBytes.send
+    send = broadcast.SharedBytes.send
 
     def noted(self: Any, *args: Any) -> Any:
         sent.append(send(self, *args))
         return sent[-1]
 
-    monkeypatch.setattr(shared.SharedBytes, "send", noted)
+    monkeypatch.setattr(broadcast.SharedBytes, "send", noted)
     frame = spark.range(0, ROWS, 1, 3).withColumn("id", F.col("id").cast("double"))
     for seed in range(3):
         model, table = make_model(framework, seed)
         rows = model.transform(frame).collect()
         found = {row["id"]: row["y__output"] for row in rows}
         np.testing.assert_array_equal([found[n] for n in range(ROWS)], table[:ROWS, 0])
-    in_parts = [s for s in sent if isinstance(s, shared.Parts)]
+    in_parts = [s for s in sent if isinstance(s, broadcast.Parts)]
     assert [len(s.parts) for s in in_parts] == [3] * 3
     folder = Path(SparkFiles.getRootDirectory()) / "hvd_estimators-models"
     files = {path.name for path in folder.iterdir()}

@@ -14,7 +14,7 @@ from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.keras import load_predictor as load_keras
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.lightning import load_predictor as load_lightning
 from hvd_estimators.torch import TorchEstimator, TorchModel, load_predictor

@@ -20,15 +20,15 @@ from pyarrow import parquet
 from hvd_estimators import Store
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ColumnError, HvdEstimatorsError, ParamError, ShapeError
-from hvd_estimators.fitting.results import RunResults
-from hvd_estimators.fitting.trials import Trial
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.fitting.run import RunResults
+from hvd_estimators.fitting.trial import Trial
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.params import declare, number
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
-from hvd_estimators.training.state import RunState
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 

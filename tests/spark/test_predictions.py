@@ -13,7 +13,7 @@ import torch
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError, ParamError, ShapeError
-from hvd_estimators.prepare.column_names import clashing
+from hvd_estimators.prepare.schema import clashing
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark

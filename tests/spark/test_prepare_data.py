@@ -23,7 +23,7 @@ from hvd_estimators import (
 )
 from hvd_estimators.exceptions import DataError, StoreError
 from hvd_estimators.prepare import dataframe as prepare
-from hvd_estimators.prepare import writing
+from hvd_estimators.prepare import write
 
 pytestmark = pytest.mark.spark
 
@@ -148,7 +148,7 @@ def test_rows_that_went_to_another_machines_disk_are_no_empty_data(
     def there(session: Any, store: Any, path: str) -> str:
         return f"file://{tmp_path}/elsewhere{path}"
 
-    monkeypatch.setattr(writing, "spark_url", there)
+    monkeypatch.setattr(write, "spark_url", there)
     frame = spark.range(20).selectExpr("double(id) x", "double(id) y")
     with (
         pytest.raises(StoreError, match=r"does not find them.*prefix_path to a folder that"),

@@ -18,7 +18,7 @@ PROGRAM = textwrap.dedent(
     from pyspark.sql import SparkSession
 
     from hvd_estimators.exceptions import ParamError
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     spark = SparkSession.builder.master("local[2]").config("spark.ui.enabled", False).getOrCreate()
     spark.range(1).collect()

@@ -12,7 +12,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ResultsError
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 from hvd_estimators.torch import TorchEstimator
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]

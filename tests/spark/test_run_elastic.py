@@ -18,7 +18,7 @@ import torch
 
 from hvd_estimators import run_elastic
 from hvd_estimators.exceptions import ParamError, WorkerFailedError
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 
@@ -137,7 +137,7 @@ def test_ranks_that_raise_start_again_on_more_slots_or_fewer(
 
     (tmp_path / "fewer").mkdir()
     monkeypatch.setattr(SparkBackend, "task_slots", lambda self: 1)
-    monkeypatch.setattr("hvd_estimators.launch.elastic.relaunching._RETURN_SECONDS", 0.0)
+    monkeypatch.setattr("hvd_estimators.launch.relaunch._RETURN_SECONDS", 0.0)
     fewer = str(tmp_path / "fewer")
     assert run_elastic(count, (fewer,), num_proc=3, min_num_proc=1) == [(6, 1, 2)]
 

@@ -14,7 +14,7 @@ from pyspark.ml.feature import VectorAssembler
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.saving.folders import Folder, open_folder
+from hvd_estimators.saving.folder import Folder, open_folder
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark

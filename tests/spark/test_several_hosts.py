@@ -33,7 +33,7 @@ def sum_over_ranks() -> tuple[str, int, float, set[str]]:
 def run_job(
     env: dict[str, str | None] | None = None, nics: Any = None
 ) -> list[tuple[str, int, float, set[str]]]:
-    from hvd_estimators.launch.spark import SparkBackend
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     return SparkBackend(2, env=env, nics=nics).run(sum_over_ranks)
 

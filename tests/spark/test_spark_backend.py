@@ -9,8 +9,8 @@ import pytest
 
 from hvd_estimators import get_dataset_properties, prepare_data
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.launch.events.stream import Event, RankOutput
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.service.events import Event, RankOutput
+from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = pytest.mark.spark
 

@@ -19,8 +19,8 @@ from pyspark.ml.tuning import CrossValidator, CrossValidatorModel, ParamGridBuil
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ColumnError
-from hvd_estimators.fitting.metadata import versions
-from hvd_estimators.fitting.tracking import Tracking, active_run
+from hvd_estimators.fitting.mlflow import Tracking, active_run
+from hvd_estimators.fitting.record import versions
 from hvd_estimators.keras import KerasEstimator, KerasModel, load_predictor
 from hvd_estimators.torch import TorchEstimator, TorchModel
 

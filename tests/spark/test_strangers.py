@@ -12,8 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from hvd_estimators.launch.events.stream import RankOutput
-from hvd_estimators.launch.spark import SparkBackend
+from hvd_estimators.launch.service.events import RankOutput
+from hvd_estimators.launch.spark_backend import SparkBackend
 
 pytestmark = [pytest.mark.spark, pytest.mark.once]
 

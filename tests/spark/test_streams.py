@@ -15,7 +15,7 @@ from pyspark.ml.tuning import CrossValidatorModel
 from pyspark.sql import functions as F
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference import shared
+from hvd_estimators.inference import broadcast
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel
 
@@ -104,7 +104,7 @@ def test_each_row_is_written_once_when_a_query_fails_and_begins_again(
 def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgot_them(
     spark: Any, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "PART_BYTES", 500_000)
+    monkeypatch.setattr(broadcast, "PART_BYTES", 500_000)
     stream = spark.readStream.schema(SCHEMA).option("maxFilesPerTrigger", 1).parquet(source)
     assembler = VectorAssembler(inputCols=["a", "b"], outputCol="features")
     # 1.2 MB, in three parts.
@@ -114,7 +114,7 @@ def test_pipelines_and_models_in_parts_predict_on_streams_after_the_driver_forgo
     predicted = CrossValidatorModel(best, [0.0]).transform(stream).drop("features")
     del best, model
     gc.collect()
-    shared._registry.sweep(spark.sparkContext, collect=True)
+    broadcast._registry.sweep(spark.sparkContext, collect=True)
     assert run(predicted, tmp_path) == [ROWS] * FILES
     assert len(broadcast_files(spark) - before) == 3
     assert {row.id: row.y__output for row in written(spark, tmp_path)} == expected()

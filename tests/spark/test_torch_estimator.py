@@ -17,7 +17,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators import Store, clear_training_cache, prepare_data
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch import TorchEstimator, TorchModel
 
 pytestmark = pytest.mark.spark

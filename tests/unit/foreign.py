@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.discovery import first_rows, read_manifest
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.discovery import first_rows, read_manifest
 from hvd_estimators.store import LocalStore
 
 

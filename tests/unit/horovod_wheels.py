@@ -4,7 +4,7 @@ import base64
 import hashlib
 import zipfile
 
-from hvd_estimators.commands.build_recipe import BuildRecipe
+from hvd_estimators.commands.toolchain import BuildRecipe
 
 RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
 WHEEL_NAME = "horovod-0.28.1-cp311-cp311-linux_x86_64.whl"

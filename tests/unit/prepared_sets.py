@@ -7,11 +7,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 from hvd_estimators.prepare.catalog import (
     manifest_path,
 )
-from hvd_estimators.prepare.reuse import lend
+from hvd_estimators.prepare.datasets import lend
 
 
 @dataclass

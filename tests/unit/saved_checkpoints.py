@@ -8,9 +8,9 @@ from typing import IO, Any
 import torch
 
 from hvd_estimators.store.checkpoints import list_checkpoints
-from hvd_estimators.training.checkpoints import CheckpointWriter, restore
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
-from hvd_estimators.training.state import RunState
 
 
 class Ranks:

@@ -15,7 +15,7 @@ from hvd_estimators.inference.arrow_batches import (
     to_vectors,
     valid_rows,
 )
-from hvd_estimators.inference.output_types import OutputType, to_column
+from hvd_estimators.inference.output_columns import OutputType, to_column
 
 pytestmark = pytest.mark.versions
 

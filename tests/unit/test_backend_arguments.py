@@ -9,7 +9,7 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.launch import LocalBackend, SparkBackend
-from hvd_estimators.launch.arguments import interface_names
+from hvd_estimators.launch.validation import interface_names
 
 BACKENDS = [LocalBackend, SparkBackend]
 

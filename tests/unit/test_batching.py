@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading import batching
-from hvd_estimators.loading.batching import cut_chunks
-from hvd_estimators.loading.rows import Memory
+from hvd_estimators.loading import shuffle
+from hvd_estimators.loading.blocks import Memory
+from hvd_estimators.loading.shuffle import cut_chunks
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
 ROW_BYTES = 8 + 2 * 4
@@ -66,7 +66,7 @@ def test_shuffled_batches_hold_every_row_once_with_columns_aligned(lengths, buff
     sizes = random_sizes(sum(lengths), data)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+        patch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
         batches = list(cut_batches(make_parts(lengths), sizes, np.random.default_rng(seed)))
 
     assert [len(batch["number"]) for batch in batches] == sizes
@@ -76,7 +76,7 @@ def test_shuffled_batches_hold_every_row_once_with_columns_aligned(lengths, buff
 
 @pytest.mark.parametrize("buffer", [16, 10_000])
 def test_the_generators_seed_decides_the_order(monkeypatch, buffer):
-    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
 
     def order(seed):
         rng = np.random.default_rng(seed)
@@ -100,8 +100,8 @@ def test_a_large_buffer_leaves_no_trace_of_the_stored_order():
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monkeypatch, passes):
     part, buffer, rows = 50, 300, 2000
-    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-    monkeypatch.setattr(batching, "CHUNK_BYTES", 20 * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "CHUNK_BYTES", 20 * ROW_BYTES)
     taken = 0
 
     def parts():
@@ -124,7 +124,7 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monk
 
 def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
     """Whether it is the first pass or follows another: a resumed run goes on as it would have."""
-    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", 100 * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", 100 * ROW_BYTES)
     sizes = [7] * 50
 
     def rows(passes):
@@ -160,8 +160,8 @@ def test_neighbours_are_parted(monkeypatch):
 def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
     """The end of a pass is what training remembers: there, too, rows of long ago have to come."""
     rows, buffer, run = 40_000, 4000, 200
-    monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
-    monkeypatch.setattr(batching, "CHUNK_BYTES", run * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", buffer * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "CHUNK_BYTES", run * ROW_BYTES)
 
     order = delivered(cut_batches(make_parts([400] * 100), [50] * 800, np.random.default_rng(0)))
 
@@ -178,7 +178,7 @@ def test_rows_stay_long_enough_for_old_ones_to_be_there_at_the_end(monkeypatch):
 def test_places_are_drawn_once_from_all_over(size, data):
     count = data.draw(st.integers(0, size))
 
-    drawn = batching._draw(np.random.default_rng(0), size, count)
+    drawn = shuffle._draw(np.random.default_rng(0), size, count)
 
     assert len(set(drawn.tolist())) == count
     assert ((drawn >= 0) & (drawn < size)).all()
@@ -188,7 +188,7 @@ def test_all_places_are_drawn_equally_often():
     """Also where their number is no multiple of how many are drawn."""
     rng, size, count, times = np.random.default_rng(0), 23, 7, 20_000
 
-    drawn = [batching._draw(rng, size, count) for _ in range(times)]
+    drawn = [shuffle._draw(rng, size, count) for _ in range(times)]
 
     found = np.bincount(np.concatenate(drawn), minlength=size)
     expected = times * count / size
@@ -280,7 +280,7 @@ def test_other_rows_than_were_planned_are_refused(shuffle, lengths):
 
 
 def test_unshuffled_batches_leave_run_by_run(monkeypatch):
-    monkeypatch.setattr(batching, "CHUNK_BYTES", 3 * ROW_BYTES)
+    monkeypatch.setattr(shuffle, "CHUNK_BYTES", 3 * ROW_BYTES)
     taken = []
 
     def parts():

@@ -18,7 +18,7 @@ from hvd_estimators.commands.build import (
     default_cache_dir,
     install_wheel,
 )
-from hvd_estimators.commands.build_tools import detect_recipe
+from hvd_estimators.commands.toolchain import detect_recipe
 from hvd_estimators.exceptions import BuildError
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hvd_estimators.commands import build_tools
-from hvd_estimators.commands.build_recipe import BuildRecipe
+from hvd_estimators.commands import toolchain
+from hvd_estimators.commands.toolchain import BuildRecipe
 
 RECIPE = BuildRecipe("cp311-cp311-manylinux_2_36_x86_64", torch="2.13.0+cpu", tensorflow="2.21.0")
 
@@ -134,7 +134,7 @@ class TestCompilerWrapper:
                 "void g(uint8_t, const std::string&) { throw std::logic_error(std::string()); }\n"
             )
         wrapper = tmp_path / "cxx"
-        compiler = build_tools.find_compiler()
+        compiler = toolchain.find_compiler()
         wrapper.write_text(RECIPE.compiler_wrapper(compiler))
         arguments = ["-std=c++14", "-fsyntax-only", str(source)]
 

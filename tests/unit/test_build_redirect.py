@@ -13,8 +13,8 @@ import pytest
 from horovod_wheels import WHEEL_NAME, make_wheel, urlsafe_sha256
 
 import hvd_estimators
-from hvd_estimators.commands import build_redirect
-from hvd_estimators.commands.build_redirect import installed_horovod_spark, redirect_horovod_spark
+from hvd_estimators.commands import wheel_redirect
+from hvd_estimators.commands.wheel_redirect import installed_horovod_spark, redirect_horovod_spark
 from hvd_estimators.exceptions import BuildError
 
 
@@ -147,8 +147,8 @@ def test_what_is_installed_is_seen_without_importing_it(
         wheel = finished(tmp_path, with_compat)
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     found = SimpleNamespace(submodule_search_locations=[str(tmp_path / "site" / "horovod")])
-    monkeypatch.setattr(build_redirect, "find_spec", lambda name: found)
+    monkeypatch.setattr(wheel_redirect, "find_spec", lambda name: found)
 
     assert installed_horovod_spark() == expected
-    monkeypatch.setattr(build_redirect, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheel_redirect, "find_spec", lambda name: None)
     assert installed_horovod_spark() is None

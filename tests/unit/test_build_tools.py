@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_estimators.commands import build_tools
-from hvd_estimators.commands.build_tools import (
+from hvd_estimators.commands import toolchain
+from hvd_estimators.commands.toolchain import (
     cuda_of,
     default_jobs,
     detect_recipe,
@@ -24,7 +24,7 @@ class TestDetection:
     def test_versions_are_those_of_the_frameworks_and_none_is_imported(self):
         script = (
             "import sys\n"
-            "from hvd_estimators.commands.build_tools import detect_recipe\n"
+            "from hvd_estimators.commands.toolchain import detect_recipe\n"
             "recipe = detect_recipe('none')\n"
             "print({'torch', 'tensorflow', 'horovod'} & set(sys.modules))\n"
             "import torch\n"
@@ -34,7 +34,7 @@ class TestDetection:
         assert done.stdout.split("\n")[:2] == ["set()", "True"], done.stderr
 
     def test_without_a_framework_the_error_says_what_to_install(self, monkeypatch):
-        monkeypatch.setattr(build_tools, "installed_version", lambda *names: None)
+        monkeypatch.setattr(toolchain, "installed_version", lambda *names: None)
 
         with pytest.raises(DependencyError, match=re.escape('pip install "hvd_estimators[torch]"')):
             detect_recipe()
@@ -52,8 +52,8 @@ class TestDetection:
     def test_cuda_needs_both_a_cuda_framework_and_a_toolkit(
         self, monkeypatch, gpu, torch_cuda, toolkit, expected
     ):
-        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
-        monkeypatch.setattr(build_tools, "find_cuda_toolkit", lambda: toolkit)
+        monkeypatch.setattr(toolchain, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda: toolkit)
 
         assert detect_recipe(gpu).cuda == expected
 
@@ -62,8 +62,8 @@ class TestDetection:
         [(None, Path("/cuda"), "is built for CPUs"), ("12.6", None, "no CUDA toolkit")],
     )
     def test_cuda_asked_for_in_vain_is_an_error(self, monkeypatch, torch_cuda, toolkit, message):
-        monkeypatch.setattr(build_tools, "cuda_of", lambda framework: torch_cuda)
-        monkeypatch.setattr(build_tools, "find_cuda_toolkit", lambda: toolkit)
+        monkeypatch.setattr(toolchain, "cuda_of", lambda framework: torch_cuda)
+        monkeypatch.setattr(toolchain, "find_cuda_toolkit", lambda: toolkit)
 
         with pytest.raises(BuildError, match=message):
             detect_recipe("cuda")
@@ -90,7 +90,7 @@ class TestDetection:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content)
         found = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-        monkeypatch.setattr(build_tools, "find_spec", lambda name: found)
+        monkeypatch.setattr(toolchain, "find_spec", lambda name: found)
 
         assert cuda_of(framework) == expected
 
@@ -108,7 +108,7 @@ class TestDetection:
 
         for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME"):
             monkeypatch.delenv(name, raising=False)
-        monkeypatch.setattr(build_tools, "_CUDA_FOLDER", tmp_path / "usual")
+        monkeypatch.setattr(toolchain, "_CUDA_FOLDER", tmp_path / "usual")
         # A script that starts another nvcc, or what a package left behind.
         script = make_nvcc("script")
         monkeypatch.setenv("PATH", str(script / "bin"))
@@ -138,7 +138,7 @@ class TestDetection:
         assert find_nccl("13.0") is None
 
         (folder / "lib").mkdir()
-        (folder / "lib" / build_tools.NCCL_LIBRARY).touch()
+        (folder / "lib" / toolchain.NCCL_LIBRARY).touch()
         assert find_nccl("13.0") == folder
         assert find_nccl("12.6") is None
 
@@ -150,7 +150,7 @@ class TestDetection:
     )
     def test_jobs_are_bounded_by_cores_and_by_memory(self, monkeypatch, cores, gigabytes, jobs):
         memory = SimpleNamespace(available=gigabytes * 2**30)
-        monkeypatch.setattr(build_tools.psutil, "virtual_memory", lambda: memory)
+        monkeypatch.setattr(toolchain.psutil, "virtual_memory", lambda: memory)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
 
         assert default_jobs() == jobs

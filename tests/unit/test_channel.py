@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hvd_estimators.launch.network.channel import AuthenticationError, Channel, new_secret
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel, new_secret
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,13 +18,13 @@ from saved_checkpoints import (
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.checkpoint_names import pointer_of
 from hvd_estimators.store.checkpoints import (
     list_checkpoints,
     newest_checkpoint,
     positions,
 )
-from hvd_estimators.training.checkpoints import restore
+from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.training.checkpoint_writer import restore
 from hvd_estimators.training.spec import CheckpointOptions
 
 

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hvd_estimators.owners import Owner, is_dead, this_process
-from hvd_estimators.store import LocalStore, claims
-from hvd_estimators.store.claims import (
+from hvd_estimators._util.process_identity import Owner, is_dead, this_process
+from hvd_estimators.store import LocalStore, leases
+from hvd_estimators.store.leases import (
     STALE_SECONDS,
     Claim,
     Heartbeat,
@@ -133,8 +133,8 @@ def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
 ):
     with Heartbeat(store, path):
         claim = of_another(read_claim(store, path))
-        right = claims._utc
-        monkeypatch.setattr(claims, "_utc", lambda: right() + timedelta(seconds=skew))
+        right = leases._utc
+        monkeypatch.setattr(leases, "_utc", lambda: right() + timedelta(seconds=skew))
         assert not is_abandoned(store, path, claim)
         written_ago(path, STALE_SECONDS + 1)
         assert is_abandoned(store, path, claim)
@@ -153,7 +153,7 @@ def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
         claim = of_another(read_claim(store, path))
     assert 0 <= StoreClock(store).age(path, claim) < 30
     for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
-        beaten = claims._utc() - timedelta(seconds=seconds)
+        beaten = leases._utc() - timedelta(seconds=seconds)
         older = dataclasses.replace(claim, beaten=beaten)
         assert is_abandoned(store, path, older) is expected
     assert not is_abandoned(store, path, dataclasses.replace(claim, beaten=None))
@@ -232,7 +232,7 @@ def test_what_is_damaged_tells_nothing(store, path, text):
 
 
 def test_a_claim_reads_back_as_it_was_written(store, path):
-    claim = Claim(this_process(), claims._utc(), claims._utc(), "token", {"run": "ü"})
+    claim = Claim(this_process(), leases._utc(), leases._utc(), "token", {"run": "ü"})
     store.write_text(path, claim.to_json())
     assert read_claim(store, path) == claim
     # What an owner's file tells at least.
@@ -264,7 +264,7 @@ def test_what_is_done_at_exit_may_start_threads():
     """Clients of storage do, to look up a host. What `atexit` calls cannot."""
     program = """
         from concurrent.futures import ThreadPoolExecutor
-        from hvd_estimators.store.exiting import at_exit
+        from hvd_estimators.store.exit_hooks import at_exit
 
         def end():
             if not done:

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
 from hvd_estimators.keras import KerasEstimator
-from hvd_estimators.keras.class_weights import check_classes
+from hvd_estimators.keras.compile_args import check_classes
 from hvd_estimators.keras.tensors import Field, TensorSpec
 
 WEIGHTS = {2: 0.25, 0: 3.0, 7: 0.0}

@@ -4,9 +4,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from hvd_estimators.data.arrays import num_rows, table_to_columns, take
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.parquet.columns import num_rows, table_to_columns, take
-from hvd_estimators.parquet.manifest import ColumnSpec
 
 pytestmark = pytest.mark.versions
 

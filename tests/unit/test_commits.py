@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import StoreError, UnreachableError
-from hvd_estimators.launch.elastic import commits
-from hvd_estimators.launch.elastic.commits import COMMITS_VARIABLE, CommitStore, commit, fetch
-from hvd_estimators.launch.network.channel import Channel
+from hvd_estimators.launch.rendezvous.channel import Channel
+from hvd_estimators.launch.service import elastic_state
+from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, CommitStore, commit, fetch
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -86,7 +86,7 @@ def test_ranks_of_an_earlier_launch_cannot_commit_any_more(
     store: CommitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a machine was cut off, and goes on with what it did."""
-    monkeypatch.setattr(commits, "_PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(elastic_state, "_PATIENCE_SECONDS", 0.0)
     with store.serve("127.0.0.1") as first:
         commit(target(first), 0, "of the first")
         _, channel = opened(target(first))
@@ -111,7 +111,9 @@ def test_a_full_disk_is_an_error_in_the_rank_and_leaves_the_commit_before(
 ) -> None:
     with store.serve("127.0.0.1") as first:
         commit(target(first), 0, "before")
-        monkeypatch.setattr(commits, "_unnamed_file", functools.partial(open, "/dev/full", "wb"))
+        monkeypatch.setattr(
+            elastic_state, "_unnamed_file", functools.partial(open, "/dev/full", "wb")
+        )
         with pytest.raises(StoreError, match=r"No space left on device.*Set TMPDIR"):
             commit(target(first), 0, bytes(2**20))
     with store.serve("127.0.0.1") as second:
@@ -121,7 +123,7 @@ def test_a_full_disk_is_an_error_in_the_rank_and_leaves_the_commit_before(
 def test_a_driver_that_is_away_for_a_moment_is_waited_for(
     store: CommitStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commits, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(elastic_state, "_PAUSE_SECONDS", 0.05)
     connect = socket.create_connection
     refusals = [ConnectionRefusedError("refused"), TimeoutError("timed out")]
 

@@ -19,7 +19,7 @@ from hvd_estimators.compat.left_out import LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.exceptions import DependencyError, LeftOutError
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.store import LocalStore, Store
-from hvd_estimators.store.left_out import LEFT_OUT
+from hvd_estimators.store.base import LEFT_OUT
 
 pytestmark = pytest.mark.versions
 
@@ -27,20 +27,20 @@ SPARK = Path(importlib.import_module("hvd_estimators.compat").__path__[0], "spar
 
 # Name and module of horovod.spark, and where it is here.
 NAMES = [
-    ("", "run", "hvd_estimators.launch.runner"),
-    ("", "run_elastic", "hvd_estimators.launch.elastic.run"),
-    (".runner", "run_elastic", "hvd_estimators.launch.elastic.run"),
+    ("", "run", "hvd_estimators.launch.api"),
+    ("", "run_elastic", "hvd_estimators.launch.api"),
+    (".runner", "run_elastic", "hvd_estimators.launch.api"),
     (".common.backend", "Backend", "hvd_estimators.launch.backend"),
-    (".common.datamodule", "DataModule", "hvd_estimators.loading.readers.base"),
+    (".common.datamodule", "DataModule", "hvd_estimators.loading.reader"),
     (".common.estimator", "HorovodEstimator", "hvd_estimators.estimator"),
     (".common.estimator", "HorovodModel", "hvd_estimators.model"),
-    (".common.store", "DBFSLocalStore", "hvd_estimators.store.dbfs"),
+    (".common.store", "DBFSLocalStore", "hvd_estimators.store.local"),
     (".common.store", "FilesystemStore", "hvd_estimators.store.filesystem"),
     (".common.store", "HDFSStore", "hvd_estimators.store.hdfs"),
     (".common.store", "LocalStore", "hvd_estimators.store.local"),
     (".common.store", "Store", "hvd_estimators.store.base"),
-    (".common.util", "clear_training_cache", "hvd_estimators.prepare.reuse"),
-    (".common.util", "get_dataset_properties", "hvd_estimators.prepare.properties"),
+    (".common.util", "clear_training_cache", "hvd_estimators.prepare.datasets"),
+    (".common.util", "get_dataset_properties", "hvd_estimators.prepare.datasets"),
     (".common.util", "prepare_data", "hvd_estimators.prepare.dataframe"),
     (".common.estimator", "EstimatorParams", "hvd_estimators.fitting.hooks"),
     (".keras.estimator", "EstimatorParams", "hvd_estimators.fitting.hooks"),
@@ -50,8 +50,8 @@ NAMES = [
     (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
     (".lightning", "TorchEstimator", "hvd_estimators.compat.spark.lightning.estimator"),
     (".lightning.estimator", "TorchModel", "hvd_estimators.lightning.model"),
-    (".task", "get_available_devices", "hvd_estimators.launch.gpu"),
-    (".task.task_info", "get_available_devices", "hvd_estimators.launch.gpu"),
+    (".task", "get_available_devices", "hvd_estimators.launch.gpus"),
+    (".task.task_info", "get_available_devices", "hvd_estimators.launch.gpus"),
     (".torch", "TorchModel", "hvd_estimators.torch.model"),
     (".torch.estimator", "TorchEstimator", "hvd_estimators.compat.spark.torch.estimator"),
 ]
@@ -223,14 +223,14 @@ def public_names(tree: ast.Module | ast.ClassDef) -> Iterator[str]:
 def test_the_backend_has_what_subclasses_use(compat: None) -> None:
     from horovod.spark.common.backend import SparkBackend
 
-    from hvd_estimators.launch import spark
+    from hvd_estimators.launch import spark_backend
 
     class Given(SparkBackend):
         pass
 
     environment = {"A": "1"}
     backend = Given(2, environment, verbose=2, prefix_output_with_timestamp=True)
-    assert isinstance(backend, spark.SparkBackend)
+    assert isinstance(backend, spark_backend.SparkBackend)
     assert (backend._num_proc, backend.num_processes()) == (2, 2)
     assert backend._env == environment
     assert backend._kwargs == {"verbose": 2, "prefix_output_with_timestamp": True}
@@ -323,7 +323,7 @@ def test_keras_optimizers_average_over_ranks_or_are_refused(compat: None, tmp_pa
     import keras
 
     from hvd_estimators.compat import horovod_keras
-    from hvd_estimators.keras.optimizer import is_distributed
+    from hvd_estimators.keras.gradients import is_distributed
 
     assert horovod.keras.DistributedOptimizer is hvd.DistributedOptimizer
     assert hvd.DistributedOptimizer is horovod_keras.DistributedOptimizer

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.loading.batching import cut_chunks
+from hvd_estimators.loading.shuffle import cut_chunks
 from hvd_estimators.torch import tensors
-from hvd_estimators.torch.copies import ahead_of_use, cuda_copies, gpu_memory
 from hvd_estimators.torch.tensors import tensor_batches
+from hvd_estimators.torch.transfer import ahead_of_use, cuda_copies, gpu_memory
 
 ROWS = 1000
 

@@ -9,19 +9,19 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from hvd_estimators.data.discovery import first_rows, read_manifest
+from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import DataError, StoreError
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.loading.transformation import Transformation
-from hvd_estimators.parquet.discovery import first_rows, read_manifest
-from hvd_estimators.parquet.manifest import DatasetManifest
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.transform import Transformation
 from hvd_estimators.store import FilesystemStore
 
 pytestmark = pytest.mark.timeout(60)
 
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 

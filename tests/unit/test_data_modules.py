@@ -9,11 +9,11 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.exceptions import DataError, ParamError
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.readers import DataModule, check_data_module, open_data_module
-from hvd_estimators.loading.sharding import plan_shards
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
-from hvd_estimators.parquet.discovery import read_manifest
 from hvd_estimators.store import LocalStore
 
 
@@ -79,7 +79,7 @@ def test_petastorm_reads_where_it_can_be_imported_and_arrow_otherwise(manifest, 
     with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == ("arrow" if petastorm is None else "petastorm")
 
-    monkeypatch.setitem(sys.modules, "hvd_estimators.loading.readers.petastorm", None)
+    monkeypatch.setitem(sys.modules, "hvd_estimators.loading.petastorm", None)
     with open_data_module(data_spec(manifest, None), 0, 2, epoch=0, epochs=1) as data:
         assert data.short_name == "arrow"
     with pytest.raises(ImportError):

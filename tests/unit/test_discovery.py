@@ -9,9 +9,9 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from hvd_estimators.data.discovery import first_rows, read_manifest, read_split
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
-from hvd_estimators.parquet.discovery import first_rows, read_manifest, read_split
-from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import LocalStore, Store
 
 pytestmark = pytest.mark.versions

@@ -9,13 +9,19 @@ import psutil
 import pytest
 
 from hvd_estimators.commands import doctor
-from hvd_estimators.commands.doctor import Status, diagnose
-from hvd_estimators.commands.doctor_probes import Facts, HorovodFacts
-from hvd_estimators.commands.doctor_processes import ProbeError, run_python, two_rank_allreduce
+from hvd_estimators.commands.doctor import (
+    Facts,
+    HorovodFacts,
+    ProbeError,
+    Status,
+    diagnose,
+    run_python,
+    two_rank_allreduce,
+)
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.launch import mends
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.mends import MENDS_REVISION, REQUIRED_MENDS, installed_mends
+from hvd_estimators.launch import versions
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.versions import MENDS_REVISION, REQUIRED_MENDS, installed_mends
 
 pytestmark = pytest.mark.versions
 
@@ -91,7 +97,7 @@ def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
     assert installed_mends() >= REQUIRED_MENDS
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(mends, "find_spec", lambda name: as_released)
+    monkeypatch.setattr(versions, "find_spec", lambda name: as_released)
     assert installed_mends() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).run(print)

@@ -13,11 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hvd_estimators._util.temp_files import LazyFile
 from hvd_estimators.exceptions import PredictionError
-from hvd_estimators.inference import shared
-from hvd_estimators.inference.documents import Digests, as_bytes, digests_of, part_of
-from hvd_estimators.inference.shared import Hashed
-from hvd_estimators.temporary import LazyFile
+from hvd_estimators.inference import broadcast
+from hvd_estimators.inference.broadcast import Digests, Hashed, as_bytes, digests_of, part_of
 from hvd_estimators.torch import serialization
 from hvd_estimators.torch.serialization import module_document
 
@@ -65,7 +64,7 @@ def test_a_large_module_is_hashed_without_a_file_and_noticed_when_it_changes(
     is_script: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serialization, "_LARGE_BYTES", 0)
-    monkeypatch.setattr(shared, "PART_BYTES", 50_000)
+    monkeypatch.setattr(broadcast, "PART_BYTES", 50_000)
     module: torch.nn.Module = torch.nn.Linear(200, 200)
     if is_script:
         module = torch.jit.script(module)

@@ -11,9 +11,8 @@ import pytest
 from hvd_estimators.exceptions import SlotsError
 from hvd_estimators.launch.cluster import application as clusters
 from hvd_estimators.launch.cluster.application import Cluster
-from hvd_estimators.launch.cluster.dynamic import most_slots
-from hvd_estimators.launch.cluster.preflight import check_slots
-from hvd_estimators.launch.cluster.profiles import TaskResources
+from hvd_estimators.launch.cluster.capacity import check_slots, most_slots
+from hvd_estimators.launch.cluster.resources import TaskResources
 
 
 def application(master: str = "yarn", **conf: str) -> Any:

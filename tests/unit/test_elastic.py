@@ -18,9 +18,9 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
-from hvd_estimators.launch.elastic import relaunching
-from hvd_estimators.launch.elastic import run as elastic
-from hvd_estimators.launch.elastic.commits import COMMITS_VARIABLE, commit
+from hvd_estimators.launch import api as elastic
+from hvd_estimators.launch import relaunch
+from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, commit
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -90,8 +90,8 @@ class FakeBackend:
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
     """Return what lets `run_elastic` launch on a cluster, in no time."""
-    monkeypatch.setattr(relaunching, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(relaunching, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.05)
 
     def use(cluster: FakeCluster) -> FakeCluster:
         monkeypatch.setattr(elastic, "SparkBackend", cluster.backend)

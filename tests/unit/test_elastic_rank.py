@@ -10,9 +10,8 @@ import torch
 from horovod.common import elastic
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_estimators.launch.elastic.commits import COMMITS_VARIABLE, CommitStore
-from hvd_estimators.launch.elastic.rank import run_in_rank
-from hvd_estimators.launch.rank.notifications import call_without_notifications
+from hvd_estimators.launch.rank.user_call import call_without_notifications
+from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, CommitStore, run_in_rank
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,10 +10,15 @@ from typing import Any
 import pyspark.sql.types as spark_types
 import pytest
 
-import hvd_estimators.launch.rank.error_report as error_report
+import hvd_estimators.launch.rank.outcome as error_report
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.rank.error_report import ErrorReport, fold_frames, report_error
-from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
+from hvd_estimators.launch.rank.outcome import (
+    ErrorReport,
+    RankOutcome,
+    fold_frames,
+    report_error,
+    results_in_order,
+)
 
 
 def caught(function: Any, *args: Any) -> Exception:

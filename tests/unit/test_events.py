@@ -10,8 +10,7 @@ import time
 import psutil
 import pytest
 
-from hvd_estimators.launch.events.outlets import print_event
-from hvd_estimators.launch.events.stream import (
+from hvd_estimators.launch.service.events import (
     EVENTS_VARIABLE,
     EventSender,
     RankOutput,
@@ -19,6 +18,7 @@ from hvd_estimators.launch.events.stream import (
     one_by_one,
     receive_events,
 )
+from hvd_estimators.launch.service.output_sinks import print_event
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -8,16 +8,15 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hvd_estimators.loading import batching
-from hvd_estimators.loading.readers import ranges
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.loading import interleave, shuffle
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import LocalStore
 
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 
@@ -45,9 +44,9 @@ def test_random_layouts(tmp_path, monkeypatch, reader, ranks):
         folder = tmp_path / str(layout)
         folder.mkdir()
         rows = write_layout(folder, rng, ranks)
-        monkeypatch.setattr(batching, "SHUFFLE_BUFFER_BYTES", int(rng.integers(24, 8000)))
-        monkeypatch.setattr(batching, "CHUNK_BYTES", int(rng.integers(24, 2000)))
-        monkeypatch.setattr(ranges, "PART_BYTES", int(rng.integers(24, 4000)))
+        monkeypatch.setattr(shuffle, "SHUFFLE_BUFFER_BYTES", int(rng.integers(24, 8000)))
+        monkeypatch.setattr(shuffle, "CHUNK_BYTES", int(rng.integers(24, 2000)))
+        monkeypatch.setattr(interleave, "PART_BYTES", int(rng.integers(24, 4000)))
         manifest = read_manifest(LocalStore(str(folder)), str(folder), None, ["id", "a", "b"])
         plan = plan_shards(manifest.train.row_groups, ranks)
         batch_size = int(rng.integers(1, 70))

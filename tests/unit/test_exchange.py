@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch.network.channel import Channel, exchange_key, new_secret
+from hvd_estimators.launch.rendezvous.channel import Channel, exchange_key, new_secret
 from hvd_estimators.launch.task import exchange as module
 from hvd_estimators.launch.task.exchange import Exchange, ExchangeServer
 

@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import (
     SlotsError,
     WorkerFailedError,
 )
-from hvd_estimators.launch.cluster.failures import typed_failure
+from hvd_estimators.launch.cluster.spark_errors import typed_failure
 
 STOPPED: Any = None
 """A context that tells nothing any more."""

@@ -11,22 +11,20 @@ from typing import IO, Any
 import pytest
 from saved_checkpoints import epochs_in, file_names, model_of, restored, state_of
 
+from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.fitting.launching import Launch
-from hvd_estimators.fitting.runs import HeldRun
-from hvd_estimators.owners import this_process
-from hvd_estimators.store import FilesystemStore, lease
-from hvd_estimators.store.claims import Claim, read_claim
-from hvd_estimators.store.fence import Fence
-from hvd_estimators.store.lease import lease_path
-from hvd_estimators.training.checkpoints import CheckpointWriter
-from hvd_estimators.training.handover import StoredCall
+from hvd_estimators.fitting.restarts import Launch
+from hvd_estimators.fitting.run import HeldRun
+from hvd_estimators.store import FilesystemStore, leases
+from hvd_estimators.store.leases import Claim, Fence, lease_path, read_claim
+from hvd_estimators.training.call_transfer import StoredCall
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
 
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
 
 
 def writer_of(store: Any, fence: Fence | None) -> CheckpointWriter:

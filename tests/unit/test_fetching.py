@@ -14,22 +14,22 @@ import pytest
 from counted import make_store
 from pyarrow import parquet
 
+from hvd_estimators.data import footers, remote_reads
+from hvd_estimators.data.discovery import first_rows, read_manifest
+from hvd_estimators.data.footers import FileFooter, Footers, read_tail
+from hvd_estimators.data.remote_reads import FetchedFile, joined
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.loading.readers import files as range_files
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.files import RangeFiles
-from hvd_estimators.loading.readers.ranges import Slices, range_tables
-from hvd_estimators.loading.sharding import RowRange, plan_shards
-from hvd_estimators.parquet import fetching, tails
-from hvd_estimators.parquet.discovery import first_rows, read_manifest
-from hvd_estimators.parquet.fetching import FetchedFile, joined
-from hvd_estimators.parquet.tails import FileFooter, Footers, read_tail
+from hvd_estimators.loading import range_files
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.interleave import Slices, range_tables
+from hvd_estimators.loading.plan import RowRange, plan_shards
+from hvd_estimators.loading.range_files import RangeFiles
 
 pytestmark = pytest.mark.timeout(60)
 
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 
@@ -68,7 +68,7 @@ def manifest(counted):
     found = read_manifest(store, path, path, ["id", "twice"])
     # The driver reads each footer once as well, of both parts of the dataset.
     files = [Path(store.local(path)) for path in store.find(store.prefix_path)]
-    ends = [min(file.stat().st_size, tails.TAIL_BYTES) for file in files]
+    ends = [min(file.stat().st_size, footers.TAIL_BYTES) for file in files]
     assert sorted(size for _, _, size in requests.take()) == sorted(2 * ends)
     return found
 
@@ -91,7 +91,7 @@ def test_neighbours_are_fetched_together(ranges, hole, runs):
 POOLS = ["thread", "dummy", "process"]
 
 
-@pytest.mark.parametrize("between", [8, 2 * fetching.HOLE_BYTES // ROWS])
+@pytest.mark.parametrize("between", [8, 2 * remote_reads.HOLE_BYTES // ROWS])
 @pytest.mark.parametrize(
     ("reader", "pool"),
     [
@@ -149,7 +149,7 @@ def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
     whole = Path(store.local(path)).read_bytes()
     assert whole.endswith(read_tail(store, path))
     assert len(requests.take()) == 1
-    monkeypatch.setattr(tails, "TAIL_BYTES", 100)
+    monkeypatch.setattr(footers, "TAIL_BYTES", 100)
     footers = Footers(store)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(footers.get, [path] * 50))
@@ -161,12 +161,12 @@ def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
 def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
     store, requests = counted
     paths = store.find(store.get_train_data_path())
-    monkeypatch.setattr(tails, "_PARSED", 1)
+    monkeypatch.setattr(footers, "_PARSED", 1)
     footers = Footers(store)
     for path in 2 * paths:
         footers.get(path)
     assert len(requests.take()) == FILES
-    monkeypatch.setattr(tails, "_UNPARSED_BYTES", 1)
+    monkeypatch.setattr(footers, "_UNPARSED_BYTES", 1)
     footers = Footers(store)
     for path in 2 * paths:
         footers.get(path)
@@ -183,7 +183,7 @@ def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, toge
     specs = read_manifest(store, path, None, ["id", "twice"]).columns
     requests.take()
     piece, most = 10_000, 80_000
-    monkeypatch.setattr(fetching, "FETCHED_BYTES", piece)
+    monkeypatch.setattr(remote_reads, "FETCHED_BYTES", piece)
     monkeypatch.setattr(range_files, "FETCHED_BYTES", piece)
     monkeypatch.setattr(range_files, "WHOLE_BYTES", most)
     monkeypatch.setattr(range_files, "OPEN_BYTES", 2 * most)

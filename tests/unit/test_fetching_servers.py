@@ -10,18 +10,18 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.mixing import one_by_one
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.fetching import HOLE_BYTES
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.remote_reads import HOLE_BYTES
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import Store
 
 pytestmark = pytest.mark.timeout(180)
 
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 

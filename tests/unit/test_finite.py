@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, NotFiniteError
-from hvd_estimators.training.finite import FiniteCheck
+from hvd_estimators.training.nan_check import FiniteCheck
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
 NAN = float("nan")

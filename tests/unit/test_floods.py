@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from hvd_estimators.launch import LocalBackend, SparkBackend
-from hvd_estimators.launch.rank import relay as relay_module
+from hvd_estimators.launch.rank import output as relay_module
 
 LINE = "x" * 91  # with its number, and its end, 100 bytes
 

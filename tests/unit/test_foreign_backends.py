@@ -13,12 +13,12 @@ import pytest
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, SlotsError
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.launch.backend import Backend
-from hvd_estimators.launch.events.stream import EVENTS_VARIABLE, Event, EventSender, RankOutput
-from hvd_estimators.launch.foreign import as_backend
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.foreign_backends import as_backend
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE, Event, EventSender, RankOutput
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.rank import horovod_session
+from hvd_estimators.training.horovod_session import horovod_session
 
 
 class HereBackend:

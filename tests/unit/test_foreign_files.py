@@ -12,10 +12,10 @@ import pytest
 from foreign import check, describe, load, load_one, write
 from pyarrow import parquet
 
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.discovery import first_rows, read_manifest
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, StoreError
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.discovery import first_rows, read_manifest
-from hvd_estimators.parquet.manifest import ColumnSpec
 from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.versions

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.manifest import ColumnSpec
 
 pytestmark = pytest.mark.versions
 

@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from hvd_estimators.launch.mends import TOKEN_VARIABLE
-from hvd_estimators.launch.rendezvous import gloo_proxy, parent
+from hvd_estimators.launch.rendezvous import gloo_http, parent
 from hvd_estimators.launch.rendezvous.client import LocalLink, PeerLostError
-from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
-from hvd_estimators.launch.rendezvous.job_store import Failure, JobStore
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.parent import tell_parent
+from hvd_estimators.launch.rendezvous.server import Failure, JobStore
+from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,7 +110,7 @@ def test_a_body_of_gigabytes_is_not_waited_for(proxy):
 
 
 def test_who_sends_byte_by_byte_is_not_waited_for(proxy, monkeypatch):
-    monkeypatch.setattr(gloo_proxy, "_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(gloo_http, "_REQUEST_SECONDS", 0.3)
     port = int(proxy.environment()["HOROVOD_GLOO_RENDEZVOUS_PORT"])
     started = time.monotonic()
     with (

@@ -6,8 +6,8 @@ import pytest
 
 from hvd_estimators import get_available_devices
 from hvd_estimators.exceptions import GpuError, WorkerFailedError
-from hvd_estimators.launch import gpu
-from hvd_estimators.launch.gpu import (
+from hvd_estimators.launch import gpus
+from hvd_estimators.launch.gpus import (
     assigned_gpus,
     check_assignment,
     check_gpus,
@@ -19,8 +19,8 @@ from hvd_estimators.launch.gpu import (
     rank_gpus,
     visible_gpus,
 )
+from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous.ranks import assign_ranks
 
 UUID = "GPU-6a96bd74-6f0a-4e4c-b8a3-6bb3fd8f7d01"
 MIG = "MIG-5b1d4d3a-0b0b-5d4a-9a3f-1f3f1c1a2b3c"
@@ -30,7 +30,7 @@ BY_LOCAL_RANK = {"HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX": "1"}
 @pytest.fixture(autouse=True)
 def devices(tmp_path, monkeypatch):
     """A machine without GPUs; those of a test are files in this folder."""
-    monkeypatch.setattr(gpu, "_DEVICES", str(tmp_path))
+    monkeypatch.setattr(gpus, "_DEVICES", str(tmp_path))
     return tmp_path
 
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch.rank.grace import GRACE_VARIABLE
+from hvd_estimators.launch.rank.graceful_stop import GRACE_VARIABLE
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.supervisor import supervise
-from hvd_estimators.training.interruption import StopRequest, interrupted
+from hvd_estimators.training.step_control import StopRequest, interrupted
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

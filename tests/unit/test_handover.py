@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hvd_estimators import Store
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError, ResultsError, StoreError, WorkerFailedError
 from hvd_estimators.store.base import RunPaths
-from hvd_estimators.temporary import LocalFile
 from hvd_estimators.torch import TorchModel
-from hvd_estimators.training.handover import Handover, train_stored
+from hvd_estimators.training.call_transfer import Handover, train_stored
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 
 STATE = bytes(range(256)) * 100

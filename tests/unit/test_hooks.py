@@ -10,7 +10,7 @@ import pytest
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
 from hvd_estimators.fitting.hooks import EstimatorHooks
-from hvd_estimators.fitting.results import RunResults
+from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
 from hvd_estimators.torch import TorchEstimator

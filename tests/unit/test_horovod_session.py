@@ -9,7 +9,7 @@ import textwrap
 PROGRAM = """
 import horovod.{first} as hvd
 from horovod.common import process_sets
-from hvd_estimators.training.rank import horovod_session
+from hvd_estimators.training.horovod_session import horovod_session
 
 for _ in range(2):
     with horovod_session(hvd, None):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hvd_estimators.inference.import_finders import forget_archives
+from hvd_estimators.inference.worker import forget_archives
 
 NAMES = ("archived", "archived.inner", "archived.inner.first", "archived.inner.second")
 

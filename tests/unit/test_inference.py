@@ -12,10 +12,10 @@ import pandas as pd
 import pytest
 
 from hvd_estimators.exceptions import DataError, ShapeError
-from hvd_estimators.inference import predictors
+from hvd_estimators.inference import worker
+from hvd_estimators.inference.batch import Inference, check_outputs, one_ahead
 from hvd_estimators.inference.pandas_batches import to_arrays
-from hvd_estimators.inference.resources import Resources
-from hvd_estimators.inference.steps import Inference, check_outputs, one_ahead
+from hvd_estimators.inference.worker import Resources
 
 
 def nested(array: Any) -> Any:
@@ -76,7 +76,7 @@ class Predicting:
 def no_predictors() -> Iterator[None]:
     yield
     gc.unfreeze()
-    predictors._predictors.clear()
+    worker._predictors.clear()
 
 
 def test_garbage_collection_passes_over_a_predictor_until_another_comes(
@@ -89,14 +89,14 @@ def test_garbage_collection_passes_over_a_predictor_until_another_comes(
         made.append(weakref.ref(predictor))
         return predictor
 
-    predictors.cached_predictor("a", b"", load)
+    worker.cached_predictor("a", b"", load)
     # All that was imported, and the predictor.
     assert gc.get_freeze_count() > 10_000
     assert not any(entry is made[0]() for entry in gc.get_objects())
-    predictors.cached_predictor("a", b"", load)
+    worker.cached_predictor("a", b"", load)
     assert len(made) == 1
 
-    predictors.cached_predictor("b", b"", load)
+    worker.cached_predictor("b", b"", load)
     assert made[0]() is None
     assert made[1]() is not None
     assert gc.get_freeze_count() > 10_000
@@ -176,7 +176,5 @@ def test_tasks_with_other_resources_have_another_predictor(no_predictors: None) 
     def load(document: bytes, resources: Resources) -> Any:
         return lambda arrays: resources.gpu
 
-    found = [
-        predictors.cached_predictor("a", b"", load, Resources(1, gpu))([]) for gpu in (0, 1, 1, 0)
-    ]
+    found = [worker.cached_predictor("a", b"", load, Resources(1, gpu))([]) for gpu in (0, 1, 1, 0)]
     assert found == [0, 1, 1, 0]

@@ -14,27 +14,27 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
-from hvd_estimators.fitting import interruption
-from hvd_estimators.fitting.interruption import ending_by_sigterm, without_leftovers
-from hvd_estimators.fitting.metadata import ended
-from hvd_estimators.launch.events import stream as events
-from hvd_estimators.launch.events.stream import (
+from hvd_estimators.fitting import restarts
+from hvd_estimators.fitting.record import ended
+from hvd_estimators.fitting.restarts import ending_by_sigterm, without_leftovers
+from hvd_estimators.launch.rank import graceful_stop
+from hvd_estimators.launch.service import events
+from hvd_estimators.launch.service.events import (
     EVENTS_VARIABLE,
     EventSender,
     RankMessage,
     receive_events,
 )
-from hvd_estimators.launch.rank import grace
 from hvd_estimators.store import LocalStore
-from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.paths import Position
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: Any) -> None:
     monkeypatch.setattr(events, "_DRAIN_SECONDS", 0.1)
-    monkeypatch.setattr(grace, "_SILENT_SECONDS", 0.05)
-    monkeypatch.setattr(grace, "_UNTIL_ASKED_SECONDS", 0.0)
+    monkeypatch.setattr(graceful_stop, "_SILENT_SECONDS", 0.05)
+    monkeypatch.setattr(graceful_stop, "_UNTIL_ASKED_SECONDS", 0.0)
 
 
 def interrupted(error: BaseException | None, seconds: float | None, save_after: float) -> bool:
@@ -127,7 +127,7 @@ def test_sigterm_leaves_a_block_by_system_exit_and_then_means_what_it_did() -> N
 
 
 def test_who_hangs_while_it_cleans_up_is_ended_by_the_signal(monkeypatch: Any) -> None:
-    monkeypatch.setattr(interruption, "_SECONDS", 0.2)
+    monkeypatch.setattr(restarts, "_SECONDS", 0.2)
     pid = os.fork()
     if not pid:
         try:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import HvdEstimatorsError
-from hvd_estimators.launch.rank import grace
-from hvd_estimators.training import interruption
-from hvd_estimators.training.interruption import StopRequest, interrupted
+from hvd_estimators.launch.rank import graceful_stop
+from hvd_estimators.training import step_control
+from hvd_estimators.training.step_control import StopRequest, interrupted
 
 
 class Clock:
@@ -31,14 +31,14 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: Any) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(interruption, "time", clock)
+    monkeypatch.setattr(step_control, "time", clock)
     return clock
 
 
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: Any) -> str:
     """Be a rank of ours, whose directory this is."""
-    monkeypatch.setenv(grace.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(graceful_stop.DIRECTORY_VARIABLE, str(tmp_path))
     return str(tmp_path)
 
 
@@ -121,12 +121,12 @@ def test_ranks_that_differ_in_speed_look_equally_often(clock: Clock) -> None:
 @pytest.mark.parametrize("others", [0, 1, 65534])
 def test_two_numbers_in_one_sum_do_not_run_into_each_other(clock: Clock, others: int) -> None:
     """All ranks want as many steps as there can be, and so many others have been asked."""
-    most, number = interruption._MOST_STEPS, 65535
+    most, number = step_control._MOST_STEPS, 65535
     sums: list[float] = []
 
     def add_up(own: float) -> float:
         sums.append(own)
-        return own + (number - 1) * float(most) + others * interruption._ASKED
+        return own + (number - 1) * float(most) + others * step_control._ASKED
 
     stop = StopRequest(add_up, number)
     stop._distance = most
@@ -138,15 +138,15 @@ def test_two_numbers_in_one_sum_do_not_run_into_each_other(clock: Clock, others:
 def test_sigterm_is_a_request_within_the_block_and_as_before_after_it(
     directory: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setenv(grace.GRACE_VARIABLE, "4.5")
+    monkeypatch.setenv(graceful_stop.GRACE_VARIABLE, "4.5")
     before = signal.getsignal(signal.SIGTERM)
     with StopRequest(lambda own: own, 1) as stop:
-        assert grace.grace_asked(directory) == 4.5
+        assert graceful_stop.grace_asked(directory) == 4.5
         assert not stop.after_step()
         os.kill(os.getpid(), signal.SIGTERM)
         assert any(stop.after_step() for _ in range(2**17))
     assert signal.getsignal(signal.SIGTERM) is before
-    assert grace.grace_asked(directory) == 0.0
+    assert graceful_stop.grace_asked(directory) == 0.0
     assert os.listdir(directory) == []
 
 
@@ -155,7 +155,7 @@ def test_in_another_thread_it_hears_of_the_others_and_asks_for_nothing(directory
 
     def work() -> None:
         with StopRequest(lambda own: own + 2.0**32, 2) as stop:
-            heard.extend([grace.grace_asked(directory), stop.after_step()])
+            heard.extend([graceful_stop.grace_asked(directory), stop.after_step()])
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -168,17 +168,17 @@ def test_in_another_thread_it_hears_of_the_others_and_asks_for_nothing(directory
     [({}, 15.0), ("0", 0.0), ("60", 60.0), ("-1", 15.0), ("soon", 15.0), ("inf", 15.0)],
 )
 def test_the_seconds_are_the_environments(env: Any, seconds: float) -> None:
-    found = env if isinstance(env, dict) else {grace.GRACE_VARIABLE: env}
-    assert grace.grace_seconds(found) == seconds
+    found = env if isinstance(env, dict) else {graceful_stop.GRACE_VARIABLE: env}
+    assert graceful_stop.grace_seconds(found) == seconds
 
 
 def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: str) -> None:
-    assert grace.grace_asked(directory) == 0.0
-    with grace.asking_for_grace():
-        assert grace.grace_asked(directory) == 15.0
-        grace.deny_grace(directory)
-        assert grace.grace_asked(directory) == 0.0
-    assert grace.grace_asked(f"{directory}/that/has/gone") == 0.0
+    assert graceful_stop.grace_asked(directory) == 0.0
+    with graceful_stop.asking_for_grace():
+        assert graceful_stop.grace_asked(directory) == 15.0
+        graceful_stop.deny_grace(directory)
+        assert graceful_stop.grace_asked(directory) == 0.0
+    assert graceful_stop.grace_asked(f"{directory}/that/has/gone") == 0.0
 
 
 def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
@@ -208,15 +208,15 @@ def test_what_nobody_reads_is_no_error(capfd: Any, directory: str) -> None:
 
     def print_something() -> None:
         """Nobody has asked this process to end yet, and who read it has gone."""
-        with grace.asking_for_grace():
+        with graceful_stop.asking_for_grace():
             print("out", flush=True)
             sys.stderr.writelines(["e", "rr\n"])
             sys.stderr.flush()
 
     assert child(lambda: None, [1, 2]) == 7
     assert child(print_something, [1, 2]) == 0
-    assert child(grace.mute_if_unheard, [1, 2]) == 0
-    assert child(grace.mute_if_unheard, []) == 3  # what is read stays as it is
+    assert child(graceful_stop.mute_if_unheard, [1, 2]) == 0
+    assert child(graceful_stop.mute_if_unheard, []) == 3  # what is read stays as it is
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from hvd_estimators.launch.rendezvous.job_store import Failure, JobStore
+from hvd_estimators.launch.rendezvous.server import Failure, JobStore
 
 pytestmark = pytest.mark.timeout(30)
 

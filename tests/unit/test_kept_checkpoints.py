@@ -18,15 +18,15 @@ from saved_checkpoints import (
 )
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.checkpoint_names import pointer_of
 from hvd_estimators.store.checkpoints import (
     best_checkpoint,
     list_checkpoints,
     positions,
 )
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
-from hvd_estimators.training.state import RunState
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])

@@ -14,14 +14,13 @@ import pytest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import BestModelCheckpoint, LearningRateScheduleCallback, LogCallback
 from hvd_estimators.keras.callback_rules import check_callbacks, for_rank
-from hvd_estimators.keras.checkpoint import callback_state, restore_callback
+from hvd_estimators.keras.callback_states import callback_state, restore_callback
 from hvd_estimators.keras.dry_run import DryRun
-from hvd_estimators.keras.metric_states import are_built
-from hvd_estimators.keras.randomness import RandomStreams
+from hvd_estimators.keras.loop import ProgressReports, RankCallbacks
+from hvd_estimators.keras.metrics import are_built
 from hvd_estimators.keras.serialization import dump, load
-from hvd_estimators.keras.session import ProgressReports, RankCallbacks
-from hvd_estimators.keras.shards import Turns
-from hvd_estimators.launch.events import messages
+from hvd_estimators.keras.shard_state import RandomStreams, Turns
+from hvd_estimators.launch.service import events
 
 ROWS = np.arange(1.0, 9.0, dtype=np.float32)[:, None]
 
@@ -223,7 +222,7 @@ def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
     # The loss is weight * mean of the rows, so that each step takes a tenth of that mean away.
     model = linear(keras.optimizers.SGD(0.1))
     fit = {"epochs": 2, "batch_size": 4, "shuffle": False, "verbose": 0}
-    messages._forget()
+    events._forget()
     monkeypatch.setenv("HOROVOD_RANK", "1")
     model.fit(ROWS, ROWS, **fit, callbacks=[LogCallback(per_batch)])
     assert capsys.readouterr().out == ""
@@ -231,7 +230,7 @@ def test_log_callbacks_tell_what_was_measured_and_rank_0_alone_does(
     monkeypatch.setenv("HOROVOD_RANK", "0")
     model.set_weights([np.array([[1.0]])])
     model.fit(ROWS, ROWS, **fit, callbacks=[LogCallback(per_batch)])
-    messages._forget()
+    events._forget()
 
     # Without a driver that listens, messages are printed. Each begins with the date and the time.
     told = [line.split(" ", 2)[2] for line in capsys.readouterr().out.splitlines()]

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.copies import copied
-from hvd_estimators.keras.files import load_weights
+from hvd_estimators.keras.callback_states import copied
+from hvd_estimators.keras.model_file import load_weights
 
 
 @keras.saving.register_keras_serializable("copies")

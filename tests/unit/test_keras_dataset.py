@@ -17,8 +17,8 @@ from hvd_estimators.keras.dataset import (
     reading_first,
 )
 from hvd_estimators.keras.tensors import Field, TensorSpec
-from hvd_estimators.loading.batching import Chunk, cut_chunks
 from hvd_estimators.loading.readers import DataModule
+from hvd_estimators.loading.shuffle import Chunk, cut_chunks
 
 
 def make_columns(rows: int) -> dict[str, np.ndarray]:

@@ -10,7 +10,7 @@ import pytest
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras import DistributedOptimizer, KerasEstimator
 from hvd_estimators.keras.callbacks import turn_off_jit_compile
-from hvd_estimators.keras.optimizer import is_distributed
+from hvd_estimators.keras.gradients import is_distributed
 
 
 def make_model() -> keras.Model:

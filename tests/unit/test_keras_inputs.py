@@ -17,7 +17,7 @@ from hvd_estimators.keras.dry_run import DryRun
 from hvd_estimators.keras.inputs import input_structure
 from hvd_estimators.keras.losses import may_add_loss
 from hvd_estimators.keras.model import KerasModel
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.store import LocalStore
 
 COLUMNS = {

@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 from horovod.common.exceptions import HorovodInternalError
 
-from hvd_estimators.keras.lost_peers import naming_lost_peers
+from hvd_estimators.keras.collectives import naming_lost_peers
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import pytest
 
+from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras import serialization
 from hvd_estimators.keras.serialization import dump_model, load_model, model_document
-from hvd_estimators.temporary import LocalFile
 
 layers = keras.layers
 # A matrix of them is large enough to be mapped.

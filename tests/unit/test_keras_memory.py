@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from hvd_estimators.keras import serialization
-from hvd_estimators.keras.checkpoint import save_file
-from hvd_estimators.keras.files import load_weights, save_plainly
+from hvd_estimators.keras.callback_states import save_file
+from hvd_estimators.keras.model_file import load_weights, save_plainly
 from hvd_estimators.keras.serialization import (
     ModelDocument,
     copy_model,

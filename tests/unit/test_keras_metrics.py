@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.keras.metric_states import (
+from hvd_estimators.keras.metrics import (
     added_variables,
     check_metrics,
     leaf_metrics,

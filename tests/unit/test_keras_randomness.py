@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from hvd_estimators.keras.randomness import RandomStreams, split_seed_states
-from hvd_estimators.keras.session import StreamsCallback
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.keras.loop import StreamsCallback
+from hvd_estimators.keras.shard_state import RandomStreams, split_seed_states
+from hvd_estimators.training.shard_state import ShardStates
 
 
 class Draws(keras.layers.Layer):

@@ -6,10 +6,9 @@ import pytest
 from foreign import describe
 from pyarrow import parquet
 
-from hvd_estimators.loading.order import order_warning
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.layout import FETCHED_BYTES
-from hvd_estimators.parquet.manifest import ColumnSpec, RowGroup
+from hvd_estimators.data.manifest import ColumnSpec, RowGroup
+from hvd_estimators.data.remote_reads import FETCHED_BYTES
+from hvd_estimators.loading.plan import order_warning, plan_shards
 
 MIB = 2**20
 SPECS = [ColumnSpec("x", "vector", "float32", (64,))]

@@ -12,12 +12,12 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.callbacks import ModelCheckpoint, RichProgressBar
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.fitting.trials import Trial, try_batches
-from hvd_estimators.lightning.checks import check_step, row_shapes
-from hvd_estimators.lightning.flavor import default_flavor, is_lightning
+from hvd_estimators.fitting.trial import Trial, try_batches
+from hvd_estimators.lightning.dry_run import check_step, row_shapes
 from hvd_estimators.lightning.loaders import BatchForm, TrainLoader
-from hvd_estimators.lightning.trainer_checks import adapted_trainer_args, check_trainer_args
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.lightning.package import default_flavor, is_lightning
+from hvd_estimators.lightning.trainer_args import adapted_trainer_args, check_trainer_args
+from hvd_estimators.training.shard_state import ShardStates
 
 
 class Plain(LightningModule):

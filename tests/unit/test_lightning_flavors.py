@@ -12,7 +12,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning import HorovodStrategy
-from hvd_estimators.lightning.flavor import FLAVORS, flavor_of, is_lightning, one_flavor
+from hvd_estimators.lightning.package import FLAVORS, flavor_of, is_lightning, one_flavor
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
@@ -86,7 +86,7 @@ for hidden in {hidden}:
 import importlib, torch
 from hvd_estimators.lightning import HorovodStrategy, LightningEstimator
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.flavor import default_flavor, of_flavor
+from hvd_estimators.lightning.package import default_flavor, of_flavor
 assert "lightning" not in sys.modules or sys.modules["lightning"] is None
 assert not sys.modules.get("pytorch_lightning")
 flavor = default_flavor()
@@ -117,7 +117,7 @@ def test_without_lightning_the_command_that_installs_it_is_told() -> None:
     script = (
         "import sys\n"
         "sys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\n"
-        "from hvd_estimators.lightning.flavor import default_flavor\n"
+        "from hvd_estimators.lightning.package import default_flavor\n"
         "default_flavor()\n"
     )
     done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True)

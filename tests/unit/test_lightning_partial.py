@@ -11,10 +11,9 @@ import torch
 from pytorch_lightning import LightningModule
 from torchmetrics import MeanSquaredError, MetricCollection
 
-from hvd_estimators.lightning.flavor import FLAVORS, of_flavor
-from hvd_estimators.lightning.logged import logged_so_far, restore_logged
-from hvd_estimators.lightning.results import RankResults
-from hvd_estimators.torch.metric_states import metric_states, restore_metrics
+from hvd_estimators.lightning.package import FLAVORS, of_flavor
+from hvd_estimators.lightning.results import RankResults, logged_so_far, restore_logged
+from hvd_estimators.torch.metrics import metric_states, restore_metrics
 
 FLAVOR = FLAVORS[1]
 

@@ -13,7 +13,7 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import Callback, EarlyStopping, TQDMProgressBar
 from torchmetrics import MeanMetric
 
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.lightning import HorovodStrategy
 
 ROWS, WIDTH, BATCH = 48, 3, 4

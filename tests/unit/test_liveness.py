@@ -9,18 +9,18 @@ import time
 import pytest
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.rank import liveness
-from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
-from hvd_estimators.launch.rank.liveness import (
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank import hang_detection
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
+from hvd_estimators.launch.rank.hang_detection import (
+    HANG_VARIABLE,
     HangWatch,
     leaving_signs,
     made_progress,
     seconds_without_progress,
     sign_left,
 )
-from hvd_estimators.launch.rank.stalls import HANG_VARIABLE
-from hvd_estimators.training import hangs
+from hvd_estimators.training import progress
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,7 +42,7 @@ def test_seconds_count_while_a_rank_is_to_leave_signs_and_leaves_none():
 
 def test_signs_are_left_in_the_block_only(tmp_path, monkeypatch):
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(liveness, "_SECONDS_BETWEEN", 0.0)
+    monkeypatch.setattr(hang_detection, "_SECONDS_BETWEEN", 0.0)
     made_progress()
     assert sign_left(str(tmp_path)) is None
     with leaving_signs():
@@ -55,29 +55,29 @@ def test_signs_are_left_in_the_block_only(tmp_path, monkeypatch):
 
 
 def test_the_driver_is_told_where_a_rank_is_that_makes_no_progress(monkeypatch):
-    monkeypatch.setattr(hangs, "_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "_SECONDS", 0.2)
     told: queue.Queue[str] = queue.Queue()
 
     def waits_for_something() -> str:
         return told.get(timeout=60)
 
-    with leaving_signs(), hangs.warning_of_hangs(3, told.put):
+    with leaving_signs(), progress.warning_of_hangs(3, told.put):
         text = waits_for_something()
     assert text.startswith("Rank 3 has made no progress for ")
     assert "in waits_for_something" in text
-    with hangs.warning_of_hangs(3, told.put), pytest.raises(queue.Empty):
+    with progress.warning_of_hangs(3, told.put), pytest.raises(queue.Empty):
         # Who does not train makes no progress.
         told.get(timeout=1)
 
 
 def test_ranks_that_all_hang_while_they_train_are_ended():
     def work():
-        from hvd_estimators.training import hangs
+        from hvd_estimators.training import progress
 
         def waits_for_the_others():
             threading.Event().wait()
 
-        with leaving_signs(), hangs.warning_of_hangs(0, print):
+        with leaving_signs(), progress.warning_of_hangs(0, print):
             waits_for_the_others()
 
     with pytest.raises(WorkerFailedError, match="has made no progress for 3 s") as raised:
@@ -117,11 +117,11 @@ def test_sigterm_ends_ranks_that_hang_in_a_call_of_horovod():
         import horovod.torch as hvd
         import torch
 
-        from hvd_estimators.training import interruption
+        from hvd_estimators.training import step_control
 
-        interruption._SECONDS_HUNG = 2.0
+        step_control._SECONDS_HUNG = 2.0
         hvd.init()
-        with leaving_signs(), interruption.StopRequest(float, hvd.size()):
+        with leaving_signs(), step_control.StopRequest(float, hvd.size()):
             threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
             if hvd.rank() == 0:
                 hvd.allreduce(torch.ones(1), name="only rank 0 waits for this")

@@ -16,10 +16,10 @@ import torch
 
 from hvd_estimators import Store, load_checkpoint
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.keras.checkpoint import save_file
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.keras.callback_states import save_file
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
-from hvd_estimators.training.state import RunState
 
 LOSSES = [0.5, 0.1, 0.3, 0.2]
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch.events.stream import EventSender, RankOutput, RankProgress
-from hvd_estimators.launch.local import LocalBackend
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.service.events import EventSender, RankOutput, RankProgress
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -93,7 +93,7 @@ def test_ranks_reduce_with_each_other_and_again_and_let_no_stranger_in():
 
 
 def test_a_horovod_that_shows_no_token_is_refused_before_ranks_start(monkeypatch):
-    monkeypatch.setattr("hvd_estimators.launch.mends.installed_mends", lambda: 0)
+    monkeypatch.setattr("hvd_estimators.launch.versions.installed_mends", lambda: 0)
 
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).run(rank)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import DependencyError, GpuError
+from hvd_estimators.launch.rank.environment import assign_ranks
 from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome, results_in_order
-from hvd_estimators.launch.rendezvous.ranks import assign_ranks
-from hvd_estimators.launch.task import machines
-from hvd_estimators.launch.task.barrier import ABORTED
-from hvd_estimators.launch.task.job import Job
-from hvd_estimators.launch.task.machines import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task import host_checks
+from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task.run import ABORTED
+from hvd_estimators.launch.task.spec import Job
 from hvd_estimators.launch.versions import differences, installed_versions
 
 JOB = Job(
@@ -96,7 +96,7 @@ def test_a_python_of_the_users_own_is_not_that_of_the_task() -> None:
 def test_the_same_gpu_twice_or_one_that_is_not_seen_is_an_error_in_all_tasks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(machines, "gpu_place", lambda executor: "")
+    monkeypatch.setattr(host_checks, "gpu_place", lambda executor: "")
     twice = [machine_facts(task("0"), JOB, executor) for executor in ("1", "1", "2")]
     assert check("ab", *twice[:2]) == [None, None]
     for i in range(3):

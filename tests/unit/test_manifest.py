@@ -5,7 +5,7 @@ import pickle
 
 import pytest
 
-from hvd_estimators.parquet.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
 
 COLUMNS = (
     ColumnSpec("age", "scalar", "int32"),

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from hvd_estimators import log_to_driver
-from hvd_estimators.launch.events import messages
-from hvd_estimators.launch.events.stream import EVENTS_VARIABLE, RankMessage, receive_events
+from hvd_estimators.launch.service import events
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE, RankMessage, receive_events
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -20,13 +20,13 @@ def received(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.Queue[object]]:
     """Let this process be rank 3, whose messages are received."""
     found: queue.Queue[object] = queue.Queue()
     monkeypatch.setenv("HOROVOD_RANK", "3")
-    messages._forget()
+    events._forget()
     with receive_events(found.put, "127.0.0.1") as env:
         monkeypatch.setenv(EVENTS_VARIABLE, env[EVENTS_VARIABLE])
         yield found
-        if messages._current is not None:
-            messages._current.close()
-    messages._forget()
+        if events._current is not None:
+            events._current.close()
+    events._forget()
 
 
 def test_messages_arrive_in_order_as_text(received: queue.Queue[object]) -> None:
@@ -51,7 +51,7 @@ def test_a_child_has_a_connection_of_its_own(received: queue.Queue[object]) -> N
     child = os.fork()
     if not child:
         log_to_driver("child")
-        messages._current.close()  # type: ignore[union-attr]
+        events._current.close()  # type: ignore[union-attr]
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     log_to_driver("parent again")
@@ -66,9 +66,9 @@ def test_where_nobody_listens_messages_are_printed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(EVENTS_VARIABLE, raising=False)
-    messages._forget()
+    events._forget()
 
     log_to_driver("hello")
 
     assert capsys.readouterr().out == "hello\n"
-    messages._forget()
+    events._forget()

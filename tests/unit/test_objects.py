@@ -7,8 +7,8 @@ import cloudpickle
 import numpy as np
 import pytest
 
-from hvd_estimators.launch.network.channel import RANKS_KEY_VARIABLE, new_secret, ranks_key
-from hvd_estimators.training.objects import ObjectExchange
+from hvd_estimators.launch.rendezvous.channel import RANKS_KEY_VARIABLE, new_secret, ranks_key
+from hvd_estimators.training.object_collectives import ObjectExchange
 
 pytestmark = pytest.mark.timeout(30)
 

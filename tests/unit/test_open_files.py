@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hvd_estimators.prepare.open_files import several_open_files
+from hvd_estimators.prepare.write import several_open_files
 
 OPTION = "spark.sql.maxConcurrentOutputFileWriters"
 

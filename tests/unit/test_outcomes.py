@@ -10,7 +10,7 @@ import pytest
 
 from hvd_estimators.exceptions import ResultsError
 from hvd_estimators.launch.rank.outcome import RankOutcome
-from hvd_estimators.launch.task.barrier import outcomes
+from hvd_estimators.launch.task.run import outcomes
 
 
 def rows(outcome: RankOutcome, chunks: int = 2) -> list[dict[str, Any]]:

@@ -12,8 +12,8 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch import LocalBackend, SparkBackend
-from hvd_estimators.launch.events.outlets import Outlets, print_event
-from hvd_estimators.launch.events.stream import Event, RankMessage, RankOutput, RankProgress
+from hvd_estimators.launch.service.events import Event, RankMessage, RankOutput, RankProgress
+from hvd_estimators.launch.service.output_sinks import Outlets, print_event
 
 PROGRESS = RankProgress(0, epoch=0, epochs=1, step=1, steps=9, rows_per_second=2.5)
 

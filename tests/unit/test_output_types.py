@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import ParamError, PredictionError
-from hvd_estimators.inference.output_types import OutputType, java_text, output_types, to_column
+from hvd_estimators.inference.output_columns import OutputType, java_text, output_types, to_column
 
 pytestmark = pytest.mark.versions
 

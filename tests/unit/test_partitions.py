@@ -12,10 +12,10 @@ from foreign import check, describe, load, read, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.data.partitions import partition_column, partition_spec, partition_values
 from hvd_estimators.exceptions import ColumnError, DataError
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.manifest import ColumnSpec
-from hvd_estimators.parquet.partitions import partition_column, partition_spec, partition_values
 
 pytestmark = pytest.mark.versions
 

@@ -18,15 +18,15 @@ pytest.importorskip(
 )
 
 from hvd_estimators.exceptions import ReaderError
-from hvd_estimators.loading.readers import ranges
-from hvd_estimators.loading.readers.petastorm import (
+from hvd_estimators.loading import interleave
+from hvd_estimators.loading.petastorm import (
     _NEXT,
     _PART,
     PetastormDataModule,
     _in_sequence,
     _RangeVentilator,
 )
-from hvd_estimators.loading.sharding import plan_shards
+from hvd_estimators.loading.plan import plan_shards
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -120,7 +120,7 @@ def test_a_disk_cache_reads_each_file_once_and_is_deleted(tmp_path, monkeypatch,
     """Even where nothing fits into it, and what was read has to be read again."""
     rows, cache = 60, tmp_path / "cache"
     cache.mkdir()
-    monkeypatch.setattr(ranges, "PART_BYTES", 80)
+    monkeypatch.setattr(interleave, "PART_BYTES", 80)
     with opened(
         tmp_path / "data",
         rows,
@@ -173,7 +173,7 @@ def test_a_killed_worker_process_is_an_error(tmp_path, workers):
 @pytest.mark.parametrize("part_bytes", [80, 2**24], ids=["no room", "no work"])
 def test_threads_sleep_while_they_wait(tmp_path, monkeypatch, part_bytes):
     """They would take the interpreter's lock from training a thousand times a second."""
-    monkeypatch.setattr(ranges, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(interleave, "PART_BYTES", part_bytes)
     others = set(threading.enumerate())
 
     with opened(tmp_path / "data", 1000) as module:

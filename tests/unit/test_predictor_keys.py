@@ -10,8 +10,8 @@ import numpy as np
 import pytorch_lightning
 import torch
 
-from hvd_estimators.inference.predictors import cached_predictor, predictor_key
-from hvd_estimators.inference.shared import Hashed
+from hvd_estimators.inference.broadcast import Hashed
+from hvd_estimators.inference.worker import cached_predictor, predictor_key
 from hvd_estimators.keras import KerasModel
 from hvd_estimators.lightning import LightningModel
 from hvd_estimators.torch import TorchModel

@@ -8,9 +8,9 @@ from typing import Any
 
 import cloudpickle
 
-from hvd_estimators.launch.rank.preload import modules_of
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.training.handover import StoredCall, train_stored
+from hvd_estimators.launch.warm.modules import modules_of
+from hvd_estimators.training.call_transfer import StoredCall, train_stored
 
 # As the functions of a notebook.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

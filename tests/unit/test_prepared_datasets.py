@@ -11,14 +11,14 @@ import pytest
 from prepared_sets import Source, Writer, folders, use
 
 from hvd_estimators import clear_prepared_data, list_prepared_data
-from hvd_estimators.owners import Owner, this_process
+from hvd_estimators._util.process_identity import Owner, this_process
 from hvd_estimators.prepare.catalog import (
     manifest_path,
     new_hold_path,
     owner_path,
 )
-from hvd_estimators.prepare.reuse import KEPT_DATASETS, hold, lend
-from hvd_estimators.store.claims import STALE_SECONDS, Claim
+from hvd_estimators.prepare.datasets import KEPT_DATASETS, hold, lend
+from hvd_estimators.store.leases import STALE_SECONDS, Claim
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 

@@ -15,8 +15,8 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import DependencyError, ParamError, WorkerFailedError
-from hvd_estimators.launch.rank.first_rank import of_first_rank
-from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
+from hvd_estimators.launch.api import of_first_rank
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 

@@ -13,8 +13,8 @@ import pytest
 from tqdm.auto import tqdm
 
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.launch.events.stream import RankMessage, RankOutput, RankProgress
-from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.launch.service.events import RankMessage, RankOutput, RankProgress
+from hvd_estimators.store.paths import Position
 
 
 class Terminal(io.StringIO):

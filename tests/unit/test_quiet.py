@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import cloudpickle
 import pytest
 
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.rank import quiet
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank import output
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.task.environment import task_environment
+from hvd_estimators.launch.task.run import task_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -52,13 +52,13 @@ PRINTED = [*NOTES, NO_GPU, WARNING, ERROR, *OWN]
     ],
 )
 def test_lines_below_the_log_level_are_left_out(monkeypatch, level, gpus, shown):
-    monkeypatch.setattr(quiet, "visible_gpus", lambda env: gpus)
-    assert quiet.unnoticed({"TF_CPP_MIN_LOG_LEVEL": level})(PRINTED) == shown
+    monkeypatch.setattr(output, "visible_gpus", lambda env: gpus)
+    assert output.unnoticed({"TF_CPP_MIN_LOG_LEVEL": level})(PRINTED) == shown
 
 
 @pytest.mark.parametrize("env", [{}, {"TF_CPP_MIN_LOG_LEVEL": "0"}, {"TF_CPP_MIN_LOG_LEVEL": "x"}])
 def test_all_lines_are_shown_if_the_environment_asks_for_them(env):
-    assert quiet.unnoticed(env) is None
+    assert output.unnoticed(env) is None
 
 
 def test_the_output_of_a_rank_and_its_end_are_without_them():
@@ -100,11 +100,9 @@ def test_lightnings_advertisements_are_left_out_and_what_was_set_comes_back(capl
     pytest.importorskip("pytorch_lightning")
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_module
 
-    from hvd_estimators.lightning.quiet import quiet
-
     def logged(verbose):
         caplog.clear()
-        with quiet(verbose):
+        with output(verbose):
             rank_zero_info("💡 Tip: For seamless cloud uploads, try installing something")
             rank_zero_info("GPU available: False, used: False")
         return caplog.messages

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.launch.rank import folder as rank_folder
-from hvd_estimators.launch.rank.folder import make_rank_folder, sweep, use_own_temporary_folder
-from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE
+from hvd_estimators.launch.rank import directory as rank_folder
+from hvd_estimators.launch.rank.directory import make_rank_folder, sweep, use_own_temporary_folder
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 
-LEAVES = "from hvd_estimators.launch.rank.folder import make_rank_folder; print(make_rank_folder())"
+LEAVES = (
+    "from hvd_estimators.launch.rank.directory import make_rank_folder; print(make_rank_folder())"
+)
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from hvd_estimators.training.rank import rank_seed, seed_rank
+from hvd_estimators.training.horovod_session import rank_seed, seed_rank
 
 
 def test_ranks_epochs_and_seeds_have_seeds_of_their_own() -> None:

@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.reading_order import check_reading, reading_identity
-from hvd_estimators.fitting.runs import FoundRun, as_json
+from hvd_estimators.fitting.run import FoundRun, as_json, check_reading, reading_identity
+from hvd_estimators.loading.plan import RowRange, ShardPlan
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.loading.sharding import RowRange, ShardPlan
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
 from hvd_estimators.store.base import RunPaths
-from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.store.paths import Position
 
 
 class Own(DataModule):

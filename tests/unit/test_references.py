@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.launch.rank.notifications import call_without_notifications
 from hvd_estimators.launch.rank.process import pickle_call
-from hvd_estimators.launch.rank.references import modules_behind, modules_of_call
+from hvd_estimators.launch.rank.user_call import call_without_notifications
+from hvd_estimators.launch.warm.modules import modules_behind, modules_of_call
 
 MODULES = {
     "__init__.py": "",
@@ -108,7 +108,7 @@ def test_functions_are_found_among_arguments_and_in_partials(package: Path) -> N
     found = modules_of_call(
         pickle_call(call_without_notifications, call, {}), call_without_notifications, call, {}
     )
-    mine = "hvd_estimators.launch.rank.notifications"
+    mine = "hvd_estimators.launch.rank.user_call"
     assert found == ("horovod.torch", mine, "numpy", "torch")
 
 

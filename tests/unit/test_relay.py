@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from hvd_estimators.launch.rank import relay as relay_module
-from hvd_estimators.launch.rank.relay import Allowance, Relay
+from hvd_estimators.launch.rank import output as relay_module
+from hvd_estimators.launch.rank.output import Allowance, Relay
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -5,9 +5,10 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hvd_estimators.launch.rank.environment import child_environment, python_path
-from hvd_estimators.launch.rendezvous.ranks import (
+from hvd_estimators.launch.rank.environment import (
     assign_ranks,
+    child_environment,
+    python_path,
     rank_environment,
 )
 

@@ -11,11 +11,10 @@ import time
 
 import pytest
 
-from hvd_estimators.launch.network.channel import Channel, new_secret
+from hvd_estimators.launch.rendezvous.channel import Channel, new_secret
 from hvd_estimators.launch.rendezvous.client import PeerLostError, RemoteLink
-from hvd_estimators.launch.rendezvous.job_store import Failure
-from hvd_estimators.launch.rendezvous.patience import Patience
-from hvd_estimators.launch.rendezvous.server import RendezvousServer
+from hvd_estimators.launch.rendezvous.server import Failure, RendezvousServer
+from hvd_estimators.launch.timeouts import Patience
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -195,7 +194,7 @@ def test_a_link_that_stays_down_ends_the_job_on_both_sides():
 
 _SERVER_PROGRAM = """
 import sys
-from hvd_estimators.launch.rendezvous.patience import Patience
+from hvd_estimators.launch.timeouts import Patience
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 secret = bytes.fromhex(sys.stdin.readline())
 with RendezvousServer(secret, ["127.0.0.1"], Patience(0.3, 0.6, 1.5, 0.02, 0.05)) as server:

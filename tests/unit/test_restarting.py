@@ -20,14 +20,13 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
-from hvd_estimators.fitting import restarting
-from hvd_estimators.fitting.reached import Reached
-from hvd_estimators.fitting.restarting import Restarts, comes_back
-from hvd_estimators.launch.elastic import relaunching
-from hvd_estimators.launch.events.stream import Event, RankEpoch, RankOutput, RankProgress
-from hvd_estimators.launch.rank.stalls import PATIENCE_VARIABLE
-from hvd_estimators.store.checkpoint_names import Position
+from hvd_estimators.fitting import restarts
+from hvd_estimators.fitting.restarts import Reached, Restarts, comes_back
+from hvd_estimators.launch import relaunch
+from hvd_estimators.launch.rank.hang_detection import PATIENCE_VARIABLE
+from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.paths import Position
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -74,9 +73,9 @@ class FakeBackend:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses that would have been made; they take no time."""
     slept: list[float] = []
-    monkeypatch.setattr(restarting, "time", SimpleNamespace(sleep=slept.append, monotonic=_clock()))
-    monkeypatch.setattr(relaunching, "_POLL_SECONDS", 0.001)
-    monkeypatch.setattr(relaunching, "_RETURN_SECONDS", 0.05)
+    monkeypatch.setattr(restarts, "time", SimpleNamespace(sleep=slept.append, monotonic=_clock()))
+    monkeypatch.setattr(relaunch, "_POLL_SECONDS", 0.001)
+    monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.05)
     return slept
 
 
@@ -295,7 +294,7 @@ def test_a_store_that_was_gone_is_waited_for(
             raise answer
         return answer
 
-    monkeypatch.setattr(restarting, "positions", positions)
+    monkeypatch.setattr(restarts, "positions", positions)
     fit = Fit(tmp_path)
     assert fit.fit(FakeBackend(lost("raised", "StoreUnavailableError"))) == [2]
     assert answers == []

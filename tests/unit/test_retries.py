@@ -14,9 +14,9 @@ from s3fs.errors import translate_boto_error
 
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store import retries
-from hvd_estimators.store.errors import Kind, kind_of, redacted, secret_values
-from hvd_estimators.store.remote_file import RemoteFile
+from hvd_estimators.store.filesystem import RemoteFile
 from hvd_estimators.store.retries import is_transient, with_retries
+from hvd_estimators.store.storage_errors import Kind, kind_of, redacted, secret_values
 
 
 @pytest.fixture(autouse=True)

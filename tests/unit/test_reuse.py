@@ -13,7 +13,7 @@ from hvd_estimators.prepare.catalog import (
     load_manifest,
     manifest_path,
 )
-from hvd_estimators.prepare.reuse import KEPT_DATASETS, lend
+from hvd_estimators.prepare.datasets import KEPT_DATASETS, lend
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 

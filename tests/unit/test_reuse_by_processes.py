@@ -16,7 +16,7 @@ from hvd_estimators import clear_prepared_data, clear_training_cache, list_prepa
 from hvd_estimators.prepare.catalog import (
     dataset_paths,
 )
-from hvd_estimators.prepare.reuse import KEPT_DATASETS
+from hvd_estimators.prepare.datasets import KEPT_DATASETS
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -26,7 +26,7 @@ PROGRAM = """
     from hvd_estimators import Store
     from hvd_estimators.prepare.catalog import dataset_paths
     from tests.unit.prepared_sets import Source, Writer
-    from hvd_estimators.prepare.reuse import hold, lend
+    from hvd_estimators.prepare.datasets import hold, lend
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
     if len(what) == len("0123456789ab"):

@@ -17,9 +17,9 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions
-from hvd_estimators.training.state import RunState
 
 
 class Started(Exception):
@@ -133,8 +133,8 @@ def test_what_keras_and_lightning_cannot_do_is_refused_too() -> None:
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
     from test_played_shards import job
 
-    from hvd_estimators.keras.checks import check_batches
-    from hvd_estimators.lightning.checks import check_shards_of_module
+    from hvd_estimators.keras.dry_run import check_batches
+    from hvd_estimators.lightning.dry_run import check_shards_of_module
 
     as_many, fewer = job([10, 10], 4, 2), job([10, 10], 3, 2)
     synchronized = keras.Sequential(

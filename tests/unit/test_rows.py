@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from hvd_estimators.loading import rows
-from hvd_estimators.loading.rows import Layout, Memory, Rows
+from hvd_estimators.loading import blocks
+from hvd_estimators.loading.blocks import Layout, Memory, Rows
 
 ROWS = 57
 
@@ -20,7 +20,7 @@ def make_columns(width, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int16", "bool"])
 def test_rows_that_are_filled_and_put_are_those_of_the_columns(monkeypatch, width, dtype):
     # Several tiles, of which the last is smaller.
-    monkeypatch.setattr(rows, "_TILE_BYTES", 20 * width * np.dtype(dtype).itemsize)
+    monkeypatch.setattr(blocks, "_TILE_BYTES", 20 * width * np.dtype(dtype).itemsize)
     given = make_columns(width, dtype)
     # A column may be every other value of something.
     given["c0"] = np.repeat(given["c0"], 2)[::2]

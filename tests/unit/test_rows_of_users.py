@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
-from hvd_estimators.inference.output_types import DOUBLE, OutputType
-from hvd_estimators.inference.rows import read_rows
+from hvd_estimators.inference.output_columns import DOUBLE, OutputType
+from hvd_estimators.inference.standalone import read_rows
 
 pytestmark = pytest.mark.versions
 

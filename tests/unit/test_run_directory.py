@@ -10,8 +10,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from hvd_estimators.store import FilesystemStore, LocalStore, run_directory
-from hvd_estimators.store.run_directory import RunDirectory
+from hvd_estimators.store import FilesystemStore, LocalStore, synced_directory
+from hvd_estimators.store.synced_directory import RunDirectory
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(s
 
 
 def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
-    monkeypatch.setattr(run_directory, "SYNC_SECONDS", 0.01)
+    monkeypatch.setattr(synced_directory, "SYNC_SECONDS", 0.01)
     sent = queue.Queue()
     real = FilesystemStore.open_atomic
 

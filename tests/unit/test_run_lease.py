@@ -18,16 +18,25 @@ from typing import Any
 
 import pytest
 
+from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.owners import this_process
-from hvd_estimators.store import FilesystemStore, LocalStore, lease
-from hvd_estimators.store.claims import STALE_SECONDS, Claim, Heartbeat, read_claim
-from hvd_estimators.store.lease import RunLease, await_free, holder, lease_path, require_free
+from hvd_estimators.store import FilesystemStore, LocalStore, leases
+from hvd_estimators.store.leases import (
+    STALE_SECONDS,
+    Claim,
+    Heartbeat,
+    RunLease,
+    await_free,
+    holder,
+    lease_path,
+    read_claim,
+    require_free,
+)
 
 HOLDER = """
 import sys
 from hvd_estimators import Store
-from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.leases import RunLease
 store = Store.create(sys.argv[1])
 with RunLease(store, store.run_paths("mine")):
     print("held", flush=True)
@@ -80,7 +89,7 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
 def test_a_process_that_was_killed_holds_nothing(
     store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     os.kill(other.pid, signal.SIGKILL)
     other.wait(60)
     assert store.exists(path_of(store))
@@ -107,7 +116,7 @@ def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
 def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     run = store.run_paths("mine")
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with pytest.raises(ParamError, match=r"by process \d+ on node7 .* free 5 minutes after"):
@@ -122,7 +131,7 @@ def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_
     store: Any, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, slept = store.run_paths("mine"), list[float]()
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     # One that runs here, and is seen to.
     with pytest.raises(ParamError, match=f"by process {other.pid}"):
         await_free(store, run)
@@ -134,7 +143,7 @@ def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_
             os.utime(path, (path.stat().st_mtime - 200,) * 2)
 
     clock = SimpleNamespace(sleep=age, monotonic=time.monotonic)
-    monkeypatch.setattr(lease, "time", clock)
+    monkeypatch.setattr(leases, "time", clock)
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
     with RunLease(store, run, patient=True):
         claim = read_claim(store, path_of(store))
@@ -154,7 +163,7 @@ def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_
 def test_a_lease_that_is_damaged_is_judged_by_its_age(
     store: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
     run, path = store.run_paths("mine"), path_of(store)
     store.write_text(path, "{")
     with pytest.raises(ParamError, match="'mine' is being trained by"):
@@ -178,7 +187,7 @@ def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
             require_free(*given)
             looked.wait(60)
 
-        monkeypatch.setattr(lease, "require_free", look)
+        monkeypatch.setattr(leases, "require_free", look)
 
     def take() -> None:
         start.wait(60)

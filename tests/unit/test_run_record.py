@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from hvd_estimators import Store
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.metadata import begun, noted_params
-from hvd_estimators.fitting.record import RunRecord
-from hvd_estimators.fitting.runs import RowOrder
-from hvd_estimators.launch.events.outlets import print_event
-from hvd_estimators.launch.events.stream import RankEpoch, RankOutput
-from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.fitting.record import RunRecord, begun, noted_params
+from hvd_estimators.fitting.run import RowOrder
+from hvd_estimators.launch.service.events import RankEpoch, RankOutput
+from hvd_estimators.launch.service.output_sinks import print_event
 from hvd_estimators.store import FilesystemStore, LocalStore
-from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
-from hvd_estimators.store.lease import RunLease
+from hvd_estimators.store.leases import RunLease
+from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.spec import EpochMetrics

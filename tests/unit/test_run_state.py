@@ -13,16 +13,17 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.training.encoding import encode, is_encodable
-from hvd_estimators.training.randomness import HostStreams, of_shards
-from hvd_estimators.training.spec import EpochMetrics
-from hvd_estimators.training.state import (
+from hvd_estimators.torch.shard_state import TorchStreams
+from hvd_estimators.training.run_state import (
     RunState,
     check_state,
+    encode,
+    is_encodable,
     read_state,
     write_archive,
 )
+from hvd_estimators.training.shard_state import HostStreams, of_shards
+from hvd_estimators.training.spec import EpochMetrics
 
 
 def assert_same(found: Any, expected: Any) -> None:

@@ -18,15 +18,15 @@ from pyarrow import parquet
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.fitting.runs import HeldRun
+from hvd_estimators.fitting.run import HeldRun
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.store.checkpoint_names import Position
 from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.paths import Position
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
+from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions
-from hvd_estimators.training.state import RunState
 
 
 class Started(Exception):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from hvd_estimators._util.spark_session import is_connect
 from hvd_estimators.exceptions import DependencyError
-from hvd_estimators.prepare.column_names import require_frame
-from hvd_estimators.sessions import is_connect
+from hvd_estimators.prepare.schema import require_frame
 
 
 class Classic:

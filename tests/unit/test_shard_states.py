@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.torch.randomness import TorchStreams
-from hvd_estimators.torch.shards import BufferReducer, BufferState
+from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.training.buffer_reduction import find_buffers
-from hvd_estimators.training.rank import seed_rank
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.horovod_session import seed_rank
+from hvd_estimators.training.shard_state import ShardStates
 
 SHARDS, STEPS, EPOCHS = 5, 3, 2
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hvd_estimators.launch.cluster import slots
-from hvd_estimators.launch.cluster.slots import await_slots, expected_executors
+from hvd_estimators.launch.cluster import application
+from hvd_estimators.launch.cluster.application import await_slots, expected_executors
 
 
 class Cluster:
@@ -65,7 +65,7 @@ def test_executors_that_are_still_coming_are_waited_for(
 ) -> None:
     cluster = Cluster(arrivals, conf, master)
     given: Any = cluster
-    monkeypatch.setattr(slots, "time", cluster)
+    monkeypatch.setattr(application, "time", cluster)
 
     assert await_slots(given, wanted, 600.0) == slots_then
     assert cluster.now - 1000 == pytest.approx(seconds, abs=1)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from py4j.protocol import Py4JError
 
-from hvd_estimators.prepare import sources
+from hvd_estimators.prepare import lineage
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def file(tmp_path):
 
 
 def marks(path):
-    return sources._local_marks([f"file:{path}"])
+    return lineage._local_marks([f"file:{path}"])
 
 
 def rewritten(path):
@@ -51,7 +51,7 @@ def test_a_file_that_has_just_changed_is_looked_at_again_later(monkeypatch, age_
     now = 1_700_000_000_123_456_789
     monkeypatch.setattr(time, "time_ns", lambda: now)
     stat = SimpleNamespace(st_ctime_ns=now - age_ns)
-    assert (sources._unsettled_ns(stat) <= 0) == settled
+    assert (lineage._unsettled_ns(stat) <= 0) == settled
 
 
 def test_where_the_clock_is_coarse_or_ahead_nothing_is_known_of_new_files(file, monkeypatch):
@@ -59,7 +59,7 @@ def test_where_the_clock_is_coarse_or_ahead_nothing_is_known_of_new_files(file, 
     fields = {name: getattr(stat, name) for name in dir(stat) if name.startswith("st_")}
     for ctime in (time.time_ns() // 10**9 * 10**9, time.time_ns() + 10**9 + 1):
         monkeypatch.setattr(
-            sources, "_stat", lambda url, c=ctime: SimpleNamespace(**{**fields, "st_ctime_ns": c})
+            lineage, "_stat", lambda url, c=ctime: SimpleNamespace(**{**fields, "st_ctime_ns": c})
         )
         assert marks(file) is None
     # Later it is.
@@ -103,4 +103,4 @@ def test_a_remote_file_is_told_by_its_tag_or_checksum_or_not_at_all(tag, checksu
     jvm = SimpleNamespace(org=SimpleNamespace(apache=SimpleNamespace(hadoop=hadoop)))
     state = SimpleNamespace(newHadoopConf=lambda: None)
     session = SimpleNamespace(_jvm=jvm, _jsparkSession=SimpleNamespace(sessionState=lambda: state))
-    assert sources._remote_marks("s3a://bucket/rows.parquet", session) == marks
+    assert lineage._remote_marks("s3a://bucket/rows.parquet", session) == marks

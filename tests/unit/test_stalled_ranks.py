@@ -10,8 +10,8 @@ import pytest
 from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.local import LocalBackend
-from hvd_estimators.launch.mends import installed_mends
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.versions import installed_mends
 
 SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 

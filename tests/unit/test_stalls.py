@@ -10,8 +10,7 @@ import pytest
 from processes import wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
-from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
-from hvd_estimators.launch.rank.stalls import (
+from hvd_estimators.launch.rank.hang_detection import (
     HANG_VARIABLE,
     PATIENCE_VARIABLE,
     StallWatch,
@@ -21,6 +20,7 @@ from hvd_estimators.launch.rank.stalls import (
     stall_limit,
     stalled_ranks,
 )
+from hvd_estimators.launch.rank.outcome import RankOutcome, results_in_order
 
 CHECK, SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
 DISABLE = "HOROVOD_STALL_CHECK_DISABLE"

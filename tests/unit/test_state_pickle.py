@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.launch.elastic.state_pickle import StatePickler
+from hvd_estimators.launch.service.elastic_state import StatePickler
 
 
 def dumped(value: Any) -> bytes:

@@ -19,8 +19,8 @@ import torch
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import LocalStore
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.checkpoint import load_file, save_file
 from hvd_estimators.torch.serialization import dump_with_references, load_with_references
+from hvd_estimators.torch.snapshot import load_file, save_file
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects, used_by_function
 
 NET = torch.nn.Linear(1, 1)

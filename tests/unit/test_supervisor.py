@@ -9,7 +9,7 @@ import pytest
 from hvd_estimators.launch.rank import supervisor
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.supervisor import failure_of, supervise
-from hvd_estimators.launch.rendezvous.job_store import Failure
+from hvd_estimators.launch.rendezvous.server import Failure
 
 GRACE = 3.0
 FAR = Failure(7, "far", "had failed (ValueError: no)")

@@ -10,8 +10,8 @@ from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
 from hvd_estimators.exceptions import ParamError, SlotsError
 from hvd_estimators.launch import SparkBackend
-from hvd_estimators.launch.cluster.preflight import check_slots
-from hvd_estimators.launch.cluster.profiles import TaskResources
+from hvd_estimators.launch.cluster.capacity import check_slots
+from hvd_estimators.launch.cluster.resources import TaskResources
 
 pytestmark = pytest.mark.versions
 

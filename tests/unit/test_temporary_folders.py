@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hvd_estimators import temporary
-from hvd_estimators.temporary import LocalFile, folder_prefix, sweep
+from hvd_estimators._util import temp_files
+from hvd_estimators._util.temp_files import LocalFile, folder_prefix, sweep
 
 HOLDER = """
-from hvd_estimators.temporary import LocalFile
+from hvd_estimators._util.temp_files import LocalFile
 file = LocalFile()
 open(file, "w").write("much")
 print(file.path, flush=True)
@@ -24,7 +24,7 @@ input()
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    temporary._sweep_once.cache_clear()
+    temp_files._sweep_once.cache_clear()
 
 
 def test_a_killed_processs_folder_is_swept_by_the_next_one_that_makes_one(tmp_path):
@@ -50,7 +50,7 @@ def test_a_killed_processs_folder_is_swept_by_the_next_one_that_makes_one(tmp_pa
         process.send_signal(signal.SIGKILL)
         process.communicate()
     assert path.exists()
-    temporary._sweep_once.cache_clear()
+    temp_files._sweep_once.cache_clear()
     another = LocalFile()
     assert not path.parent.exists()
     assert Path(own).read_text() == "mine"

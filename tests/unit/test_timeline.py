@@ -13,17 +13,17 @@ import pytest
 
 from hvd_estimators import Store
 from hvd_estimators.launch import LocalBackend
-from hvd_estimators.launch.events.timeline import (
+from hvd_estimators.launch.rank.outcome import RankOutcome
+from hvd_estimators.launch.service.timeline import (
     keep_timeline,
     make_room_for_timeline,
     timeline_path,
     with_timeline,
 )
-from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.store.base import RunPaths
-from hvd_estimators.training.handover import Handover, train_stored
+from hvd_estimators.training.call_transfer import Handover, train_stored
+from hvd_estimators.training.horovod_session import gather_timeline
 from hvd_estimators.training.spec import TrainResult
-from hvd_estimators.training.timeline import gather_timeline
 
 pytestmark = pytest.mark.timeout(300)
 

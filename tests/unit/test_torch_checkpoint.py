@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch import checkpoint
-from hvd_estimators.torch.checkpoint import (
+from hvd_estimators.torch import snapshot
+from hvd_estimators.torch.shard_state import BufferState
+from hvd_estimators.torch.snapshot import (
     ShardBuffers,
     copied,
     fleeting_buffers,
     load_file,
     save_file,
 )
-from hvd_estimators.torch.shards import BufferState
-from hvd_estimators.training.shards import ShardStates
+from hvd_estimators.training.shard_state import ShardStates
 
 
 class Threads:
@@ -63,7 +63,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     threads = Threads(size)
-    monkeypatch.setattr(checkpoint, "exchange", threads)
+    monkeypatch.setattr(snapshot, "exchange", threads)
     num_shards = 3
 
     def unequal(net: Net, shards: ShardStates) -> Any:

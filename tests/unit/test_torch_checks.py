@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
-from hvd_estimators.torch.checks import check_fit, output_shapes
+from hvd_estimators.torch.dry_run import check_fit, output_shapes
 from hvd_estimators.torch.loss import Loss, check_weightable
 from hvd_estimators.torch.tensors import TensorSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hvd_estimators.torch.finite import not_finite
+from hvd_estimators.torch.collectives import not_finite
 
 INF, NAN = float("inf"), float("nan")
 

@@ -14,9 +14,8 @@ import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.torch import TorchEstimator
-from hvd_estimators.torch.checks import check_fit
+from hvd_estimators.torch.dry_run import check_fit
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.outputs import select_outputs
 from hvd_estimators.torch.serialization import (
     dump_module,
     dump_optimizer,
@@ -24,7 +23,7 @@ from hvd_estimators.torch.serialization import (
     load_optimizer,
     plain_module,
 )
-from hvd_estimators.torch.tensors import TensorSpec
+from hvd_estimators.torch.tensors import TensorSpec, select_outputs
 
 ONE, TWO = torch.zeros(3), torch.ones(3, 2)
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hvd_estimators.exceptions import PredictionError, ShapeError
-from hvd_estimators.inference.resources import Resources
+from hvd_estimators.inference.worker import Resources
 from hvd_estimators.torch import TorchModel
-from hvd_estimators.torch import forward as forwarding
-from hvd_estimators.torch.forward import Forward, limit_threads
+from hvd_estimators.torch import predictor as forwarding
+from hvd_estimators.torch.predictor import Forward, limit_threads
 
 ROWS = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 

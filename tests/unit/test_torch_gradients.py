@@ -11,7 +11,7 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.gradients import GradientAverager
-from hvd_estimators.torch.stated_denominators import StatedDenominators
+from hvd_estimators.torch.loss import StatedDenominators
 
 
 class Collective:

@@ -10,7 +10,7 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.measures import Measures
+from hvd_estimators.torch.metric_sums import Measures
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import Evaluation
 from hvd_estimators.training.weighted_batches import WeightedBatches

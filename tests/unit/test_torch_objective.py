@@ -9,11 +9,10 @@ import torch
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.lightning.adapter import ModuleAdapter
-from hvd_estimators.lightning.flavor import default_flavor, of_flavor
-from hvd_estimators.torch.loss import StepShare
+from hvd_estimators.lightning.package import default_flavor, of_flavor
+from hvd_estimators.torch.loss import StatedDenominators, StepShare
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.serialization import dump_optimizer, dump_with_references
-from hvd_estimators.torch.stated_denominators import StatedDenominators
 from hvd_estimators.torch.tensors import TensorSpec
 
 TENSORS = TensorSpec(("x",), ("blue", "amber"), sample_weight_col="w")

@@ -12,17 +12,15 @@ import torch
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.inference.output_columns import output_columns
-from hvd_estimators.torch.checks import (
+from hvd_estimators.torch.dry_run import (
     check_fit,
     check_modes,
     check_own_step,
+    copied,
     takes_one_row,
 )
-from hvd_estimators.torch.joint_loss import JointLoss, check_joint
-from hvd_estimators.torch.objective import Objective
-from hvd_estimators.torch.outputs import require_tensors, select_outputs
-from hvd_estimators.torch.tensors import TensorSpec
-from hvd_estimators.torch.trial_copies import copied
+from hvd_estimators.torch.objective import JointLoss, Objective, check_joint
+from hvd_estimators.torch.tensors import TensorSpec, require_tensors, select_outputs
 
 F = torch.nn.functional
 ONE, TWO = torch.ones(3, 1), torch.ones(3, 2)

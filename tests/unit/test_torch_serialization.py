@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.sending import check_sendable
+from hvd_estimators.fitting.trial import check_sendable
 from hvd_estimators.torch.pickling import Pickler
 from hvd_estimators.torch.serialization import (
     dump_module,

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.outputs import select_outputs
-from hvd_estimators.torch.tensors import Batch, TensorSpec
+from hvd_estimators.torch.tensors import Batch, TensorSpec, select_outputs
 
 F = torch.nn.functional
 ROWS = 5

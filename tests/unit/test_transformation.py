@@ -10,26 +10,21 @@ import pytest
 from foreign import describe, write
 from pyarrow import parquet
 
+from hvd_estimators.data.arrays import table_to_columns
+from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.loading import transformation as transformation_module
-from hvd_estimators.loading.readers import ranges
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.readers.mixing import one_by_one
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.loading.transformation import (
-    EditedField,
-    Transformation,
-    Transformed,
-    edited_fields,
-)
-from hvd_estimators.parquet.columns import table_to_columns
-from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.loading import interleave
+from hvd_estimators.loading import transform as transformation_module
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.plan import plan_shards
+from hvd_estimators.loading.transform import EditedField, Transformation, Transformed, edited_fields
 
 pytestmark = pytest.mark.versions
 
 READERS: list[type] = [ArrowDataModule]
 with contextlib.suppress(ImportError):
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS.append(PetastormDataModule)
 WORDS = np.array(["a", "bb", "ccc", "dd"], object)
@@ -132,7 +127,7 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
     assert [spec.kind for spec in manifest.columns] == ["text", "text", "text", "array"]
 
     # Text counts, so that parts are bounded by bytes.
-    monkeypatch.setattr(ranges, "PART_BYTES", 100)
+    monkeypatch.setattr(interleave, "PART_BYTES", 100)
     plan = plan_shards(manifest.train.row_groups, 1)
     options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
     with (
@@ -167,7 +162,7 @@ def test_parts_of_text_are_bounded_by_what_it_is_when_decoded(
     manifest = describe(path.parent, "text", "id", allow_text=True)
     plan = plan_shards(manifest.train.row_groups, 1)
     most = 100 * size
-    monkeypatch.setattr(ranges, "PART_BYTES", most)
+    monkeypatch.setattr(interleave, "PART_BYTES", most)
     options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
 
     with (
@@ -233,7 +228,7 @@ def test_fields_that_change_from_part_to_part_are_an_error_with_the_place(
     tmp_path, monkeypatch, transformation, message
 ):
     # Rows 32 to 69 come together with others.
-    monkeypatch.setattr(ranges, "PART_BYTES", 35 * 8)
+    monkeypatch.setattr(interleave, "PART_BYTES", 35 * 8)
     monkeypatch.setattr(transformation_module, "_FIRST_ROWS", 35)
     with pytest.raises(DataError, match=message + r".* in rows 70 to \d+ .*'x': .*70.*edit_fields"):
         read_with(tmp_path, transformation)

@@ -12,7 +12,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from hvd_estimators import unpickling
+from hvd_estimators._util import unpickling
 
 SOURCE = """
 import abc, dataclasses, enum
@@ -77,7 +77,7 @@ def test_classes_that_a_pickle_brought_are_updated_by_the_next(notebook: dict[st
     second = cloudpickle.dumps(net)
     script = (
         "import sys\n"
-        "from hvd_estimators.unpickling import load, loads\n"
+        "from hvd_estimators._util.unpickling import load, loads\n"
         "first = load(sys.stdin.buffer)\n"
         "assert first.apply(3) == 6.0\n"
         "second = load(sys.stdin.buffer)\n"

@@ -20,18 +20,18 @@ import psutil
 import pytest
 from processes import ended, pids, wait_until
 
-from hvd_estimators.launch.events.stream import EVENTS_VARIABLE
-from hvd_estimators.launch.network.addresses import listening_environment
-from hvd_estimators.launch.network.channel import new_secret, ranks_key
-from hvd_estimators.launch.rank import warm_folder
+from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
+from hvd_estimators.launch.rank.hang_detection import stall_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
-from hvd_estimators.launch.rank.stalls import stall_environment
-from hvd_estimators.launch.rank.warm import WarmStart, warm_environment
+from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.rendezvous.client import LocalLink
-from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
-from hvd_estimators.launch.rendezvous.job_store import JobStore
-from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
+from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.server import JobStore
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.warm import client
+from hvd_estimators.launch.warm.client import WarmStart, warm_environment
 
 # A rank must not import this module, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -45,7 +45,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of this test's sockets; all of its processes have ended afterwards."""
-    monkeypatch.setattr(warm_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(client.tempfile, "gettempdir", lambda: str(tmp_path))
     # Other tests of this process may have some, too.
     for process in warm_processes():
         process.kill()
@@ -179,16 +179,16 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from hvd_estimators.launch.rank import warm_folder
-from hvd_estimators.launch.network.addresses import listening_environment
-from hvd_estimators.launch.network.channel import new_secret, ranks_key
-from hvd_estimators.launch.events.stream import EVENTS_VARIABLE
-from hvd_estimators.launch.rendezvous.gloo_proxy import GlooProxy
-from hvd_estimators.launch.rendezvous.job_store import JobStore
+from hvd_estimators.launch.rendezvous.hosts import listening_environment
+from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
+from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.rank.process import RankProcess
-from hvd_estimators.launch.rendezvous.ranks import assign_ranks, rank_environment
+from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
 from hvd_estimators.launch.rendezvous.client import LocalLink
-from hvd_estimators.launch.rank.stalls import stall_environment
-from hvd_estimators.launch.rank.warm import WarmStart, warm_environment
+from hvd_estimators.launch.rank.hang_detection import stall_environment
+from hvd_estimators.launch.warm.client import WarmStart, warm_environment
 
 warm_folder.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])

@@ -26,7 +26,7 @@ from saved_checkpoints import (
 from hvd_estimators import Store
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.store import FilesystemStore
-from hvd_estimators.training.checkpoints import CheckpointWriter
+from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
 
 

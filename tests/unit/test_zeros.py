@@ -10,9 +10,9 @@ import pytorch_lightning
 import torch
 
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.zeros import known_shapes, rows_of_zeros
+from hvd_estimators.inference.frame import known_shapes, rows_of_zeros
 from hvd_estimators.lightning import LightningModel
-from hvd_estimators.loading.transformation import edited_fields
+from hvd_estimators.loading.transform import edited_fields
 
 
 def entry(dtype: str, *shape: int) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from hvd_estimators.launch.elastic.run import run_elastic
-from hvd_estimators.launch.runner import run
+from hvd_estimators.launch.api import run, run_elastic
 
 __all__ = ["run", "run_elastic"]

@@ -1,4 +1,4 @@
-"""What launching asks of an application behind Spark Connect, where there is no JVM to ask.
+"""Launching behind Spark Connect, and the choice between both kinds of session.
 
 Runs on the driver, which is the process of the client here. What a classic session knows from the
 JVM is known from the application's settings, from the tasks themselves, or not at all.
@@ -19,24 +19,32 @@ from typing import TYPE_CHECKING, Any
 
 from pyspark import InheritableThread
 
+from hvd_estimators._util.spark_session import current_session, is_connect
+from hvd_estimators._util.temp_files import folder_prefix
 from hvd_estimators.exceptions import SlotsError
-from hvd_estimators.launch.cluster.application import DYNAMIC_ALLOCATION, Cluster
-from hvd_estimators.launch.cluster.profiles import TaskResources
-from hvd_estimators.launch.cluster.slots import expected_executors
-from hvd_estimators.launch.task.sharing import INLINE_BYTES, AddedFile
+from hvd_estimators.launch.cluster.application import (
+    DYNAMIC_ALLOCATION,
+    Cluster,
+    expected_executors,
+)
+from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.task.spec import INLINE_BYTES, AddedFile
 from hvd_estimators.launch.versions import installed_versions
-from hvd_estimators.temporary import folder_prefix
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-    from hvd_estimators.launch.cluster.profiles import Task
+    from hvd_estimators.launch.cluster.resources import Task, TaskResources
 
-__all__ = ["ConnectCluster"]
+__all__ = ["ConnectCluster", "current_cluster"]
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
+
+
 # Those that are asked for: a client does not get all of them at once.
 _SETTINGS = (
     *("spark.app.id", "spark.master", "spark.task.cpus", "spark.task.resource.gpu.amount"),
@@ -255,3 +263,23 @@ def _count_cores(batches: Iterator[Any]) -> Iterator[Any]:
     for _ in batches:
         pass
     yield pa.RecordBatch.from_pydict({"cores": pa.array([os.cpu_count()], pa.int32())})
+
+
+def current_cluster(resources: TaskResources | None = None) -> Cluster:
+    """Return the application of `current_session`.
+
+    Parameters
+    ----------
+    resources : TaskResources, optional
+        What tasks ask for.
+
+    Raises
+    ------
+    SlotsError
+        If the cluster manager has no such resources.
+    """
+    session = current_session()
+    if is_connect(session):
+        return ConnectCluster(session, resources)
+    context = session.sparkContext
+    return Cluster(context, None if resources is None else resources.on(context), session)

@@ -13,10 +13,10 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from hvd_estimators._util.spark_session import current_session, using_session
 from hvd_estimators.exceptions import JobCancelledError, SlotsError
-from hvd_estimators.launch.cluster.current import current_cluster
-from hvd_estimators.launch.cluster.failures import typed_failure
-from hvd_estimators.sessions import current_session, using_session
+from hvd_estimators.launch.cluster.connect import current_cluster
+from hvd_estimators.launch.cluster.spark_errors import typed_failure
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

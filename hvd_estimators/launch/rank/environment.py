@@ -1,4 +1,4 @@
-"""Environment variables of ranks: which of the driver's they see, and how they are put together."""
+"""Environment variables of ranks: what they take from the driver, and what the launch adds."""
 
 from __future__ import annotations
 
@@ -6,13 +6,78 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from hvd_estimators.launch.rank.quiet import LOG_LEVEL
-from hvd_estimators.launch.rendezvous.patience import GLOO_TIMEOUT
+from horovod.runner.common.util.hosts import HostInfo, SlotInfo, get_host_assignments
 
-__all__ = ["DEFAULTS", "child_environment", "python_path", "shared_environment"]
+from hvd_estimators.launch.rank.output import LOG_LEVEL
+from hvd_estimators.launch.timeouts import GLOO_TIMEOUT
+
+__all__ = [
+    "DEFAULTS",
+    "assign_ranks",
+    "child_environment",
+    "python_path",
+    "rank_environment",
+    "shared_environment",
+]
+
+
+def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
+    """Give each task a rank, contiguous on each host, and there in each executor.
+
+    Local ranks count the tasks of a host, not of an executor or container: those that see all of
+    the machine's GPUs must not choose the same one. Where containers see only their own GPUs, the
+    ranks of one still choose different ones, since their local ranks follow each other.
+
+    Parameters
+    ----------
+    hosts : sequence of str
+        The host of each task.
+    executors : sequence of str, optional
+        The executor of each task. Default: those of a host are of one.
+
+    Returns
+    -------
+    list of SlotInfo
+        Each task's slot, in the order of the tasks. Task 0 has rank 0.
+    """
+    groups = list(zip(hosts, executors or hosts, strict=True))
+    names = list(dict.fromkeys(hosts))
+    slots = get_host_assignments(
+        [HostInfo(name, hosts.count(name)) for name in names], len(hosts), len(hosts)
+    )
+    # Hosts and executors are in the order of their first tasks.
+    order = [names.index(host) for host, _ in groups]
+    firsts = [groups.index(group) for group in groups]
+    tasks = sorted(range(len(groups)), key=lambda task: (order[task], firsts[task], task))
+    by_rank = sorted(slots, key=lambda slot: slot.rank)
+    assigned = dict(zip(tasks, by_rank, strict=True))
+    return [assigned[task] for task in range(len(groups))]
+
+
+def rank_environment(slot: SlotInfo) -> dict[str, str]:
+    """Return the environment variables that make a process one rank of a Gloo job.
+
+    Where the ranks meet is told by `hvd_estimators.launch.rendezvous.gloo_http.GlooProxy`, and on
+    which address they listen by `hvd_estimators.launch.rendezvous.hosts.listening_environment`.
+    """
+    return {
+        "HOROVOD_HOSTNAME": str(slot.hostname),
+        "HOROVOD_RANK": str(slot.rank),
+        "HOROVOD_SIZE": str(slot.size),
+        "HOROVOD_LOCAL_RANK": str(slot.local_rank),
+        "HOROVOD_LOCAL_SIZE": str(slot.local_size),
+        "HOROVOD_CROSS_RANK": str(slot.cross_rank),
+        "HOROVOD_CROSS_SIZE": str(slot.cross_size),
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+
 
 DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
+
+
 """Variables of ranks that the user, the driver and the executor have not set."""
+
 
 # Parts of a name; some only at the end of a word, so that TOKENIZERS_PARALLELISM is none of them.
 _SECRET = re.compile(
@@ -20,8 +85,11 @@ _SECRET = re.compile(
     "|(?:TOKENS?|KEYS?|KEY_?ID|PASS|PWD)(?:_|$)"
     "|(?:^|_)(?:PAT|SAS|AUTH|COOKIE|DSN|SIGNATURE)(?:_|$)"
 )
+
+
 # A user and a password in a URL, as in those of databases and proxies.
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+
 
 # What describes the driver's machine, process or session, and would be wrong elsewhere.
 _OF_THE_DRIVER = re.compile(

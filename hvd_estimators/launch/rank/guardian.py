@@ -1,6 +1,6 @@
 """A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
 
-It kills the rank, or asks it to end first, see `hvd_estimators.launch.rank.grace`.
+It kills the rank, or asks it to end first, see `hvd_estimators.launch.rank.graceful_stop`.
 
 A rank cannot watch for that itself: a thread in Python needs the interpreter lock, which a C
 extension may hold for minutes. Therefore the process that a rank's parent starts splits in two
@@ -25,7 +25,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from hvd_estimators.launch.rank.grace import grace_asked
+from hvd_estimators.launch.rank.graceful_stop import grace_asked
 
 __all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
 

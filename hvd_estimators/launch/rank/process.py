@@ -21,25 +21,25 @@ from typing import IO, Any
 import cloudpickle
 from typing_extensions import Self
 
+from hvd_estimators._util.unpickling import first_imports
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.first_imports import first_imports
-from hvd_estimators.launch.rank.folder import make_rank_folder
-from hvd_estimators.launch.rank.forked import ForkedRank
-from hvd_estimators.launch.rank.grace import DIRECTORY_VARIABLE, deny_grace, grace_asked
+from hvd_estimators.launch.rank.directory import make_rank_folder
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, deny_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
-from hvd_estimators.launch.rank.liveness import HangWatch, sign_left, stack_left
-from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import OutputReader
-from hvd_estimators.launch.rank.quiet import unnoticed
-from hvd_estimators.launch.rank.stalls import (
+from hvd_estimators.launch.rank.hang_detection import (
+    HangWatch,
     StallWatch,
     hang_limit,
     is_stopped,
+    sign_left,
+    stack_left,
     stall_environment,
     stall_limit,
 )
-from hvd_estimators.launch.rank.warm import WarmStart
+from hvd_estimators.launch.rank.outcome import NOT_STARTED, RankOutcome
+from hvd_estimators.launch.rank.output import OutputReader, unnoticed
 from hvd_estimators.launch.rank.worker import OUTCOME_FILE
+from hvd_estimators.launch.warm.client import ForkedRank, WarmStart
 
 __all__ = ["RankProcess", "pickle_call"]
 

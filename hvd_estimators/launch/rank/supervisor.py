@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess
-from hvd_estimators.launch.rendezvous.job_store import Failure
+from hvd_estimators.launch.rendezvous.server import Failure
 
 __all__ = ["failure_of", "supervise"]
 

@@ -2,7 +2,7 @@
 
 The function comes by standard input, since it may hold secrets, which are to touch no disk. Started
 by `RankProcess` as ``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``; with
-``--warm`` it is a process that forks ranks (`hvd_estimators.launch.rank.warm_server`). Imports
+``--warm`` it is a process that forks ranks (`hvd_estimators.launch.warm.server`). Imports
 neither PySpark nor a framework.
 """
 
@@ -19,8 +19,8 @@ from typing import NoReturn
 
 import cloudpickle
 
-from hvd_estimators.launch.rank.error_report import ErrorReport, report_error
 from hvd_estimators.launch.rank.guardian import empty_stdin, split_off_guardian
+from hvd_estimators.launch.rank.outcome import ErrorReport, report_error
 
 __all__ = ["OUTCOME_FILE", "main"]
 
@@ -65,7 +65,7 @@ def _exit(status: int) -> NoReturn:
 
 def _start(arguments: Sequence[str]) -> NoReturn:
     if arguments[0] == "--warm":
-        from hvd_estimators.launch.rank.warm_server import serve
+        from hvd_estimators.launch.warm.server import serve
 
         rank = serve(json.loads(arguments[1]))
         directory = rank.directory

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from typing_extensions import Self
 
-from hvd_estimators.launch.network.channel import AuthenticationError, Channel
-from hvd_estimators.launch.rendezvous.job_store import Answer, Failure, JobStore
-from hvd_estimators.launch.rendezvous.patience import Patience
+from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channel
+from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
+from hvd_estimators.launch.timeouts import Patience
 
 __all__ = ["Link", "LocalLink", "PeerLostError", "RemoteLink"]
 

@@ -6,7 +6,7 @@ import http.client
 import os
 import time
 
-from hvd_estimators.launch.mends import TOKEN_VARIABLE
+from hvd_estimators.launch.versions import TOKEN_VARIABLE
 
 __all__ = ["JOB_SCOPE", "tell_parent"]
 

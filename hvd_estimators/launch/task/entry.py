@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hvd_estimators.launch.task.environment import prepare_warm_start
+from hvd_estimators.launch.task.run import prepare_warm_start
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from hvd_estimators.launch.task.job import Job
+    from hvd_estimators.launch.task.spec import Job
 
 __all__ = ["import_task", "run_task"]
 
@@ -24,7 +24,7 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
     for _ in batches:
         pass
     prepare_warm_start(job)
-    from hvd_estimators.launch.task.barrier import run_rank
+    from hvd_estimators.launch.task.run import run_rank
 
     yield from run_rank(job)
 

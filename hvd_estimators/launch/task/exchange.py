@@ -22,13 +22,12 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import Self
 
 from hvd_estimators.exceptions import UnreachableError
-from hvd_estimators.launch.network.channel import Channel, exchange_key
-from hvd_estimators.launch.network.listener import Listener
+from hvd_estimators.launch.rendezvous.channel import Channel, Listener, exchange_key
 
 if TYPE_CHECKING:
     from pyspark import BarrierTaskContext
 
-    from hvd_estimators.launch.task.job import Job
+    from hvd_estimators.launch.task.spec import Job
 
 __all__ = ["Exchange", "ExchangeServer"]
 
@@ -137,7 +136,7 @@ class ExchangeServer:
     Attributes
     ----------
     place : str
-        Where tasks reach it, for `hvd_estimators.launch.task.job.Job`; empty where it cannot
+        Where tasks reach it, for `hvd_estimators.launch.task.spec.Job`; empty where it cannot
         listen, or where tasks of an earlier job of the application did not come.
     """
 

@@ -7,15 +7,15 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import parquet
 
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.loading.arrow import ArrowDataModule
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import LocalStore
 
 ROWS = 53
 READERS = {"arrow": ArrowDataModule}
 with contextlib.suppress(ImportError):  # it cannot be installed beside today's PyArrow
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
     READERS["petastorm"] = PetastormDataModule
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from numbered_rows import ROWS, Dataset, current, flat, module, pairs, steps, take
 
-from hvd_estimators.loading.readers import mixing
-from hvd_estimators.loading.readers.arrow import ArrowDataModule
+from hvd_estimators.loading import interleave
+from hvd_estimators.loading.arrow import ArrowDataModule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -72,7 +72,7 @@ def test_the_seed_decides_the_batches_and_passes_differ(dataset):
 
 def test_many_row_groups_are_read_at_a_time_so_that_sorted_rows_come_mixed(tmp_path, monkeypatch):
     """By two ranks, through buffers that hold an eighth of their rows."""
-    monkeypatch.setattr(mixing, "_LEAST_SLICE", 64)
+    monkeypatch.setattr(interleave, "_LEAST_SLICE", 64)
     rows, batch_size = 4000, 50
     dataset = Dataset(tmp_path / "train", rows, files=4, row_group_size=100)
     plan = dataset.plan(2, seed=3, open_bytes=2**40)
@@ -105,7 +105,7 @@ def test_many_row_groups_are_read_at_a_time_so_that_sorted_rows_come_mixed(tmp_p
 
 def test_a_pass_over_several_bundles_is_mixed_in_each(tmp_path, monkeypatch):
     """Five row groups of forty at a time: one of each fifth of the stored order."""
-    monkeypatch.setattr(mixing, "_LEAST_SLICE", 64)
+    monkeypatch.setattr(interleave, "_LEAST_SLICE", 64)
     dataset = Dataset(tmp_path / "train", 4000, files=4, row_group_size=100)
     size = max(group.open_bytes for group in dataset.manifest.train.row_groups)
     plan = dataset.plan(1, seed=3, open_bytes=5 * size + 1)

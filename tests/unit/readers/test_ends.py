@@ -12,7 +12,7 @@ from numbered_rows import Dataset, module, take
 from pyarrow import parquet
 
 from hvd_estimators.exceptions import ReaderError, StoreError
-from hvd_estimators.loading.prefetch import Prefetch
+from hvd_estimators.loading.interleave import Prefetch
 from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)

@@ -6,9 +6,9 @@ import pytest
 from numbered_rows import Dataset, current_reader, flat, take
 from pyarrow import parquet
 
-from hvd_estimators.loading.sharding import plan_shards
-from hvd_estimators.parquet.discovery import read_manifest
-from hvd_estimators.parquet.manifest import ColumnSpec
+from hvd_estimators.data.discovery import read_manifest
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import LocalStore
 
 pytestmark = pytest.mark.timeout(60)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numbered_rows import ROWS, Dataset, flat, module, pairs, steps, take
 
-from hvd_estimators.loading.transformation import Transformation
+from hvd_estimators.loading.transform import Transformation
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
-from hvd_estimators.launch import spark
+from hvd_estimators.launch import spark_backend
 from hvd_estimators.launch.backend import Backend
 
 __all__ = ["Backend", "SparkBackend", "default_num_proc"]
@@ -15,11 +15,11 @@ __all__ = ["Backend", "SparkBackend", "default_num_proc"]
 
 def default_num_proc() -> int:
     """Return the number of task slots, which is how many ranks there are by default."""
-    return spark.SparkBackend().num_processes()
+    return spark_backend.SparkBackend().num_processes()
 
 
-class SparkBackend(spark.SparkBackend):
-    """`hvd_estimators.launch.spark.SparkBackend` with the attributes that subclasses rely on.
+class SparkBackend(spark_backend.SparkBackend):
+    """`hvd_estimators.launch.spark_backend.SparkBackend` with the attributes that subclasses rely on.
 
     ``_num_proc`` is the number of ranks, ``_env`` what was given as ``env``, and ``_kwargs`` a dict
     of the further arguments.
@@ -27,7 +27,7 @@ class SparkBackend(spark.SparkBackend):
     Parameters
     ----------
     num_proc, env, **kwargs
-        See `hvd_estimators.launch.spark.SparkBackend`.
+        See `hvd_estimators.launch.spark_backend.SparkBackend`.
     """
 
     def __init__(

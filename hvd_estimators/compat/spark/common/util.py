@@ -8,8 +8,7 @@ from typing import Any
 from hvd_estimators.compat.left_out import left_out_names
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.prepare.dataframe import prepare_data
-from hvd_estimators.prepare.properties import get_dataset_properties
-from hvd_estimators.prepare.reuse import clear_training_cache
+from hvd_estimators.prepare.datasets import clear_training_cache, get_dataset_properties
 
 __all__ = [
     "clear_training_cache",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hvd_estimators.compat.left_out import left_out_names
-from hvd_estimators.launch.gpu import get_available_devices
+from hvd_estimators.launch.gpus import get_available_devices
 
 __all__ = ["get_available_devices"]
 

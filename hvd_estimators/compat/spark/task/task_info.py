@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from hvd_estimators.launch.gpu import get_available_devices
+from hvd_estimators.launch.gpus import get_available_devices
 
 __all__ = ["get_available_devices"]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from hvd_estimators.compat.left_out import left_out_names
 
 if TYPE_CHECKING:
-    from hvd_estimators.loading.readers.petastorm import PetastormDataModule
+    from hvd_estimators.loading.petastorm import PetastormDataModule
 
 __all__ = ["PetastormDataModule"]
 
 __getattr__, __dir__ = left_out_names(
-    __name__, {"PetastormDataModule": "hvd_estimators.loading.readers.petastorm"}
+    __name__, {"PetastormDataModule": "hvd_estimators.loading.petastorm"}
 )

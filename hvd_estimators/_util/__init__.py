@@ -1,0 +1,1 @@
+"""Utilities that no other package owns. They import nothing else of this package but exceptions."""

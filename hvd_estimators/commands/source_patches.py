@@ -1,0 +1,279 @@
+"""What is changed in Horovod's source before it is compiled, and how a wheel tells that it was.
+
+Each mend replaces a text that occurs exactly once in Horovod 0.28.1:
+
+* Gloo listens on the address in ``HVD_ESTIMATORS_GLOO_ADDRESS``, and without one on the interface
+  in ``HOROVOD_GLOO_IFACE``, for the first process set too. As released, that one is left without
+  an interface, so that every rank takes the address that its host's name resolves to: it crashes
+  where there is none, and cannot be reached where that is ``127.0.1.1``. An interface alone would
+  not do: Gloo takes the first of its addresses, which need not be one that others reach.
+* A host name that does not resolve is an error with a message, and no use of memory that was never
+  written.
+* The ranks of a process set are stored in a vector of their number, and not, as released, behind
+  the end of an empty one: so Horovod's check for stalled ranks, which takes its length, found none.
+* Every request to the rendezvous server carries the job's secret, from
+  ``HVD_ESTIMATORS_RENDEZVOUS_TOKEN``.
+* TensorFlow's stream tells its CUDA stream itself. As released, Horovod declares a function of
+  TensorFlow's for that, ``AsGpuStreamValue``, which today's TensorFlow does not export, so that a
+  module compiled for CUDA cannot be loaded.
+* A build for CPUs does not look for CUDA. As released, it does where torch has CUDA and there is an
+  ``nvcc``, and fails without the rest of the toolkit.
+* The copy assignment of flatbuffers' ``span`` is the default one. As released, it assigns to
+  constant members and returns nothing; GCC 14 rejects it, although nothing calls it.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from hvd_estimators.exceptions import BuildError
+from hvd_estimators.launch.versions import ADDRESS_VARIABLE, MARKER, MENDS_REVISION, TOKEN_VARIABLE
+
+__all__ = ["MENDS", "Mend", "mend_source", "unpack_source"]
+
+_MARKER_TEXT = f'''\
+"""Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
+
+REVISION = {MENDS_REVISION}
+'''
+
+
+@dataclass(frozen=True)
+class Mend:
+    """A change of one place in Horovod's source.
+
+    Parameters
+    ----------
+    path : str
+        The file, relative to the source's folder.
+    before, after : str
+        The text, which is there exactly once, and what takes its place.
+    """
+
+    path: str
+    before: str
+    after: str
+
+
+_CONTEXT = "horovod/common/gloo/gloo_context.cc"
+_STORE = "horovod/common/gloo/http_store.cc"
+_DEVICE = "third_party/gloo/gloo/transport/{kind}/device.cc"
+_TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
+_SIGN = "// Changed by hvd-estimators build-horovod"
+
+MENDS = (
+    Mend(
+        _CONTEXT,
+        "int ParseNextInt(std::stringstream& ss) {\n",
+        f"""\
+{_SIGN}: the address goes before the interface.
+static attr ListeningAttributes(const std::string& iface) {{
+  attr device_attr;
+  const char* address = std::getenv("{ADDRESS_VARIABLE}");
+  if (address != nullptr && *address != '\\0') {{
+    device_attr.hostname = address;
+  }} else {{
+    device_attr.iface = iface;
+  }}
+  device_attr.ai_family = AF_UNSPEC;
+  return device_attr;
+}}
+
+int ParseNextInt(std::stringstream& ss) {{
+""",
+    ),
+    Mend(
+        _CONTEXT,
+        """\
+  gloo_iface_ = gloo_iface;
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+
+  device_attr.ai_family = AF_UNSPEC;
+""",
+        f"""\
+  gloo_iface_ = gloo_iface;
+  {_SIGN}
+  attr device_attr = ListeningAttributes(gloo_iface_);
+""",
+    ),
+    Mend(
+        _CONTEXT,
+        """\
+  }
+
+  attr device_attr;
+  device_attr.iface = gloo_iface_;
+  device_attr.ai_family = AF_UNSPEC;
+""",
+        f"""\
+  }}
+
+  {_SIGN}: the interface is the global context's.
+  gloo_iface_ = global_context.gloo_iface_;
+  attr device_attr = ListeningAttributes(gloo_iface_);
+""",
+    ),
+    *(
+        Mend(
+            _DEVICE.format(kind=kind),
+            """\
+  auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);
+  GLOO_ENFORCE_NE(rv, -1);
+""",
+            f"""\
+  auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);
+  {_SIGN}: no result may be used after an error.
+  GLOO_ENFORCE_EQ(rv, 0, "Cannot resolve ", attr.hostname, ": ", gai_strerror(rv));
+""",
+        )
+        for kind in ("tcp", "uv")
+    ),
+    Mend(
+        _STORE,
+        "// Perform http request to rendezvous server with retry logic\n",
+        f"""\
+{_SIGN}
+static std::vector<std::string> AuthorizationHeaders() {{
+  const char* token = std::getenv("{TOKEN_VARIABLE}");
+  if (token == nullptr || *token == '\\0') {{
+    return {{}};
+  }}
+  return {{std::string("Authorization: Bearer ") + token}};
+}}
+
+// Perform http request to rendezvous server with retry logic
+""",
+    ),
+    Mend(
+        _STORE,
+        "request.send(method, body);",
+        "request.send(method, body, AuthorizationHeaders());",
+    ),
+    Mend(
+        "horovod/common/gloo/gloo_controller.cc",
+        "  global_ranks_.reserve(size_);\n",
+        f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
+    ),
+    Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+    Mend(
+        _TENSORFLOW_OPS,
+        """\
+// Forward declaration of AsGpuStreamValue
+namespace stream_executor {
+namespace gpu {
+GpuStreamHandle AsGpuStreamValue(Stream* stream);
+} // namespace stream_executor
+} // namespace gpu
+""",
+        "",
+    ),
+    Mend(
+        _TENSORFLOW_OPS,
+        """\
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+""",
+        f"""\
+#include "tensorflow/stream_executor/stream.h"
+#endif // TENSORFLOW_VERSION >= 2011000000
+
+{_SIGN}
+namespace stream_executor {{
+namespace gpu {{
+static GpuStreamHandle AsGpuStreamValue(Stream* stream) {{
+  return static_cast<GpuStreamHandle>(stream->platform_specific_handle().stream);
+}}
+}} // namespace gpu
+}} // namespace stream_executor
+""",
+    ),
+    Mend(
+        "cmake/Modules/FindPytorch.cmake",
+        """\
+execute_process(COMMAND ${PY_EXE} -c "import torch; \
+from torch.utils.cpp_extension import CUDA_HOME; \
+print(True if ((torch.version.cuda is not None) and (CUDA_HOME is not None)) else False)"
+""",
+        f"""\
+{_SIGN.replace("//", "#")}
+execute_process(COMMAND ${{PY_EXE}} -c "import os, torch; \
+print(torch.version.cuda is not None and 'HOROVOD_GPU_OPERATIONS' in os.environ)"
+""",
+    ),
+    Mend(
+        "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
+        """\
+  FLATBUFFERS_CONSTEXPR_CPP14 span &operator=(const span &other)
+      FLATBUFFERS_NOEXCEPT {
+    data_ = other.data_;
+    count_ = other.count_;
+  }
+""",
+        f"""\
+  {_SIGN}
+  span &operator=(const span &other) = default;
+""",
+    ),
+)
+
+
+def unpack_source(archive: Path, folder: Path) -> Path:
+    """Unpack a source distribution and return the folder of its ``setup.py``.
+
+    Parameters
+    ----------
+    archive : Path
+        A ``.tar.gz`` as pip downloads it.
+    folder : Path
+        An empty folder to unpack into.
+
+    Raises
+    ------
+    BuildError
+        The archive cannot be read or is not a source distribution.
+    """
+    try:
+        with tarfile.open(archive) as packed:
+            if hasattr(tarfile, "data_filter"):
+                packed.extractall(folder, filter="data")
+            else:  # Python before 3.10.12 and 3.11.4
+                packed.extractall(folder)
+    except (tarfile.TarError, OSError) as error:
+        raise BuildError(f"Horovod's source {archive} cannot be unpacked: {error}") from error
+    found = next(iter(folder.glob("*/setup.py")), None)
+    if found is None:
+        raise BuildError(f"{archive} is not a source distribution: it holds no setup.py.")
+    return found.parent
+
+
+def mend_source(source: Path) -> None:
+    """Change Horovod's source, and let what is built from it say so.
+
+    Parameters
+    ----------
+    source : Path
+        The folder of Horovod's ``setup.py``.
+
+    Raises
+    ------
+    BuildError
+        The source is not that of the version that the mends are for. Nothing is changed then.
+    """
+    texts: dict[Path, str] = {}
+    for mend in MENDS:
+        path = source / mend.path
+        text = texts.get(path) or (path.read_text() if path.is_file() else "")
+        count = text.count(mend.before)
+        if count != 1:
+            raise BuildError(
+                f"Horovod's source is not as it is known: {mend.path} has {count} times, not once, "
+                f"what is to be changed:\n{mend.before}\nBuild the release that pip finds on PyPI, "
+                "not a changed one."
+            )
+        texts[path] = text.replace(mend.before, mend.after)
+    for path, text in texts.items():
+        path.write_text(text)
+    (source / MARKER).write_text(_MARKER_TEXT)

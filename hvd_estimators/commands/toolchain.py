@@ -1,0 +1,405 @@
+"""Toolchain of a Horovod build: frameworks, compiler, CUDA, build tools, and the recipe.
+
+Horovod's last release, 0.28.1, is older than today's frameworks and does not compile against
+them as it stands. Four things stop it, and each is mended from outside its source (what is wrong
+in the source itself is changed there by `hvd_estimators.commands.source_patches`):
+
+* its CMake files ask for C++14, where torch 2.1 needs C++17 and torch 2.13 C++20, and they strip
+  ``-std=`` from ``CXXFLAGS``: the compiler is wrapped in a script that appends the standard last;
+* ``xla_mpi_ops.cc`` includes XLA headers that TensorFlow 2.18 moved: the script hides TensorFlow
+  from that one file, whose operations are for GPUs only and off by default;
+* its minimum CMake version is one that CMake 4 refuses: ``CMAKE_POLICY_VERSION_MINIMUM``;
+* it uses headers of the C++ library that g++ before 13 included by the way: the script includes
+  them first.
+
+Frameworks are asked for their metadata and never imported: that would take seconds, and would
+hold a GPU's memory while the compiler runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import psutil
+from packaging.tags import sys_tags
+from packaging.version import Version
+
+from hvd_estimators._util.install_hints import INSTALL_A_FRAMEWORK
+from hvd_estimators.exceptions import BuildError, DependencyError
+
+__all__ = [
+    "DISTRIBUTIONS",
+    "GPU_CHOICES",
+    "HOROVOD_VERSION",
+    "NCCL_LIBRARY",
+    "BuildRecipe",
+    "build_path",
+    "check_system",
+    "cuda_of",
+    "default_jobs",
+    "detect_recipe",
+    "find_compiler",
+    "find_cuda_toolkit",
+    "find_nccl",
+    "installed_version",
+    "missing_build_packages",
+]
+
+HOROVOD_VERSION = "0.28.1"
+
+
+# Part of the cache key: raise it when a change below, or a mend of the source, makes another wheel
+# of the same versions.
+RECIPE_REVISION = 3
+
+
+# Used by Horovod's and Gloo's sources, and not included by them.
+_CXX_HEADERS = ("cstdint", "stdexcept", "string")
+
+
+_WRAPPER = """\
+#!/bin/sh
+# Runs the C++ compiler; only Horovod's own sources (*.cc) get the flags that mend its build.
+extra=
+for argument in "$@"; do
+    case "$argument" in
+{cases}
+    esac
+done
+exec {compiler} "$@" $extra
+"""
+
+
+@dataclass(frozen=True)
+class BuildRecipe:
+    """The versions that a Horovod wheel is built for, and what follows from them.
+
+    Parameters
+    ----------
+    tag : str
+        The interpreter's most specific wheel tag, as ``packaging.tags`` gives it.
+    torch, tensorflow : str or None
+        The installed versions; None where the framework is not installed.
+    cuda : str or None
+        The CUDA version to build for; None builds for CPUs.
+    horovod : str
+        Horovod's version.
+    """
+
+    tag: str
+    torch: str | None = None
+    tensorflow: str | None = None
+    cuda: str | None = None
+    horovod: str = HOROVOD_VERSION
+
+    @property
+    def key(self) -> str:
+        """Name of the cache folder: two builds share it exactly if their wheels are the same."""
+        parts = [f"horovod-{self.horovod}", self.tag]
+        if self.torch:
+            parts.append(f"torch-{self.torch}")
+        if self.tensorflow:
+            parts.append(f"tensorflow-{self.tensorflow}")
+        parts += [f"cuda-{self.cuda}" if self.cuda else "cpu", f"r{RECIPE_REVISION}"]
+        return "_".join(parts)
+
+    @property
+    def frameworks(self) -> tuple[str, ...]:
+        """Modules of Horovod that the wheel makes importable."""
+        found = (("torch", self.torch), ("tensorflow", self.tensorflow))
+        return tuple(name for name, version in found if version)
+
+    @property
+    def cxx_standard(self) -> int:
+        """The C++ standard that the frameworks' headers ask for."""
+        if _at_least(self.torch, "2.13"):
+            return 20
+        if _at_least(self.torch, "2.1") or _at_least(self.tensorflow, "2.10"):
+            return 17
+        return 14
+
+    @property
+    def hides_xla(self) -> bool:
+        """Whether ``xla_mpi_ops.cc`` has to be compiled as if TensorFlow were absent."""
+        return _at_least(self.tensorflow, "2.18")
+
+    def environment(
+        self, *, cxx: str, jobs: int, cuda_home: str | None = None, nccl_home: str | None = None
+    ) -> dict[str, str]:
+        """Environment variables of the build, to be laid over the caller's own.
+
+        Parameters
+        ----------
+        cxx : str
+            Path of the script that `compiler_wrapper` is the text of.
+        jobs : int
+            Compilers to run at the same time.
+        cuda_home : str or None
+            The CUDA toolkit's folder, for a CUDA build.
+        nccl_home : str or None
+            A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build. By
+            default Horovod looks for it among the system's.
+        """
+        variables = {
+            "CXX": cxx,
+            "MAKEFLAGS": f"-j{jobs}",
+            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+            "HOROVOD_WITH_GLOO": "1",
+            "HOROVOD_WITHOUT_MPI": "1",
+            "HOROVOD_WITHOUT_MXNET": "1",
+            f"HOROVOD_WITH{'' if self.torch else 'OUT'}_PYTORCH": "1",
+            f"HOROVOD_WITH{'' if self.tensorflow else 'OUT'}_TENSORFLOW": "1",
+        }
+        if self.cuda:
+            variables["HOROVOD_GPU_OPERATIONS"] = "NCCL"
+            if cuda_home:
+                # Torch, which is asked for its libraries, takes the folder above nvcc's otherwise.
+                variables |= {"HOROVOD_CUDA_HOME": cuda_home, "CUDA_HOME": cuda_home}
+            if nccl_home:
+                variables["HOROVOD_NCCL_INCLUDE"] = f"{nccl_home}/include"
+                variables["HOROVOD_NCCL_LIB"] = f"{nccl_home}/lib"
+                variables["HOROVOD_NCCL_LINK"] = "SHARED"
+        return variables
+
+    def compiler_wrapper(self, compiler: str) -> str:
+        """Text of the shell script that stands in for `compiler`.
+
+        Parameters
+        ----------
+        compiler : str
+            The C++ compiler as a shell would run it: a path, or a command such as ``ccache g++``.
+        """
+        # Without debug symbols the build is faster and the wheel smaller; the warnings of a
+        # released package are for nobody, and bury the error that a reader of the log looks for.
+        headers = " ".join(f"-include {name}" for name in _CXX_HEADERS)
+        flags = f"-std=gnu++{self.cxx_standard} -g0 -w {headers}"
+        cases = [f'        *.cc) extra="{flags}" ;;']
+        if self.hides_xla:
+            hide = f"{flags} -UTENSORFLOW_VERSION -DTENSORFLOW_VERSION=0"
+            cases.insert(0, f'        *xla_mpi_ops.cc) extra="{hide}" ;;')
+        return _WRAPPER.format(cases="\n".join(cases), compiler=compiler)
+
+
+def _at_least(version: str | None, minimum: str) -> bool:
+    return version is not None and Version(version).release >= Version(minimum).release
+
+
+GPU_CHOICES = ("auto", "none", "cuda")
+
+
+NCCL_LIBRARY = "libnccl.so.2"
+
+
+"""File name of NCCL's shared library, as ranks load it."""
+
+
+# TensorFlow is distributed under several names; all of them install the module `tensorflow`.
+DISTRIBUTIONS = {
+    "torch": ("torch",),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
+}
+
+
+# Where a framework's wheel writes down the CUDA version that it was built with.
+_CUDA_NOTES = {
+    "torch": ("version.py", r"^cuda\b.*?=\s*'([\d.]+)'"),
+    "tensorflow": ("python/platform/build_info.py", r"'cuda_version', '([\d.]+)'"),
+}
+
+
+_CUDA_FOLDER = Path("/usr/local/cuda")
+
+
+_MEMORY_PER_COMPILER = 1.5 * 2**30  # bytes; torch's headers under g++ 12 take a little less
+
+
+def detect_recipe(gpu: str = "auto") -> BuildRecipe:
+    """Return the recipe of a Horovod for the frameworks installed beside this interpreter.
+
+    Parameters
+    ----------
+    gpu : {'auto', 'none', 'cuda'}
+        ``auto`` builds for CUDA if the framework was built with it and a CUDA toolkit is found.
+
+    Raises
+    ------
+    DependencyError
+        Neither torch nor TensorFlow is installed.
+    BuildError
+        ``cuda`` was asked for, and the framework or the machine is without it.
+    """
+    versions = {name: installed_version(*names) for name, names in DISTRIBUTIONS.items()}
+    if not any(versions.values()):
+        raise DependencyError(
+            f"Horovod is built for an installed framework; {sys.executable} has neither torch nor "
+            f"tensorflow. Install one first: {INSTALL_A_FRAMEWORK}"
+        )
+    return BuildRecipe(
+        tag=str(next(sys_tags())),
+        torch=versions["torch"],
+        tensorflow=versions["tensorflow"],
+        cuda=_choose_cuda(gpu, versions),
+    )
+
+
+def installed_version(*distributions: str) -> str | None:
+    """Return the version of the first of `distributions` that is installed."""
+    for distribution in distributions:
+        try:
+            return metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _choose_cuda(gpu: str, versions: dict[str, str | None]) -> str | None:
+    if gpu not in GPU_CHOICES:
+        raise ValueError(f"gpu must be one of {', '.join(GPU_CHOICES)}, not {gpu!r}")
+    if gpu == "none":
+        return None
+    # One wheel serves both frameworks, and its torch part cannot be compiled for CUDA against a
+    # CPU torch, so torch decides where it is installed.
+    framework = "torch" if versions["torch"] else "tensorflow"
+    cuda = cuda_of(framework)
+    toolkit = find_cuda_toolkit()
+    if gpu == "cuda" and cuda is None:
+        raise BuildError(
+            f"A CUDA build was asked for, but {framework} {versions[framework]} is built for CPUs. "
+            f"Install a CUDA build of {framework}, or use --gpu none."
+        )
+    if gpu == "cuda" and toolkit is None:
+        raise BuildError(
+            "A CUDA build was asked for, but no CUDA toolkit (bin/nvcc and include/cuda_runtime.h) "
+            "was found in CUDA_HOME, around the nvcc on PATH, or in /usr/local/cuda. Install the "
+            f"CUDA toolkit {cuda} and set CUDA_HOME to its folder, or use --gpu none."
+        )
+    return cuda if toolkit else None
+
+
+def cuda_of(framework: str) -> str | None:
+    """Return the CUDA version that an installed framework was built with; None without CUDA."""
+    spec = find_spec(framework)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    file_name, pattern = _CUDA_NOTES[framework]
+    note = Path(spec.submodule_search_locations[0], file_name)
+    found = re.search(pattern, note.read_text(), re.MULTILINE) if note.is_file() else None
+    return found.group(1) if found else None
+
+
+def find_cuda_toolkit() -> Path | None:
+    """Return the folder of a CUDA toolkit with a compiler and headers; None if there is none.
+
+    It is that of ``HOROVOD_CUDA_HOME`` or ``CUDA_HOME``, that of the ``nvcc`` on PATH, or
+    ``/usr/local/cuda``. An ``nvcc`` on PATH may be a link, or a script beside no toolkit.
+    """
+    named = [Path(h) for h in map(os.environ.get, ("HOROVOD_CUDA_HOME", "CUDA_HOME")) if h]
+    on_path = [Path(path) for path in [shutil.which("nvcc")] if path]
+    homes = [path.parent.parent for found in on_path for path in (found, found.resolve())]
+    return next(filter(_is_cuda_toolkit, [*named, *homes, _CUDA_FOLDER]), None)
+
+
+def _is_cuda_toolkit(folder: Path) -> bool:
+    headers = [folder / "include", *folder.glob("targets/*/include")]
+    has_headers = any((path / "cuda_runtime.h").is_file() for path in headers)
+    return has_headers and (folder / "bin" / "nvcc").is_file()
+
+
+def find_nccl(cuda: str) -> Path | None:
+    """Return the folder of the NCCL that torch brings along, a package of its own.
+
+    None where there is none, or where ``HOROVOD_NCCL_HOME`` and the like name another.
+
+    Parameters
+    ----------
+    cuda : str
+        The CUDA version of the build.
+    """
+    if any(os.environ.get(f"HOROVOD_NCCL_{part}") for part in ("HOME", "INCLUDE", "LIB")):
+        return None
+    try:
+        package = metadata.distribution(f"nvidia-nccl-cu{cuda.partition('.')[0]}")
+    except metadata.PackageNotFoundError:
+        return None
+    folder = Path(str(package.locate_file("nvidia/nccl")))
+    complete = (folder / "include/nccl.h").is_file() and (folder / "lib" / NCCL_LIBRARY).is_file()
+    return folder if complete else None
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler's command: ``$CXX`` where it is set, else g++, c++ or clang++.
+
+    Raises
+    ------
+    BuildError
+        There is none.
+    """
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++", "clang++"]
+    for command in candidates:
+        program = shutil.which(shlex.split(command)[0])
+        if program:
+            return shlex.join([program, *shlex.split(command)[1:]])
+    raise BuildError(
+        f"No C++ compiler found (looked for {', '.join(candidates)}). "
+        "On Debian or Ubuntu: apt-get install g++"
+    )
+
+
+def check_system(recipe: BuildRecipe, compiler: str) -> None:
+    """Raise `BuildError` if something is missing that only the system's packages can bring."""
+    if not shutil.which("make"):
+        raise BuildError("No make found. On Debian or Ubuntu: apt-get install make")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    if not header.is_file():
+        raise BuildError(
+            f"Python's C headers are not installed ({header} does not exist). "
+            "On Debian or Ubuntu: apt-get install python3-dev"
+        )
+    standard = f"-std=gnu++{recipe.cxx_standard}"
+    trial = subprocess.run(
+        [*shlex.split(compiler), standard, "-x", "c++", "-fsyntax-only", "-"],
+        input="#include <vector>\n",
+        text=True,
+        capture_output=True,
+    )
+    if trial.returncode:
+        raise BuildError(
+            f"{compiler} cannot compile C++{recipe.cxx_standard}, which the headers of torch "
+            f"{recipe.torch} and TensorFlow {recipe.tensorflow} need; it said:\n"
+            f"{trial.stderr.strip()}\nInstall g++ 11 or newer, or name another compiler with CXX."
+        )
+
+
+def missing_build_packages() -> list[str]:
+    """Return the Python packages that Horovod's build needs and this environment lacks."""
+    missing = [name for name in ("setuptools", "wheel", "cffi") if find_spec(name) is None]
+    if not shutil.which("cmake", path=build_path()):
+        missing.append("cmake")
+    return missing
+
+
+def build_path(*first: Path) -> str:
+    """Return a PATH that starts with `first` and with the scripts of this environment.
+
+    A virtual environment's interpreter runs without the environment being activated, so its
+    scripts need not be on PATH.
+    """
+    scripts = Path(sys.executable).parent
+    return os.pathsep.join([*map(str, first), str(scripts), os.environ.get("PATH", os.defpath)])
+
+
+def default_jobs() -> int:
+    """Return how many compilers this machine's cores and free memory can run at the same time."""
+    by_memory = int(psutil.virtual_memory().available // _MEMORY_PER_COMPILER)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(cores or 1, by_memory))

@@ -1,0 +1,253 @@
+"""What Parquet footers tell: row groups, nulls, and the columns of files that others wrote."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
+
+from hvd_estimators.data.arrays import Columns, table_to_columns
+from hvd_estimators.data.footers import FileFooter, Footer, read_footers, read_tail, unreadable
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, Split
+from hvd_estimators.data.partitions import check_partition, partition_spec
+from hvd_estimators.data.remote_reads import FetchedFile, open_bytes
+from hvd_estimators.data.types import column_spec, is_bytes, is_level, text_options
+from hvd_estimators.exceptions import ColumnError, DataError
+from hvd_estimators.store.base import Store
+
+__all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
+
+_PAGE_BUFFER = 2**16
+"""How many bytes are read at a time when only the first rows are wanted."""
+
+_HEAD_BYTES = 2**22
+"""The same where the store is asked for them; see `FetchedFile`."""
+
+_REQUESTS = 8
+
+
+def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
+    """Read the footers of all files under a path.
+
+    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
+    ``.crc`` files. Files and row groups without rows need not have the columns.
+
+    Raises
+    ------
+    StoreError
+        If there are no Parquet files, or a file is not Parquet.
+    ColumnError
+        If the files lack a column.
+    DataError
+        If a column holds nulls. Nulls that the footers do not record are found when rows are read.
+    """
+    return _split(path, read_footers(store, path), columns)
+
+
+def read_manifest(
+    store: Store,
+    train_path: str,
+    val_path: str | None,
+    names: Sequence[str],
+    *,
+    allow_text: bool | Mapping[str, bool] = False,
+) -> DatasetManifest:
+    """Describe Parquet files that `prepare_data` did not write.
+
+    Parameters
+    ----------
+    store : Store
+        Opens the files.
+    train_path, val_path : str
+        Directories of Parquet files, or single files; ``val_path`` is None without validation.
+    names : sequence of str
+        The columns that are needed. A column that no file holds is looked for in the paths, as a
+        Hive partition.
+    allow_text : bool or mapping
+        Also take columns of strings and bytes: all, or those named, each with whether bytes are
+        text.
+
+    Returns
+    -------
+    DatasetManifest
+        Types are those of the first training file that has rows.
+
+    Raises
+    ------
+    StoreError, ColumnError, DataError
+        See `read_split`; also if the training files hold no rows, if a type cannot be trained on,
+        or if two files disagree about it.
+    """
+    train = read_footers(store, train_path)
+    validation = read_footers(store, val_path) if val_path else []
+    with_rows = [footer for footer in [*train, *validation] if footer.metadata.num_rows]
+    if not any(footer.metadata.num_rows for footer in train):
+        raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
+    specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
+    train_split = _split(train_path, train, specs, with_rows[0])
+    # Validation rows are read like training rows, so their types are checked against those.
+    val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
+    return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
+
+
+def complete_shapes(
+    store: Store, split: Split, specs: Sequence[ColumnSpec]
+) -> tuple[ColumnSpec, ...]:
+    """Fill in dimensions that are not known yet (-1) from the first row.
+
+    Raises
+    ------
+    DataError
+        If that row holds a null or an empty list there.
+    """
+    unknown = [spec for spec in specs if -1 in spec.shape]
+    if not unknown:
+        return tuple(specs)
+    row = _head(store, split, unknown, 1)
+    return tuple(
+        replace(spec, shape=_shape(spec, row.column(spec.name)[0])) if spec in unknown else spec
+        for spec in specs
+    )
+
+
+def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
+    """Return the first rows of the training part, at most those of its first row group.
+
+    Only the pages that hold them are read.
+    """
+    table = _head(store, manifest.train, manifest.columns, rows)
+    return table_to_columns(table, manifest.columns, manifest.train.row_groups[0].file)
+
+
+def _split(
+    path: str,
+    footers: Sequence[Footer],
+    specs: Sequence[ColumnSpec],
+    first: Footer | None = None,
+) -> Split:
+    groups = []
+    for footer in footers:
+        if not footer.metadata.num_rows:
+            continue  # writers choose other types for the columns of an empty frame
+        for spec in specs:
+            _check(footer, spec, first)
+        for index in range(footer.metadata.num_row_groups):
+            group = footer.metadata.row_group(index)
+            if group.num_rows:
+                chunks = [group.column(i) for i in _positions(footer, specs)]
+                size = sum(map(open_bytes, chunks))
+                groups.append(RowGroup(footer.file, index, group.num_rows, size))
+    return Split(path, tuple(groups))
+
+
+def _positions(footer: Footer, specs: Sequence[ColumnSpec]) -> list[int]:
+    """Return the positions of the Parquet columns that hold some columns."""
+    names = [name for spec in specs for name in spec.stored_names]
+    return [position for name in names for position in footer.leaves[name]]
+
+
+def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
+    """Check a file's column, and its type against that of the first file."""
+    if spec.kind == "partition":
+        if footer.holds(spec.name):
+            raise ColumnError(
+                f"The file {footer.file!r} holds a column {spec.name!r}, which other files have in "
+                "their path only. Write it into all of them, or into none."
+            )
+        check_partition(spec, footer.partitions, footer.file)
+        return
+    for name in spec.stored_names:
+        if not footer.holds(name):
+            raise ColumnError(
+                f"The file {footer.file!r} has no column {spec.name!r}; its columns are "
+                f"{', '.join(footer.schema.names)}. Write the file again with it, or move it away."
+            )
+        if first is not None and footer.type(name) != first.type(name):
+            _check_type(footer, spec, first)
+        # An empty list of a sparse column counts as a null of its leaf.
+        nulls = footer.nulls(name) if spec.kind != "sparse" else 0
+        if nulls:
+            kind = "nulls or empty lists" if spec.shape else "nulls"
+            raise DataError(
+                f"Column {spec.name!r} holds {nulls} {kind} in {footer.file!r}; fill or drop them "
+                "before training."
+            )
+
+
+def _check_type(footer: Footer, spec: ColumnSpec, first: Footer) -> None:
+    """Accept another Arrow type, such as large lists for lists, if readers treat it alike."""
+    found = column_spec(
+        spec.name, footer.type(spec.name), footer.file, allow_text=spec.kind == "text"
+    )
+    if (found.dtype, len(found.shape)) != (spec.dtype, len(spec.shape)) or any(
+        a != b and -1 not in (a, b) for a, b in zip(found.shape, spec.shape, strict=True)
+    ):
+        raise ColumnError(
+            f"Column {spec.name!r} has type {footer.type(spec.name)} in {footer.file!r}, but type "
+            f"{first.type(spec.name)} in {first.file!r}. Write all files with one type."
+        )
+
+
+def _spec(
+    footers: Sequence[Footer], name: str, allow_text: bool | Mapping[str, bool]
+) -> ColumnSpec:
+    first = footers[0]
+    if first.holds(name):
+        options = text_options(allow_text, name)
+        return column_spec(name, first.type(name), first.file, **options)
+    if name not in first.partitions:
+        raise ColumnError(
+            f"The Parquet files have no column {name!r}; their columns are "
+            f"{', '.join([*first.schema.names, *first.partitions])} (read from {first.file!r})."
+        )
+    # If a file has no value, its own check says so.
+    values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
+    return partition_spec(name, values)
+
+
+def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) -> pa.Table:
+    """Read only the first rows of the first row group."""
+    first = split.row_groups[0]
+    names = [name for spec in specs for name in spec.stored_names]
+    options: dict[str, Any] = {"buffer_size": _PAGE_BUFFER, "pre_buffer": False}
+    try:
+        with contextlib.ExitStack() as stack:
+            source: Any = store.local_path(first.file)
+            if source is None:
+                footer = FileFooter.of(read_tail(store, first.file))
+                pool = stack.enter_context(ThreadPoolExecutor(_REQUESTS))
+                chunks = footer.chunks(first.index, names)
+                source = FetchedFile(store, first.file, chunks, footer.end, _HEAD_BYTES, pool)
+                stack.enter_context(contextlib.closing(source))
+                options["metadata"] = footer.metadata
+            file = stack.enter_context(parquet.ParquetFile(source, **options))
+            batches = file.iter_batches(rows, row_groups=[first.index], columns=names)
+            return pa.Table.from_batches([next(batches)])
+    except (OSError, pa.ArrowException) as error:
+        raise unreadable(first.file, error) from error
+
+
+def _shape(spec: ColumnSpec, value: pa.Scalar) -> tuple[int, ...]:
+    """Return the lengths of a row's lists, of lists in lists, and so on."""
+    shape: list[int] = []
+    for _ in spec.shape:
+        if isinstance(value, pa.DictionaryScalar):
+            value = value.value
+        if not value.is_valid:
+            raise DataError(f"Column {spec.name!r} holds nulls; fill or drop them before training.")
+        inner = value.as_py() if is_bytes(value.type) else value.values
+        if not len(inner):
+            raise DataError(
+                f"Column {spec.name!r} holds empty lists; expected lists of one length. Pad them, "
+                "or drop these rows."
+            )
+        shape.append(len(inner))
+        value = inner[0]
+        while isinstance(value, pa.StructScalar) and value.is_valid and is_level(value.type):
+            value = value[0]
+    return tuple(shape)

@@ -1,0 +1,232 @@
+"""What is done with a batch of rows: arrays in, arrays out. Imports NumPy alone."""
+
+from __future__ import annotations
+
+import collections
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import DataError, ShapeError
+from hvd_estimators.inference.classification import ClassScores
+from hvd_estimators.loading.transform import Transformation
+
+__all__ = [
+    "Inference",
+    "Predictor",
+    "check_outputs",
+    "has_nulls",
+    "is_ragged",
+    "is_scalar",
+    "known_sizes",
+    "one_ahead",
+]
+
+Result = TypeVar("Result")
+
+Predictor = Callable[[list[Array]], list[Array]]
+"""Feature arrays, rows first, to output arrays, rows first. Runs on executors."""
+
+
+@dataclass(frozen=True)
+class Inference:
+    """What the UDF does with a batch of rows.
+
+    Attributes
+    ----------
+    columns : tuple of str
+        The columns that it is given.
+    flagged : tuple of str
+        Those of which another column, which follows them, tells where nulls are.
+    keeps_nulls : bool
+        Whether rows with nulls become nulls; they are an error otherwise.
+    features : tuple of str
+        Those, after the transformation, that the predictor is given.
+    shapes : tuple of tuple of int or None
+        Shape of a row of each output; None for a size that only a batch can tell.
+    batch_rows : int or None
+        Rows of one forward pass; None for a whole Arrow batch.
+    scores : ClassScores or None
+        Makes a classifier's columns of the only output.
+    transformation : Transformation or None
+        Applied before the forward pass.
+    dtypes : mapping
+        Column to the NumPy type in which the transformation saw it in training.
+    """
+
+    columns: tuple[str, ...]
+    features: tuple[str, ...]
+    flagged: tuple[str, ...] = ()
+    keeps_nulls: bool = False
+    shapes: tuple[tuple[int, ...], ...] = ()
+    batch_rows: int | None = None
+    scores: ClassScores | None = None
+    transformation: Transformation | None = None
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fields(self) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a row of all that the UDF gives."""
+        outputs = {f"o{index}": shape for index, shape in enumerate(self.shapes)}
+        return {**outputs, **(self.scores.fields(self.shapes[0]) if self.scores else {})}
+
+    def __call__(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
+        """Return what `fields` says, for some rows: an array per field, rows first.
+
+        Raises
+        ------
+        ShapeError
+            If the model's outputs are not what they were expected to be.
+        """
+        return self.begin(predictor, columns)()
+
+    def begin(self, predictor: Predictor, columns: dict[str, Array]) -> Callable[[], list[Array]]:
+        """Begin what a call does, and return what ends it.
+
+        Of forward passes on a GPU the outputs are waited for when the next one has been begun, here
+        and in what is called next.
+        """
+        rows = len(next(iter(columns.values())))
+        step = self.batch_rows or max(rows, 1)
+        parts: list[list[Array]] = []
+        waiting: Callable[[], None] | None = None
+        for start in range(0, rows, step):
+            part = {name: array[start : start + step] for name, array in columns.items()}
+            forward = _begin(predictor, self.inputs(part))
+            if waiting is not None:
+                waiting()
+            waiting = functools.partial(self._take, forward, min(step, rows - start), parts)
+
+        def finish() -> list[Array]:
+            if waiting is not None:
+                waiting()
+            return self._fields_of(parts)
+
+        return finish
+
+    def predict(self, predictor: Predictor, columns: dict[str, Array]) -> list[Array]:
+        """Return the outputs for some rows, after the transformation if there is one."""
+        return predictor(self.inputs(columns))
+
+    def inputs(self, columns: dict[str, Array]) -> list[Array]:
+        """Return what the predictor is given: the features, after the transformation."""
+        if self.transformation is None:
+            return [columns[name] for name in self.features]
+        typed = {
+            name: array.astype(self.dtypes.get(name, array.dtype), copy=False)
+            for name, array in columns.items()
+        }
+        try:
+            transformed = self.transformation(typed)
+        except KeyError as error:
+            raise DataError(
+                f"The transformation asks for a column {error}, which the DataFrame does not have; "
+                f"it was given {', '.join(typed)}. Add it, or set apply_transformation=False."
+            ) from error
+        return [transformed[name] for name in self.features]
+
+    def _take(
+        self, forward: Callable[[], list[Array]], rows: int, parts: list[list[Array]]
+    ) -> None:
+        """Wait for the outputs of a forward pass, and put them with those of others."""
+        outputs = list(map(np.asarray, forward()))
+        check_outputs(outputs, rows, self.shapes)
+        parts.append(outputs)
+
+    def _fields_of(self, parts: list[list[Array]]) -> list[Array]:
+        outputs = [
+            np.concatenate(output) if len(output) > 1 else output[0]
+            for output in zip(*parts, strict=True)
+        ]
+        if self.scores is None:
+            return outputs
+        made = self.scores(outputs[0])
+        return [*outputs, *(made[name] for name in self.scores.fields(self.shapes[0]))]
+
+
+def _begin(predictor: Predictor, inputs: list[Array]) -> Callable[[], list[Array]]:
+    """Begin a forward pass where it can be waited for later; elsewhere make it."""
+    if getattr(predictor, "overlaps", False):
+        finish: Callable[[], list[Array]] = predictor.begin(inputs)  # type: ignore[attr-defined]
+        return finish
+    outputs = predictor(inputs)
+    return lambda: outputs
+
+
+def check_outputs(outputs: Sequence[Array], rows: int, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Make sure that outputs are numbers, as many as expected, with a row for each row.
+
+    Sizes within a row may be others than those that were expected.
+
+    Raises
+    ------
+    ShapeError
+        If they are not.
+    """
+    if len(outputs) != len(shapes):
+        raise ShapeError(
+            f"The model returned {len(outputs)} outputs, and {len(shapes)} were expected. Set "
+            "label_columns or outputs, or let it return one per label."
+        )
+    for place, (output, shape) in enumerate(zip(outputs, shapes, strict=True)):
+        if output.dtype.kind not in "biuf":
+            raise ShapeError(
+                f"Output {place} of the model is {output.dtype.name}; expected numbers."
+            )
+        right = (
+            output.size == rows
+            if is_scalar(shape)
+            else output.ndim == 1 + len(shape) and len(output) == rows
+        )
+        if not right:
+            raise ShapeError(
+                f"Output {place} of the model has the shape {output.shape} for {rows} rows; "
+                f"expected {(rows, *shape)}. Its first dimension must count the rows, and "
+                "output_shapes must tell the others."
+            )
+
+
+def is_scalar(shape: tuple[int, ...]) -> bool:
+    """Return whether a row of this shape becomes a plain number."""
+    return shape in ((), (1,))
+
+
+def known_sizes(shape: Sequence[int | None]) -> tuple[int, ...]:
+    """Return a shape with 1 for each size that only a batch can tell (None or -1)."""
+    return tuple(1 if size is None or size < 0 else size for size in shape)
+
+
+def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> Iterator[Result]:
+    """Yield what functions return, on a GPU each when the next one has been begun, too.
+
+    Parameters
+    ----------
+    begun : iterable of callable
+        What `Inference.begin` returned, or calls that.
+    predictor : callable
+        What it was called with.
+    """
+    waiting: collections.deque[Callable[[], Result]] = collections.deque()
+    for finish in begun:
+        waiting.append(finish)
+        if len(waiting) > bool(getattr(predictor, "overlaps", False)):
+            yield waiting.popleft()()
+    while waiting:
+        yield waiting.popleft()()
+
+
+def has_nulls(name: str) -> DataError:
+    """Return what is raised of a column that holds nulls."""
+    return DataError(
+        f"Column {name!r} holds nulls; fill or drop them before transform(), or set handleInvalid: "
+        "with 'keep' such rows get null predictions, with 'skip' they are left out."
+    )
+
+
+def is_ragged(name: str) -> DataError:
+    """Return what is raised of a column whose arrays differ in length."""
+    return DataError(f"Column {name!r} is ragged: its arrays differ in length.")

@@ -1,0 +1,362 @@
+"""Collectives of Keras ranks: objects, tensors, numbers and statistics.
+
+Under Keras 3 ``horovod.tensorflow.keras.DistributedOptimizer`` is accepted and averages nothing,
+so only ``horovod.tensorflow``'s own operations are used here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+from horovod.common.exceptions import HorovodInternalError
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.training.buffer_reduction import find_buffers
+from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
+from hvd_estimators.training.shard_state import ShardStates
+
+__all__ = [
+    "GradientAverager",
+    "StatisticsAverager",
+    "broadcast_variables",
+    "exchange",
+    "gather_numbers",
+    "naming_lost_peers",
+    "reductions_of",
+    "sum_arrays",
+    "sum_number",
+    "sum_tensors",
+]
+
+
+def gather_numbers(value: int, name: str) -> list[int]:
+    """Return an integer, or a flag, of every rank, in the order of the ranks."""
+    own = tf.constant([value], tf.int64)
+    gathered: Sequence[int] = hvd.allgather(own, name=name).numpy().tolist()
+    return list(gathered)
+
+
+def _gather_bytes(document: Bytes, name: str) -> Bytes:
+    gathered: Bytes = hvd.allgather(tf.constant(document), name=name).numpy()
+    return gathered
+
+
+exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
+
+
+@contextlib.contextmanager
+def naming_lost_peers() -> Iterator[None]:
+    """Raise Horovod's own error where one of its operations fails because a rank is gone.
+
+    TensorFlow makes an error of its own of it, which looks like one of the training code: as if
+    this rank had failed, and not the other one.
+    """
+    try:
+        yield
+    # Calls of ranks that do not fit each other are a FailedPreconditionError.
+    except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
+        if "horovod" not in str(error).lower():
+            raise
+        raise HorovodInternalError(error.message) from error
+
+
+_BUCKET_BYTES = 16 * 2**20
+
+
+class GradientAverager:
+    """Replaces the gradients of a rank by their weighted mean over all ranks.
+
+    Gradients travel in buckets of one dtype, each a single tensor that is made of the same
+    gradients in the same order in every run, one bucket after the other: how sums round then never
+    depends on timing, as it would if Horovod fused tensors by chance. The weight of the rank's
+    batch is part of the first bucket, so that weighing costs no reduction of its own.
+
+    Parameters
+    ----------
+    compression : horovod compressor, optional
+        For example ``horovod.tensorflow.Compression.fp16``.
+    name : str
+        Distinguishes this averager's tensors from those of others.
+
+    Attributes
+    ----------
+    weight : tf.Tensor or None
+        What the current batch counts for; None where the batches of all ranks count for the same.
+    """
+
+    def __init__(self, compression: Any = None, name: str = "gradients") -> None:
+        self._compression = compression or hvd.Compression.none
+        self._name = name
+        self.weight: tf.Tensor | None = None
+
+    def weigh(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """Multiply gradients by the weight of the batch.
+
+        Parameters
+        ----------
+        gradients : sequence of tensor, tf.IndexedSlices or None
+            One per variable; None stays None.
+        variables : sequence of keras.Variable
+            Their shapes are the static shapes of the result.
+        """
+        dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
+        if self.weight is None:
+            return dense
+        return [
+            # Without rows, a gradient may be NaN, and counts for nothing.
+            None if g is None else tf.math.multiply_no_nan(g, tf.cast(self.weight, g.dtype))
+            for g in dense
+        ]
+
+    def average(self, weighted: Sequence[Any], weight: Any) -> list[Any]:
+        """Return the ranks' weighted gradients added up, divided by the sum of their weights.
+
+        Parameters
+        ----------
+        weighted : sequence of tf.Tensor or None
+            Gradients times weight.
+        weight : tf.Tensor or float
+            The weight.
+        """
+        types = [None if g is None else g.dtype for g in weighted]
+        # Horovod does not support bfloat16, and its sums would be worth little.
+        weighted = [
+            tf.cast(g, tf.float32) if t == tf.bfloat16 else g
+            for g, t in zip(weighted, types, strict=True)
+        ]
+        result = list(weighted)
+        weight = tf.cast(weight, tf.float32)
+        buckets = list(_buckets(weighted))
+        if hvd.size() == 1:
+            result = [None if g is None else _divide(g, weight) for g in weighted]
+            return _of_types(result, types)
+        # Not in half precision: the weight is at least as exact as the gradients.
+        alone = self._compression is not hvd.Compression.none or not (
+            buckets and weighted[buckets[0][0]].dtype == tf.float32
+        )
+        total = sum_tensors(weight, f"{self._name}.weight") if alone else None
+        for number, bucket in enumerate(buckets):
+            parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
+            if total is None and not number:
+                parts.append(tf.reshape(weight, (1,)))
+            # One bucket after the other, so that Horovod does not fuse them.
+            after = [] if not number else [result[buckets[number - 1][0]]]
+            with tf.control_dependencies(after):
+                flat = tf.concat(parts, axis=0)
+                if alone:
+                    # As small as a mean, so that sums of half precision do not overflow.
+                    flat = _divide(flat, total)
+                packed, context = self._compression.compress(flat)
+                packed = sum_tensors(packed, f"{self._name}.{number}")
+                flat = self._compression.decompress(packed, context)
+            if not alone:
+                if total is None:
+                    flat, total = flat[:-1], flat[-1]
+                flat = _divide(flat, total)
+            sizes = [weighted[index].shape.num_elements() for index in bucket]
+            for index, part in zip(bucket, tf.split(flat, sizes), strict=True):
+                result[index] = tf.reshape(part, weighted[index].shape)
+        return _of_types(result, types)
+
+
+def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
+    """Return a gradient as one tensor with the static shape of its variable."""
+    if gradient is None:
+        return None
+    tensor = tf.convert_to_tensor(gradient)
+    if tensor.shape.is_fully_defined():
+        return tensor
+    # TensorFlow knows only a part of it where a kernel is multiplied with more than two dimensions.
+    return tf.ensure_shape(tensor, variable.shape)
+
+
+def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
+    """Yield positions of one dtype, last gradients first: they are computed first."""
+    open_buckets: dict[tf.DType, list[int]] = {}
+    room: dict[tf.DType, int] = {}
+    for index in reversed(range(len(gradients))):
+        gradient = gradients[index]
+        if gradient is None:
+            continue
+        dtype = gradient.dtype
+        if dtype in open_buckets and room[dtype] <= 0:
+            yield open_buckets.pop(dtype)
+        if dtype not in open_buckets:
+            open_buckets[dtype], room[dtype] = [], _BUCKET_BYTES
+        open_buckets[dtype].append(index)
+        room[dtype] -= gradient.shape.num_elements() * dtype.size
+    yield from open_buckets.values()
+
+
+def _of_types(tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    return [
+        None if tensor is None else tf.cast(tensor, dtype)
+        for tensor, dtype in zip(tensors, types, strict=True)
+    ]
+
+
+def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
+    # It may be that all batches of a step count for nothing.
+    return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
+
+
+def sum_tensors(tensor: tf.Tensor, name: str) -> tf.Tensor:
+    """Return a tensor added up over the ranks; Horovod matches theirs by the name."""
+    # The name is the same in whatever function or branch the operation is traced.
+    return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
+
+
+def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
+    """Return arrays of numbers added up over the ranks, in 64 bits and in one reduction."""
+    if not arrays:
+        return []
+    flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
+    if hvd.size() > 1:
+        flat = sum_tensors(tf.constant(flat), name).numpy()
+    stops = np.cumsum([np.size(array) for array in arrays])[:-1]
+    return [
+        part.reshape(np.shape(array))
+        for part, array in zip(np.split(flat, stops), arrays, strict=True)
+    ]
+
+
+def sum_number(value: float, name: str) -> float:
+    """Return a number added up over the ranks, in 64 bits."""
+    (total,) = sum_arrays([np.array(value)], name)
+    return float(total)
+
+
+def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
+    """Set Keras variables to what they are on one rank."""
+    if hvd.size() == 1:
+        return
+    for index, variable in enumerate(variables):
+        value = tf.convert_to_tensor(variable.value)
+        # Horovod does not support bfloat16: its bits are sent.
+        is_bfloat16 = value.dtype == tf.bfloat16
+        received = hvd.broadcast(
+            tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
+            root_rank,
+            name=f"hvd_estimators.broadcast.{index}",
+            ignore_name_scope=True,
+        )
+        variable.assign(tf.bitcast(received, tf.bfloat16) if is_bfloat16 else received)
+
+
+class StatisticsAverager:
+    """Reduces the variables that layers compute while they train over the shards.
+
+    Moving statistics of batch normalization and all other variables of floats that are not trained
+    become their mean, if they have changed. ``buffer_reduction`` sets another reduction for the
+    variables that it names, of integers as well.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built, and the same on all ranks.
+    reductions : mapping
+        The value of ``buffer_reduction``.
+
+    Attributes
+    ----------
+    digests : list of bytes
+        Of the variables at the start of the epoch: a variable that differs has changed.
+    bases : dict
+        Values of the summed variables at the start of the epoch, by place: a sum counts what each
+        shard has added since.
+    """
+
+    def __init__(self, model: keras.Model, reductions: Mapping[str, str] | None = None) -> None:
+        named = reductions_of(model, reductions or {})
+        self._variables = [
+            variable
+            for variable in model.non_trainable_variables
+            if keras.backend.is_float_dtype(variable.dtype) or variable.path in named
+        ]
+        self._reductions = [named.get(variable.path, "mean") for variable in self._variables]
+        self.digests = [_digest(variable) for variable in self._variables]
+        self.bases = {
+            index: self._variables[index].numpy()
+            for index, reduction in enumerate(self._reductions)
+            if reduction == "sum"
+        }
+
+    def average(self, shards: ShardStates) -> None:
+        """Reduce over the shards that the ranks run; called by all ranks at the same time."""
+        if not self._variables or shards.num_shards == 1:
+            return
+        changed = [0.0] * len(self._variables)
+
+        def look(_: int) -> None:
+            for index, before in enumerate(self.digests):
+                changed[index] += float(_digest(self._variables[index]) != before)
+
+        shards.for_each(look)
+        # A variable that changed on any rank is reduced on all; frozen layers keep theirs.
+        (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
+        moved = [index for index, count in enumerate(changes) if count]
+        found: dict[int, list[Array]] = {index: [] for index in moved}
+
+        def capture(shard: int) -> None:
+            for index in moved:
+                found[index].append(self._contribution(index, shard))
+
+        shards.for_each(capture)
+        summed = [index for index in moved if self._reductions[index] not in _EXTREMES]
+        own = [np.add.reduce(found[index]) for index in summed]
+        totals = dict(zip(summed, sum_arrays(own, "statistics"), strict=True))
+        others = {index: found[index] for index in moved if index not in totals}
+        if others:
+            ranks = exchange.gather(others, "hvd_estimators.statistics.extremes")
+            for index in others:
+                values = [value for of_rank in ranks for value in of_rank[index]]
+                totals[index] = _EXTREMES[self._reductions[index]].reduce(values)
+
+        def set_reduced(_: int) -> None:
+            for index, total in totals.items():
+                if self._reductions[index] == "mean":
+                    total = total / shards.num_shards
+                if index in self.bases:
+                    total = total + self.bases[index]
+                variable = self._variables[index]
+                is_float = keras.backend.is_float_dtype(variable.dtype)
+                variable.assign(total if is_float else np.round(total))
+
+        shards.for_each(set_reduced)
+
+    def _contribution(self, index: int, shard: int) -> Array:
+        value = np.asarray(self._variables[index].numpy(), np.float64)
+        if index in self.bases:
+            return value - np.asarray(self.bases[index], np.float64)
+        if self._reductions[index] == "rank0" and shard:
+            return np.zeros_like(value)
+        return value
+
+
+_EXTREMES: Mapping[str, np.ufunc] = {"max": np.maximum, "min": np.minimum}
+
+
+def reductions_of(model: keras.Model, reductions: Mapping[str, str]) -> dict[str, str]:
+    """Return path of a variable to reduction, as `find_buffers` does for those of a model."""
+    if not reductions:
+        return {}
+    kinds = {variable.path: _kind(variable.dtype) for variable in model.non_trainable_variables}
+    return find_buffers(reductions, kinds, "/")
+
+
+def _kind(dtype: str) -> str:
+    if keras.backend.is_float_dtype(dtype):
+        return "float"
+    return dtype if dtype in ("bool", "string") else "int"
+
+
+def _digest(variable: Any) -> bytes:
+    # Bytes, since NumPy has no buffers of bfloat16.
+    return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()

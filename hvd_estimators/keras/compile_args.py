@@ -1,0 +1,201 @@
+"""Arguments of ``compile`` and weights of classes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.outputs import Outputs, per_output
+
+__all__ = ["CompileSettings", "check_classes", "class_weights", "class_weights_of_tensor", "losses"]
+
+
+def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
+    """Return the weight of the class of each row; 1 for classes that are not named.
+
+    Parameters
+    ----------
+    labels : ndarray
+        Class numbers, of shape ``(rows,)`` or ``(rows, 1)``, or one-hot rows.
+    weights : mapping
+        Class to weight.
+    """
+    classes, known = _classes(labels), sorted(weights)
+    floatx = keras.config.floatx()
+    found = np.ones(len(labels), floatx)
+    for index in known:
+        found[classes == index] = weights[index]
+    return found
+
+
+def class_weights_of_tensor(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
+    """Do what `class_weights` does, in a traced function."""
+    if labels.shape.rank > 1 and labels.shape[-1] > 1:
+        classes = tf.argmax(labels, axis=-1)
+    else:
+        given = tf.reshape(labels, (-1,))
+        classes = tf.cast(tf.round(given) if given.dtype.is_floating else given, tf.int64)
+    known = sorted(weights)
+    numbers = tf.constant(known, tf.int64)
+    places = tf.minimum(tf.searchsorted(numbers, classes), len(known) - 1)
+    found = tf.gather(tf.constant([weights[k] for k in known], keras.config.floatx()), places)
+    return tf.where(tf.equal(tf.gather(numbers, places), classes), found, tf.ones_like(found))
+
+
+def check_classes(name: str, labels: Array) -> None:
+    """Make sure that labels are class numbers or one-hot rows. Runs on the driver.
+
+    Raises
+    ------
+    ShapeError
+        If a row has more than one dimension.
+    DataError
+        If there are other numbers in them.
+    """
+    _check_rank(labels)
+    if labels.ndim == 2 and labels.shape[1] > 1:
+        # The largest value of a row, since labels may be smoothed.
+        odd = (labels == labels.max(axis=1, keepdims=True)).sum(axis=1) > 1
+    else:
+        labels = labels.reshape(-1)
+        odd = labels != np.round(labels)
+    if odd.any():
+        raise DataError(
+            f"class_weight: expected class numbers or one-hot rows in column {name!r}, found "
+            f"{labels[odd][0].tolist()}. Leave class_weight out, and set sample_weight_col "
+            "to a column with the weight of each row."
+        )
+
+
+def _check_rank(labels: Any) -> None:
+    if len(labels.shape) > 2:
+        raise ShapeError(
+            "class_weight: expected class numbers or one-hot rows as labels, found rows of shape "
+            f"{tuple(labels.shape[1:])}. Leave class_weight out, and weigh elements in the loss."
+        )
+
+
+def _classes(labels: Array) -> Array:
+    _check_rank(labels)
+    if labels.ndim > 1 and labels.shape[-1] > 1:
+        return labels.argmax(axis=-1)
+    return np.round(labels.reshape(-1)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The arguments of `keras.Model.compile`.
+
+    Attributes
+    ----------
+    optimizer : OptimizerDocument or None
+        The optimizer; None for a model that has its own ``compile`` and stays as it is.
+    compiled : mapping
+        What the model is compiled with beside it, in Keras's own order of outputs.
+    given : mapping
+        What params say instead: ``loss``, ``loss_weights`` and ``metrics``, those that are set,
+        in the order of labels or by their names.
+    label_cols : sequence of str
+        The labels.
+    learning_rate : float or None
+        In the place of the optimizer's.
+    """
+
+    optimizer: OptimizerDocument | None
+    compiled: Mapping[str, Any]
+    given: Mapping[str, Any]
+    label_cols: Sequence[str]
+    learning_rate: float | None = None
+
+    @property
+    def loss(self) -> Any:
+        """The loss, or a structure of several; None if the model has none."""
+        return self.given.get("loss", self.compiled.get("loss"))
+
+    @property
+    def compares(self) -> bool:
+        """Whether labels are compared to outputs, by a loss or by metrics."""
+        names = ("metrics", "weighted_metrics")
+        given = self.given if "loss" in self.given else {**self.compiled, **self.given}
+        return self.loss is not None or any(given.get(name) for name in names)
+
+    def apply(self, model: keras.Model, outputs: Outputs | None) -> None:
+        """Compile a model.
+
+        Parameters
+        ----------
+        model : keras.Model
+            Where it is built, the optimizer's state is restored, too.
+        outputs : Outputs or None
+            Its outputs; None if labels are none of these, which takes a train step of its own.
+
+        Raises
+        ------
+        ParamError
+            If names match no label and no output.
+        """
+        if self.optimizer is None:
+            return
+        settings = dict(self.compiled)
+        if "loss" in self.given:
+            settings.update(loss_weights=None, metrics=None, weighted_metrics=None)
+        settings.update(self.given if outputs is None else self._by_output(outputs))
+        model.compile(**settings, optimizer=self.optimizer.make())
+        if model.built:
+            self.optimizer.restore(model.optimizer, model.trainable_variables)
+        if self.learning_rate is not None:
+            model.optimizer.learning_rate = self.learning_rate
+
+    def _by_output(self, outputs: Outputs) -> dict[str, Any]:
+        settings: dict[str, Any] = {}
+        labels, single = self.label_cols, len(self.label_cols) == 1
+        given = self.given
+        if "loss" in given:
+            settings["loss"] = per_output("loss", given["loss"], outputs, labels)
+            if not losses(settings["loss"]):
+                raise ParamError(f"loss: no label has one, found {given['loss']!r}.")
+        elif self.loss is not None and ("loss_weights" in given or outputs.auxiliary):
+            settings["loss"] = self._compiled_loss(outputs)
+        if "loss_weights" in given:
+            # Keras wants a number for every output, even for one without a loss.
+            weights = per_output(
+                "loss_weights", given["loss_weights"], outputs, labels, missing=1.0
+            )
+            settings["loss_weights"] = weights
+        if "metrics" in given:
+            settings["metrics"] = per_output(
+                "metrics", given["metrics"], outputs, labels, list_is_value=single
+            )
+        return settings
+
+    def _compiled_loss(self, outputs: Outputs) -> Any:
+        loss = self.loss
+        if isinstance(loss, (list, tuple)) and len(loss) == len(outputs.labels):
+            flat = list(loss)
+        else:
+            packed = per_output("loss", loss, outputs, self.label_cols)
+            flat = [None] * len(outputs.labels)
+            keras.tree.map_structure(
+                lambda place, value: flat.__setitem__(place, value), outputs.structure, packed
+            )
+        for name, label, value in zip(outputs.names, outputs.labels, flat, strict=True):
+            if label is None and value is not None:
+                raise ParamError(
+                    f"label_cols: the model is compiled with a loss for its output {name!r}, and "
+                    "there is no label column for it. Set label_cols to all outputs that have a "
+                    "loss, or compile the model without one for this output."
+                )
+        return outputs.pack(flat)
+
+
+def losses(loss: Any) -> list[Any]:
+    """Return all losses among the arguments of `compile`."""
+    return [entry for entry in keras.tree.flatten(loss) if entry is not None]

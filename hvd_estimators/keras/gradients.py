@@ -1,0 +1,205 @@
+"""Keras optimizers that step by the mean of all ranks' gradients. Runs on the worker."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.keras.backend import inner_optimizers, require_tensorflow
+from hvd_estimators.keras.collectives import GradientAverager
+
+__all__ = ["DistributedOptimizer", "distribute", "is_distributed"]
+
+
+def DistributedOptimizer(
+    optimizer: keras.optimizers.Optimizer,
+    compression: Any = None,
+    backward_passes_per_step: int = 1,
+) -> keras.optimizers.Optimizer:
+    """Make an optimizer average gradients over all ranks before it applies them.
+
+    Call ``horovod.tensorflow.init()`` before. The very optimizer that is given is changed and
+    returned: it keeps its class, configuration and state, so that a model that is saved with it
+    loads without this package. Gradients are averaged first and clipped then. A
+    `keras.optimizers.LossScaleOptimizer` is given as it is, around the optimizer that it scales
+    for, so that all ranks skip the same steps.
+
+    Works with ``Model.fit`` (compile with ``jit_compile=False``: Horovod's operations cannot be
+    compiled by XLA) and where ``apply`` or ``apply_gradients`` is called by hand, as long as all
+    ranks call it equally often.
+
+    Parameters
+    ----------
+    optimizer : keras.optimizers.Optimizer
+        Any optimizer.
+    compression : horovod compressor, optional
+        For example ``horovod.tensorflow.Compression.fp16``.
+    backward_passes_per_step : int
+        Calls whose gradients are averaged on the rank before a reduction and a step.
+
+    Returns
+    -------
+    keras.optimizers.Optimizer
+        The same optimizer.
+
+    Raises
+    ------
+    ParamError
+        If it averages already, or ``backward_passes_per_step`` is below 1.
+    DependencyError
+        If Keras does not run on TensorFlow.
+
+    Examples
+    --------
+    >>> hvd.init()
+    >>> optimizer = DistributedOptimizer(keras.optimizers.SGD(0.01 * hvd.size()))
+    >>> model.compile(optimizer, loss="mse", jit_compile=False)
+    >>> model.fit(dataset, callbacks=[BroadcastCallback(), MetricAverageCallback()])
+    """
+    require_tensorflow()
+    if backward_passes_per_step < 1:
+        raise ParamError(
+            f"backward_passes_per_step: expected 1 or more, found {backward_passes_per_step}."
+        )
+    distribute(optimizer, GradientAverager(compression), backward_passes_per_step)
+    return optimizer
+
+
+def is_distributed(optimizer: Any) -> bool:
+    """Return whether an optimizer averages over ranks."""
+    return "apply" in vars(optimizer)
+
+
+def distribute(
+    optimizer: keras.optimizers.Optimizer,
+    averager: GradientAverager,
+    passes_per_step: int = 1,
+    steps_per_epoch: int | None = None,
+    learning_rate_scale: float = 1.0,
+    calls: int = 0,
+) -> None:
+    """Put an averager in front of an optimizer's ``apply``.
+
+    Parameters
+    ----------
+    optimizer : keras.optimizers.Optimizer
+        Its ``apply`` is replaced, on this instance only.
+    averager : GradientAverager
+        Averages.
+    passes_per_step : int
+        Calls that add up to one step.
+    steps_per_epoch : int, optional
+        Calls of an epoch, at whose end what has been added up makes a step, too.
+    learning_rate_scale : float
+        The optimizer applies its learning rate times this. What ``optimizer.learning_rate`` says,
+        and what callbacks and schedules set, stays as it is.
+    calls : int
+        Calls that the first epoch has behind it, in an earlier part of the run: whole steps.
+    """
+    if is_distributed(optimizer):
+        raise ParamError("optimizer: it averages gradients over ranks already. Wrap it once.")
+    apply = optimizer.apply
+
+    def step(gradients: Sequence[Any], weight: Any, variables: Any) -> None:
+        averaged = averager.average(gradients, weight)
+        if not optimizer.built and learning_rate_scale != 1.0:
+            # It may choose its inner optimizers only at this point.
+            optimizer.build(list(variables))
+        with _scaled_learning_rates(optimizer, learning_rate_scale):
+            apply(averaged, variables)
+
+    def weigh(grads: Sequence[Any], variables: Any) -> tuple[list[Any], Any]:
+        weight = 1.0 if averager.weight is None else averager.weight
+        if variables is None and not optimizer.built:
+            apply(grads)  # Keras's own error says that variables are missing.
+        of = optimizer._trainable_variables if variables is None else variables
+        return averager.weigh(grads, of), weight
+
+    if passes_per_step == 1:
+
+        def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            step(*weigh(grads, trainable_variables), trainable_variables)
+
+    else:
+        accumulator = _Accumulator(passes_per_step, steps_per_epoch, calls)
+
+        def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
+            if not optimizer.built:
+                # Not in the branch below, where no variables can be created.
+                optimizer.build(list(trainable_variables))
+            due = accumulator.add(*weigh(grads, trainable_variables))
+            tf.cond(
+                due,
+                lambda: accumulator.release(lambda g, w: step(g, w, trainable_variables)),
+                lambda: None,
+            )
+
+    optimizer.apply = averaged_apply
+
+
+class _Accumulator:
+    """Adds up gradients between two steps, in variables that are not part of the optimizer."""
+
+    def __init__(self, passes: int, steps_per_epoch: int | None, calls: int = 0) -> None:
+        self._passes = passes
+        self._steps_per_epoch = steps_per_epoch
+        self._first = calls
+        self._sums: list[tf.Variable | None] | None = None
+
+    def add(self, gradients: Sequence[Any], weight: Any) -> tf.Tensor:
+        """Add gradients and their weight, and return whether a step is due."""
+        if self._sums is None:
+            with tf.init_scope():
+                self._sums = [
+                    None if g is None else tf.Variable(tf.zeros(g.shape, g.dtype), trainable=False)
+                    for g in gradients
+                ]
+                self._weight = tf.Variable(0.0, trainable=False)
+                self._calls = tf.Variable(self._first, dtype=tf.int64, trainable=False)
+        for total, gradient in zip(self._sums, gradients, strict=True):
+            if total is not None:
+                total.assign_add(gradient)
+        self._weight.assign_add(tf.cast(weight, tf.float32))
+        calls = self._calls.assign_add(1)
+        due = tf.equal(calls % self._passes, 0)
+        if self._steps_per_epoch is not None:
+            at_end = tf.equal(calls, self._steps_per_epoch)
+            due = tf.logical_or(due, at_end)
+            self._calls.assign(tf.where(at_end, tf.zeros_like(calls), calls))
+        return due
+
+    def release(self, step: Any) -> None:
+        """Make a step with what was added up, and start again from zero."""
+        assert self._sums is not None
+        step(
+            [None if v is None else tf.convert_to_tensor(v) for v in self._sums],
+            tf.convert_to_tensor(self._weight),
+        )
+        for total in [*self._sums, self._weight]:
+            if total is not None:
+                total.assign(tf.zeros_like(total))
+
+
+@contextlib.contextmanager
+def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) -> Iterator[None]:
+    """Let optimizers see their learning rate multiplied, while a step is computed or traced."""
+    if scale == 1.0:
+        yield
+        return
+    given = []
+    for inner in inner_optimizers(optimizer):
+        attributes = vars(inner)
+        given.append((attributes, attributes["_learning_rate"]))
+        # It is read here, where it is a number or a schedule's value for this step.
+        rate = tf.convert_to_tensor(inner.learning_rate)
+        attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
+    try:
+        yield
+    finally:
+        for attributes, rate in given:
+            attributes["_learning_rate"] = rate

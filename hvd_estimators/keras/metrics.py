@@ -1,0 +1,185 @@
+"""Which metrics have a state that can be added up over ranks. Used on both sides."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import ParamError
+
+__all__ = [
+    "added_variables",
+    "are_built",
+    "build_metrics",
+    "check_metrics",
+    "leaf_metrics",
+    "merge_states",
+    "merged_metrics",
+]
+
+logger = logging.getLogger(__name__)
+
+
+def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
+    """Yield a model's metrics, including each one that was given to ``compile()``."""
+    for metric in model.metrics:
+        # Keras wraps what compile() was given in a single metric.
+        yield from getattr(metric, "metrics", None) or [metric]
+
+
+def are_built(model: keras.Model) -> bool:
+    """Return whether the metrics that ``compile()`` was given have their names by now."""
+    return all(getattr(metric, "built", True) for metric in model.metrics)
+
+
+def build_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
+    """Give the metrics of a compiled model their names, which takes a batch."""
+    _measure(model, [(x, y, outputs, weights)])
+    model.reset_metrics()
+
+
+def merged_metrics(model: keras.Model) -> list[Any]:
+    """Return the metrics that define how their states are merged: by ``merge_state``."""
+    return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]
+
+
+def added_variables(model: keras.Model) -> list[keras.Variable]:
+    """Return the variables of all other metrics."""
+    merged = {id(v) for metric in merged_metrics(model) for v in metric.variables}
+    return [variable for variable in model.metrics_variables if id(variable) not in merged]
+
+
+def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
+    """Merge into a metric what several of its kind have measured.
+
+    Parameters
+    ----------
+    metric : keras.metrics.Metric
+        Has a method ``merge_state(metrics)``.
+    states : sequence of sequence of array
+        Values of the variables of each.
+    """
+    for variable, value in zip(metric.variables, states[0], strict=True):
+        variable.assign(value)
+    metric.merge_state([_twin(metric, state) for state in states[1:]])
+
+
+def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
+    """Make sure that the ranks' measurements can be added up. Runs on the driver.
+
+    Each metric that is not Keras's own sees two parts of a batch, one after the other, as in one
+    process. What it then says is compared to what it says for the sum of its states after each
+    part alone, as on two ranks. The outputs are made up, since a model's can all be zero.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Compiled; its metrics are reset.
+    x, y, outputs, weights : arrays or structures of arrays
+        A batch, rows first; weights may be None.
+
+    Raises
+    ------
+    ParamError
+        If a metric says other things.
+    """
+    rows = len(keras.tree.flatten(outputs)[0])
+    rng = np.random.default_rng(0)
+    varied = keras.tree.map_structure(
+        lambda output: keras.ops.cast(rng.uniform(0.1, 0.9, output.shape), output.dtype),
+        outputs,
+    )
+    parts = [
+        keras.tree.map_structure(
+            lambda array, cut=cut: None if array is None else array[cut],
+            (x, y, varied, weights),
+        )
+        for cut in (slice(0, rows // 2), slice(rows // 2, rows))
+    ]
+    try:
+        # This builds them.
+        _measure(model, [(x, y, outputs, weights)])
+        if rows < 2 or all(map(_is_known, leaf_metrics(model))):
+            return
+        measured = [_measure(model, chosen) for chosen in (parts, parts[:1], parts[1:])]
+    except Exception as error:
+        logger.warning(
+            "metrics: whether the ranks' metrics can be added up is not known, since they cannot "
+            "be called on the driver (%s: %s).",
+            type(error).__name__,
+            error,
+        )
+        return
+    finally:
+        model.reset_metrics()
+    for metric, together, first, second in zip(leaf_metrics(model), *measured, strict=True):
+        if _is_known(metric):
+            continue
+        expected, found = (
+            _result(metric, state)
+            for state in (together, [a + b for a, b in zip(first, second, strict=True)])
+        )
+        metric.reset_state()
+        if not np.allclose(expected, found, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise ParamError(
+                f"metrics: the state of {metric.name!r} ({type(metric).__name__}) cannot be added "
+                f"up over ranks: two batches after each other measure {expected}, and the sum of "
+                f"their states {found}. Give the class a method merge_state(self, metrics) that "
+                "takes in the variables of other metrics of its kind, or make its variables with "
+                "add_variable(aggregation='mean') (the mean of the ranks') or 'only_first_replica' "
+                "(rank 0's)."
+            )
+
+
+def _is_known(metric: Any) -> bool:
+    """Return whether a metric says how its state is reduced, or is one of Keras's."""
+    return (
+        type(metric).__module__.partition(".")[0] == "keras"
+        or callable(_merge_state(metric))
+        or any(variable.aggregation != "sum" for variable in metric.variables)
+    )
+
+
+def _merge_state(metric: Any) -> Any:
+    return getattr(metric, "merge_state", None)
+
+
+def _measure(model: keras.Model, parts: Sequence[Any]) -> list[list[Array]]:
+    """Return the state of each metric after some batches."""
+    model.reset_metrics()
+    for x, y, outputs, weights in parts:
+        model.compute_metrics(x, y, outputs, weights)
+    return [[v.numpy() for v in metric.variables] for metric in leaf_metrics(model)]
+
+
+def _result(metric: Any, state: Sequence[Array]) -> list[float]:
+    for variable, value in zip(metric.variables, state, strict=True):
+        variable.assign(value)
+    return [
+        number
+        for value in keras.tree.flatten(metric.result())
+        for number in np.ravel(np.asarray(value, np.float64)).tolist()
+    ]
+
+
+def _twin(metric: Any, state: Sequence[Array]) -> Any:
+    """Return a metric of the same kind with another state."""
+    twin = object.__new__(type(metric))
+    own = {
+        id(variable): keras.Variable(value, dtype=variable.dtype, trainable=False)
+        for variable, value in zip(metric.variables, state, strict=True)
+    }
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, list):
+            return [replaced(entry) for entry in value]
+        return own.get(id(value), value)
+
+    # This bypasses what Keras does when attributes are set.
+    vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
+    return twin

@@ -1,0 +1,296 @@
+"""Keras's own model files, written and read one variable at a time.
+
+A ``.keras`` file holds a layer's kernel with the product of its LoRA adapters added, and no
+adapters. Such variables are written beside Keras's own files, as they are.
+
+``Model.save`` holds a whole file in memory before it writes it, and ``load_model`` reads it whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from typing import IO, Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.custom_objects import constructing
+from hvd_estimators.keras.states import is_keras
+from hvd_estimators.store.hashing import CHUNK_BYTES
+
+__all__ = [
+    "WEIGHTS",
+    "load_folder",
+    "load_weights",
+    "loads_plainly",
+    "own_variables",
+    "read_files",
+    "read_rewritten",
+    "rewritten_variables",
+    "save_folder",
+    "save_plainly",
+    "uncompiled",
+    "variable_value",
+    "write_archive",
+    "write_files",
+    "write_rewritten",
+]
+
+_MEMBER = "hvd_estimators.variables.npz"
+
+
+def loads_plainly(layer: keras.Layer) -> bool:
+    """Return whether loading does no more to a layer than to assign to its variables in turn."""
+    kind = type(layer)
+    if hasattr(kind, "load_assets"):
+        return False
+    if kind.load_own_variables is keras.Layer.load_own_variables:
+        return kind.save_own_variables is keras.Layer.save_own_variables
+    # What Keras's own layers have of their own is for these two, or sets more than variables.
+    has_adapters = is_keras(kind.load_own_variables) and hasattr(kind, "enable_lora")
+    is_quantized = layer.dtype_policy.quantization_mode is not None
+    return has_adapters and not is_quantized and not getattr(layer, "lora_enabled", False)
+
+
+def own_variables(layer: keras.Layer) -> list[keras.Variable]:
+    """Return the variables of a layer that are not those of layers below it."""
+    inner = {id(v) for part in all_layers(layer, include_self=False) for v in part.variables}
+    return [variable for variable in layer.variables if id(variable) not in inner]
+
+
+def rewritten_variables(model: keras.Model) -> dict[int, Array]:
+    """Return the variables, by position, of the layers that do not save and load plainly."""
+    layers = [layer for layer in all_layers(model) if not loads_plainly(layer)]
+    if not layers:
+        return {}
+    found = {id(variable) for layer in layers for variable in own_variables(layer)}
+    return {
+        number: np.array(variable_value(variable))
+        for number, variable in enumerate(model.variables)
+        if id(variable) in found
+    }
+
+
+def write_rewritten(values: Mapping[int, Array], archive: zipfile.ZipFile) -> None:
+    """Add variables to an archive, if there are any. Keras leaves other members alone."""
+    if values:
+        # NumPy's files know no bfloat16.
+        contents = {str(n): value.reshape(-1).view(np.uint8) for n, value in values.items()}
+        buffer = io.BytesIO()
+        np.savez(buffer, **contents)
+        archive.writestr(_MEMBER, buffer.getvalue())
+
+
+def read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
+    """Give a model the variables that `write_rewritten` wrote.
+
+    Raises
+    ------
+    ValueError
+        If the model has other variables.
+    """
+    if _MEMBER not in archive.namelist():
+        return
+    variables = model.variables
+    with np.load(io.BytesIO(archive.read(_MEMBER))) as contents:
+        for number in map(int, contents):
+            content = contents[str(number)]
+            if number >= len(variables):
+                raise ValueError(f"The model has {len(variables)} variables, and the file more.")
+            variable = variables[number]
+            dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+            variable.assign(content.view(dtype).reshape(tuple(variable.shape)))
+
+
+def variable_value(variable: keras.Variable) -> Array:
+    """Return a variable's value, which is not to be written to; a copy only of what NumPy lacks."""
+    tensor = tf.convert_to_tensor(variable)
+    try:
+        value = np.asarray(memoryview(tensor))
+    except ValueError:  # such as bfloat16
+        value = tensor.numpy()
+    return np.ascontiguousarray(value).reshape(tuple(variable.shape))
+
+
+WEIGHTS = "model.weights.h5"
+
+
+"""Name of the file of weights; also Keras's name of it within a ``.keras`` file."""
+
+
+# Keras has had unzipped folders since 3.6 or so only.
+_HAS_FOLDERS = "zipped" in inspect.signature(keras.saving.save_model).parameters
+
+
+# Files above this are mapped into memory instead of read.
+_MAPPED_BYTES = 2**20
+
+
+def uncompiled(model: keras.Model) -> keras.Model:
+    """Return a model that is the given one but for what it was compiled with.
+
+    It shares layers and variables with the given one, which other threads may use meanwhile: it is
+    for saving, with no state of the optimizer in the file, and for nothing else.
+    """
+    view: keras.Model = object.__new__(type(model))
+    attributes = dict(vars(model))
+    if "optimizer" in attributes:
+        attributes["optimizer"] = None
+    attributes.pop("_compile_config", None)
+    attributes["compiled"] = False
+    vars(view).update(attributes)
+    return view
+
+
+def save_folder(model: keras.Model, directory: str) -> None:
+    """Write what a ``.keras`` file holds as files of a folder that exists."""
+    if _HAS_FOLDERS:
+        keras.saving.save_model(model, directory, zipped=False)
+    else:
+        with tempfile.TemporaryDirectory() as beside:
+            path = os.path.join(beside, "model.keras")
+            keras.saving.save_model(model, path)
+            with zipfile.ZipFile(path) as archive:
+                archive.extractall(directory)
+    for folder, _, _ in os.walk(directory, topdown=False):
+        # A ``.keras`` file holds no empty folders, and loading asks whether there are assets.
+        if folder != directory and not os.listdir(folder):
+            os.rmdir(folder)
+
+
+def load_folder(directory: str, custom_objects: Mapping[str, Any]) -> keras.Model:
+    """Return the model that `save_folder` wrote, not compiled."""
+    with constructing(custom_objects) as made:
+        given = {"custom_objects": made, "compile": False, "safe_mode": False}
+        if _HAS_FOLDERS:
+            return keras.saving.load_model(directory, **given)
+        with tempfile.TemporaryDirectory() as beside:
+            path = os.path.join(beside, "model.keras")
+            with zipfile.ZipFile(path, "w") as archive:
+                _zip(directory, archive)
+            return keras.saving.load_model(path, **given)
+
+
+def read_files(directory: str) -> dict[str, Array]:
+    """Return the files of a folder as bytes, by their paths in it.
+
+    Large ones stay on the disk until they are used, also after the folder has been deleted.
+    """
+    found = {}
+    for folder, _, names in os.walk(directory):
+        for name in names:
+            path = os.path.join(folder, name)
+            if os.path.getsize(path) > _MAPPED_BYTES:
+                # As a plain array, which is pickled without a copy.
+                content: Array = np.asarray(np.memmap(path, np.uint8, mode="r"))
+            else:
+                content = np.fromfile(path, np.uint8)
+            found[os.path.relpath(path, directory)] = content
+    return found
+
+
+def write_files(files: dict[str, Array], directory: str) -> None:
+    """Write what `read_files` returned to a folder, and empty the dict."""
+    while files:
+        name, content = files.popitem()
+        path = os.path.join(directory, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            content.tofile(file)
+
+
+def write_archive(
+    model: keras.Model, archive: zipfile.ZipFile, rewritten: Mapping[int, Array] | None = None
+) -> None:
+    """Write a model and its optimizer's state to an archive, which is a ``.keras`` file then.
+
+    Of a model without a config it is ``model.weights.h5`` alone.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built and compiled.
+    archive : ZipFile
+        Open for writing.
+    rewritten : mapping, optional
+        See `hvd_estimators.keras.model_file`. Default: what the model has now.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _save_plainly(model, folder)
+        _zip(folder, archive)
+    write_rewritten(rewritten_variables(model) if rewritten is None else rewritten, archive)
+
+
+def save_plainly(model: keras.Model, directory: str) -> str:
+    """Write ``model.keras`` to a folder, or ``model.weights.h5`` of a model without a config.
+
+    Returns
+    -------
+    str
+        The path of the file.
+    """
+    with tempfile.TemporaryDirectory(dir=directory) as folder:
+        if not _save_plainly(model, folder):
+            return shutil.move(os.path.join(folder, WEIGHTS), directory)
+        path = os.path.join(directory, "model.keras")
+        with zipfile.ZipFile(path, "w") as archive:
+            _zip(folder, archive)
+        return path
+
+
+def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
+    """Load weights, and the optimizer's state where it is built, as Keras saved them.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built and compiled.
+    source : str or file
+        A ``.keras`` or ``.weights.h5`` file, or an archive that holds the latter, whatever its
+        name.
+    """
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(source, "rb")) if isinstance(source, str) else source
+        is_archive = file.read(2) == b"PK"
+        file.seek(0)
+        directory = stack.enter_context(tempfile.TemporaryDirectory())
+        weights = os.path.join(directory, WEIGHTS)
+        if is_archive:
+            # Within an archive every seek would read from its beginning.
+            archive = stack.enter_context(zipfile.ZipFile(file))
+            archive.extract(WEIGHTS, directory)
+        else:
+            with open(weights, "wb") as copy:
+                shutil.copyfileobj(file, copy, CHUNK_BYTES)
+        model.load_weights(weights)
+        if is_archive:
+            read_rewritten(model, archive)
+
+
+def _save_plainly(model: keras.Model, directory: str) -> bool:
+    """Write a model's files to a folder, and return whether these are more than its weights."""
+    try:
+        save_folder(model, directory)
+    except (NotImplementedError, TypeError, ValueError):
+        shutil.rmtree(directory)
+        os.mkdir(directory)
+        model.save_weights(os.path.join(directory, WEIGHTS))
+        return False
+    return True
+
+
+def _zip(directory: str, archive: zipfile.ZipFile) -> None:
+    for folder, _, names in os.walk(directory):
+        for name in sorted(names):
+            inner = os.path.join(folder, name)
+            archive.write(inner, os.path.relpath(inner, directory))

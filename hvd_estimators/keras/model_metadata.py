@@ -1,0 +1,179 @@
+"""What the config of a model does not give to its copies. Used on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import keras
+import numpy as np
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.custom_objects import data_attributes, missing_attributes, set_attributes
+from hvd_estimators.keras.model_file import own_variables, variable_value
+
+__all__ = ["Traits", "UnequalCopyError", "same_bits"]
+
+
+class UnequalCopyError(ValueError):
+    """A copy of a model differs from the model; the message names the difference."""
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Paths and values of variables, types and attributes of layers.
+
+    Attributes
+    ----------
+    paths : list of str
+        Paths of the variables. Keras makes other ones, and a MultiOptimizer chooses by them.
+    policies : list of mapping
+        Types of the layers. Those that a model makes in its constructor have the policy that was
+        set globally then (``mixed_float16``), in whatever process.
+    trainable : list of bool
+        Trainable variables. Documents of earlier versions have none.
+    values : mapping
+        Values, by position, of the variables that Keras's files change: a ``.keras`` file holds a
+        layer's kernel with the product of its LoRA adapters added, and no adapters.
+    attributes : mapping
+        Data attributes of custom layers, by position.
+    """
+
+    paths: list[str]
+    policies: list[Any]
+    trainable: list[bool] = field(default_factory=list)
+    values: Mapping[int, Array] = field(default_factory=dict)
+    attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(model: keras.Model) -> Traits:
+        """Return those of a model, without values."""
+        layers = all_layers(model)
+        attributes = {number: data_attributes(layer) for number, layer in enumerate(layers)}
+        return Traits(
+            [variable.path for variable in model.variables],
+            [keras.dtype_policies.serialize(part.dtype_policy) for part in layers],
+            [variable.trainable for variable in model.variables],
+            {},
+            {number: found for number, found in attributes.items() if found},
+        )
+
+    def completed(self, model: keras.Model, copy: keras.Model) -> Traits:
+        """Return these with the values that a copy of the model lacks, and give the copy those.
+
+        Raises
+        ------
+        UnequalCopyError
+            If the copy has other layers, variables or attributes.
+        """
+        _check_layers(model, copy)
+        pairs = _pairs(model, copy)
+        values = {}
+        for number, (ours, theirs) in enumerate(pairs):
+            value = variable_value(ours)
+            if not same_bits(value, variable_value(theirs)):
+                values[number] = np.array(value)
+                theirs.assign(value)
+            theirs.trainable = ours.trainable
+            theirs._path = ours.path
+        return replace(
+            self,
+            paths=[ours.path for ours, _ in pairs],
+            trainable=[ours.trainable for ours, _ in pairs],
+            values=values,
+        )
+
+    @contextlib.contextmanager
+    def policy(self) -> Iterator[None]:
+        """Make new layers get the model's own policy."""
+        given = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policies[0]))
+        try:
+            yield
+        finally:
+            keras.config.set_dtype_policy(given)
+
+    def give(self, model: keras.Model) -> None:
+        """Set them on a copy."""
+        layers, variables = all_layers(model), model.variables
+        if len(layers) == len(self.policies):
+            for number, (layer, policy) in enumerate(zip(layers, self.policies, strict=True)):
+                if keras.dtype_policies.serialize(layer.dtype_policy) != policy:
+                    layer.dtype_policy = keras.dtype_policies.deserialize(policy)
+                set_attributes(layer, self.attributes.get(number, {}))
+        if len(variables) == len(self.paths):
+            for variable, path in zip(variables, self.paths, strict=True):
+                variable._path = path
+        if len(variables) == len(self.trainable):
+            for variable, trainable in zip(variables, self.trainable, strict=True):
+                variable.trainable = trainable
+        for number, value in self.values.items():
+            variables[number].assign(value)
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        """Take what an earlier version wrote, too."""
+        vars(self).update({"trainable": [], "values": {}, "attributes": {}, **state})
+
+
+def _check_layers(model: keras.Model, copy: keras.Model) -> None:
+    ours, theirs = all_layers(model), all_layers(copy)
+    names = [[type(layer).__qualname__ for layer in layers] for layers in (ours, theirs)]
+    if names[0] != names[1]:
+        raise UnequalCopyError(
+            f"it has the layers {', '.join(names[0])}; a copy, {', '.join(names[1])}"
+        )
+    for a, b in zip(ours, theirs, strict=True):
+        missing = missing_attributes(a, b)
+        if missing:
+            raise UnequalCopyError(
+                f"a copy of {type(a).__name__} lacks the attribute {missing[0]!r} of type "
+                f"{type(getattr(a, missing[0])).__name__}, which cannot be pickled"
+            )
+
+
+def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
+    """Return the variables of a model, each with that of a copy, in the order of the copy.
+
+    The order differs where variables were added after a layer was built.
+    """
+    if len(model.variables) != len(copy.variables):
+        raise UnequalCopyError(
+            f"it has {len(model.variables)} variables, and a copy has {len(copy.variables)}"
+        )
+    matched: dict[int, Any] = {
+        id(b): a for a, b in zip(model.variables, copy.variables, strict=True)
+    }
+    for a, b in zip(all_layers(model), all_layers(copy), strict=True):
+        ours, theirs = ({v.name: v for v in own_variables(layer)} for layer in (a, b))
+        if ours.keys() == theirs.keys():
+            matched.update({id(theirs[name]): ours[name] for name in ours})
+    pairs = [(matched[id(b)], b) for b in copy.variables]
+    known = {id(variable) for variable in model.variables}
+    for a, b in pairs:
+        found = [f"shape {tuple(v.shape)} and type {v.dtype}" for v in (a, b)]
+        if found[0] != found[1]:
+            raise UnequalCopyError(f"its variable {a.path!r} has {found[0]}; in a copy, {found[1]}")
+        if id(b) in known:
+            raise UnequalCopyError(f"its copies share the variable {a.path!r} with it")
+    trainable = [id(a) for a, _ in pairs if a.trainable]
+    optimizer = getattr(model, "optimizer", None)
+    if trainable != [id(v) for v in model.trainable_variables] and _has_stepped(optimizer):
+        raise UnequalCopyError(
+            "its optimizer has slots for variables in another order than its copies"
+        )
+    return pairs
+
+
+def _has_stepped(optimizer: Any) -> bool:
+    return isinstance(optimizer, keras.optimizers.Optimizer) and int(optimizer.iterations) > 0
+
+
+def same_bits(a: Array, b: Array) -> bool:
+    """Return whether two arrays are equal bit for bit."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    ours, theirs = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (a, b))
+    return bool(np.array_equal(ours, theirs))

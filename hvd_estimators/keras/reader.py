@@ -1,0 +1,170 @@
+"""Reading of saved models and checkpoints, without Spark."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Mapping
+from typing import IO, Any
+
+import h5py
+import keras
+import tensorflow as tf
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
+from hvd_estimators.inference.worker import Resources
+from hvd_estimators.keras.backend import require_tensorflow
+from hvd_estimators.keras.inputs import input_structure, text_columns
+from hvd_estimators.keras.losses import pairs_labels
+from hvd_estimators.keras.model_file import WEIGHTS, read_rewritten
+from hvd_estimators.keras.predictor import KerasPredictor, place
+from hvd_estimators.keras.serialization import load_uncompiled
+from hvd_estimators.saving.saved import read_saved
+from hvd_estimators.store.hashing import CHUNK_BYTES
+
+__all__ = ["load_predictor", "read_content"]
+
+
+def read_content(
+    file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any]
+) -> keras.Model | dict[str, Array]:
+    """Return the model, with its optimizer; of a class without a config its weights by name.
+
+    Parameters
+    ----------
+    file : file
+        The checkpoint.
+    safe : bool
+        Run no code from it, such as that of Lambda layers.
+    custom_objects : mapping
+        Name to custom class or function of the model.
+
+    Raises
+    ------
+    StoreError
+        If the model cannot be made of it.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        if not zipfile.is_zipfile(file):
+            return _weights(file)
+        with zipfile.ZipFile(file) as archive:
+            if "config.json" not in archive.namelist():
+                with open(archive.extract(WEIGHTS, directory), "rb") as weights:
+                    return _weights(weights)
+        path = os.path.join(directory, "model.keras")
+        file.seek(0)
+        with open(path, "wb") as copy:
+            shutil.copyfileobj(file, copy, CHUNK_BYTES)
+        try:
+            model: keras.Model = keras.saving.load_model(
+                path, custom_objects=dict(custom_objects), safe_mode=safe
+            )
+            with zipfile.ZipFile(path) as archive:
+                read_rewritten(model, archive)
+            return model
+        except (TypeError, ValueError) as error:
+            raise StoreError(
+                f"Keras cannot make the model of the checkpoint ({error}). Give custom_objects "
+                "where it has classes or functions of your own; safe=False runs code that is in "
+                "the file, of Lambda layers for example, if you trust who wrote it."
+            ) from error
+
+
+def _weights(file: IO[bytes]) -> dict[str, Array]:
+    found: dict[str, Array] = {}
+
+    def take(name: str, entry: Any) -> None:
+        if isinstance(entry, h5py.Dataset):
+            found[name] = entry[()]
+
+    file.seek(0)
+    with h5py.File(file, "r") as weights:
+        weights.visititems(take)
+    return found
+
+
+def load_predictor(
+    path: str,
+    *,
+    batch_size: int | None = None,
+    device: str = "cpu",
+    num_threads: int | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SavedPredictor:
+    """Return a saved `KerasModel` as an object that predicts without Spark, in this process.
+
+    It predicts as the model's ``transform()`` does, without what the model was compiled with.
+    PySpark need not be installed. Loading runs code from the files: load what you trust. It sets
+    Keras's float type to that of the training.
+
+    Parameters
+    ----------
+    path : str
+        What ``save()`` was given: a local path, or a URL that a store is registered for, see
+        `hvd_estimators.store.Store.create`.
+    batch_size : int, optional
+        Rows of one forward pass. Default: the model's ``inference_batch_size``, or else 10,000
+        rows, or 32 MiB if these are fewer.
+    device : str
+        ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
+    num_threads : int, optional
+        Threads to compute with, in the whole process; without effect where TensorFlow has begun.
+        Default: what TensorFlow takes.
+    storage_options : mapping, optional
+        Passed to fsspec's filesystem: keys, tokens, endpoints.
+
+    Returns
+    -------
+    SavedPredictor
+        Its ``predict`` takes NumPy arrays, dicts of them, pandas and Arrow.
+
+    Raises
+    ------
+    ParamError
+        If a parameter is not usable, or another kind of model was saved there.
+    StoreError
+        If no model was saved there, or it cannot be read.
+    GpuError
+        If TensorFlow does not see the GPU.
+    """
+    resources = resources_of(device, num_threads, batch_size)
+    require_tensorflow()
+    saved = read_saved(path, "KerasModel", storage_options)
+    get = saved.get
+    columns = list(get("feature_columns") or [])
+    floatx = get("_floatx") or "float32"
+    text: list[str] = []
+
+    def load(resources: Resources) -> KerasPredictor:
+        where = place(resources)
+        keras.config.set_floatx(floatx)
+        with tf.device(where):
+            model, compiled = load_uncompiled(saved.read("model"))
+        by_name = get("_input_pairing") == "name"
+        structure = input_structure(model, columns, get("_input_keys"), by_name)
+        text.extend(text_columns(structure))
+        return KerasPredictor(
+            model,
+            structure,
+            columns,
+            list(get("label_columns") or []),
+            floatx,
+            pairs_labels(model, compiled),
+            get("outputs"),
+            get("inference_precision") or "float32",
+            resources,
+        )
+
+    shapes = get("output_shapes")
+    predictor = on_device(load, device, resources)
+    return SavedPredictor(
+        saved,
+        predictor,
+        None if shapes is None else [tuple(shape) for shape in shapes],
+        text,
+        batch_size,
+    )

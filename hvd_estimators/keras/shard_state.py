@@ -1,0 +1,221 @@
+"""Per-shard state of a Keras rank: random streams and statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+# There is no public way to the generator that keras.random uses when no seed is given.
+from keras.src.random.seed_generator import global_seed_generator
+
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.training.horovod_session import rank_seed, seed_rank
+from hvd_estimators.training.shard_state import HostStreams, ShardStates
+
+__all__ = ["RandomStreams", "Turns", "VariableState", "seed_states", "split_seed_states"]
+
+
+class RandomStreams(HostStreams):
+    """Gives a shard its own random numbers in each epoch, whatever draws them.
+
+    These are the generators of layers, those that `keras.random` and ``tf.random`` have for all,
+    and Python's and NumPy's. What is drawn in an epoch depends on the run's seed, the shard and the
+    epoch alone, so that a resumed run goes on as if it had not been interrupted. (All but
+    ``tf.random.uniform`` and the like, whose state TensorFlow lets nobody set: a resumed run draws
+    other numbers there.)
+
+    Parameters
+    ----------
+    model : keras.Model
+        Its generators have the same states on all ranks, and in each part of the run.
+    seed : int
+        Seed of the run.
+    shard : int
+        The shard that the rank plays, or the first one of those.
+    first_epoch : int
+        The epoch with which this part of the run begins.
+    rows : int
+        Rows of that epoch that are done.
+    """
+
+    def __init__(
+        self, model: keras.Model, seed: int, shard: int, first_epoch: int = 0, rows: int = 0
+    ) -> None:
+        self._seed = seed
+        # Generators of the same seed draw the same numbers, as they do in one process.
+        self._states = [(state, state.numpy().tolist()) for state in seed_states(model)]
+        self._states.append((global_seed_generator().state, [0, 0]))
+        own = seed_rank(seed, shard, first_epoch)
+        if rows:
+            own = _mixed(own, [rows])[0]
+        # Counts for functions that are traced later. In a later epoch it would begin their numbers
+        # anew, the same ones.
+        tf.random.set_seed(own)
+        tf.random.set_global_generator(tf.random.Generator.from_seed(own))
+        self._generators = [*_tensorflow_generators(model), tf.random.get_global_generator()]
+
+    def begin(self, shard: int, epoch: int) -> None:
+        """Begin a shard's streams of an epoch."""
+        own = seed_rank(self._seed, shard, epoch)
+        for state, given in self._states:
+            state.assign(_mixed(own, given))
+        for number, generator in enumerate(self._generators):
+            generator.reset_from_seed(_mixed(own, [number])[0])
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states, as plain values that a checkpoint keeps."""
+        return {
+            **super().capture(),
+            "keras": [state.numpy() for state, _ in self._states],
+            "tensorflow": [generator.state.numpy() for generator in self._generators],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the states that `capture` returned."""
+        super().restore(state)
+        for (variable, _), value in zip(self._states, state["keras"], strict=True):
+            variable.assign(value)
+        for generator, value in zip(self._generators, state["tensorflow"], strict=True):
+            generator.state.assign(value)
+
+
+def seed_states(model: keras.Model) -> list[keras.Variable]:
+    """Return the states of a model's `keras.random.SeedGenerator`: integers that are no weights."""
+    weights = {id(weight) for weight in model.weights}
+    return [
+        variable
+        for variable in model.non_trainable_variables
+        if id(variable) not in weights
+        and keras.backend.is_int_dtype(variable.dtype)
+        and tuple(variable.shape) == (2,)
+    ]
+
+
+def split_seed_states(model: keras.Model, rank: int) -> None:
+    """Give a rank streams of its own, made of generators' states that are equal on all ranks."""
+    for state in seed_states(model):
+        seed, count = state.numpy().tolist()
+        state.assign([rank_seed(seed, rank, count), 0])
+
+
+def _mixed(own: int, given: list[int]) -> list[int]:
+    (number,) = np.random.SeedSequence([own, *(abs(part) for part in given)]).generate_state(1)
+    # Keras takes seeds modulo nearly 2**31.
+    return [int(number) >> 1, 0]
+
+
+def _tensorflow_generators(model: keras.Model) -> Iterator[tf.random.Generator]:
+    for layer in all_layers(model):
+        for value in vars(layer).values():
+            if isinstance(value, tf.random.Generator):
+                yield value
+
+
+class VariableState:
+    """Variables that layers change while they train: statistics of batch normalization and so on.
+
+    Those of frozen layers do not change, and can be large: they are left out.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Built.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        seeds = {id(state) for state in seed_states(model)}
+        frozen = {
+            id(variable)
+            for layer in all_layers(model)
+            if not layer.trainable
+            for variable in layer.variables
+        }
+        self._variables = [
+            variable
+            for variable in model.non_trainable_variables
+            if id(variable) not in seeds | frozen
+        ]
+
+    def capture(self) -> list[Any]:
+        """Return the values."""
+        return [variable.numpy() for variable in self._variables]
+
+    def restore(self, state: Sequence[Any]) -> None:
+        """Set the values that `capture` returned."""
+        for variable, value in zip(self._variables, state, strict=True):
+            variable.assign(value)
+
+
+class Turns:
+    """Counts the batches of a rank as steps, and makes the rank the shard whose turn it is.
+
+    Parameters
+    ----------
+    model : keras.Model
+        The model.
+    num_shards : int
+        Number of canonical shards.
+    rank, size : int
+        This rank, and the number of ranks.
+    streams : RandomStreams
+        The rank's random streams.
+    steps_per_call : int
+        Steps between two calls of the callbacks.
+
+    Attributes
+    ----------
+    variables : VariableState
+        What layers change.
+    shards : ShardStates
+        What the rank's shards have for themselves.
+    passes : int
+        Batches of a step.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        num_shards: int,
+        rank: int,
+        size: int,
+        streams: RandomStreams,
+        steps_per_call: int = 1,
+    ) -> None:
+        self.variables = VariableState(model)
+        self.shards = ShardStates(num_shards, rank, size, (streams, self.variables))
+        self.passes = self.shards.passes
+        self._model = model
+        self._steps_per_call = steps_per_call
+        self._measured: list[Any] | None = None
+
+    def begin(self, batch: int) -> int | None:
+        """Be the shard of a batch; return the step if that is one which callbacks are told of."""
+        step, turn = divmod(batch, self.passes)
+        if self.passes > 1:
+            self.shards.enter(turn)
+            if turn >= len(self.shards.shards):
+                # A loss over no rows is NaN.
+                self._measured = [variable.numpy() for variable in self._model.metrics_variables]
+        return step if not turn and not step % self._steps_per_call else None
+
+    def end(self, batch: int) -> int | None:
+        """Note that a batch is over; return the step, counted from 0, if that is over, too."""
+        if self.passes == 1:
+            return batch
+        if self._measured is not None:
+            for variable, value in zip(self._model.metrics_variables, self._measured, strict=True):
+                variable.assign(value)
+            self._measured = None
+        step, turn = divmod(batch, self.passes)
+        if turn + 1 < self.passes:
+            return None
+        self.shards.enter(0)
+        return step
+
+    def is_told(self, step: int) -> bool:
+        """Return whether callbacks are told of the end of a step."""
+        return not (step + 1) % self._steps_per_call

@@ -1,0 +1,119 @@
+"""``BatchNormalization(synchronized=True)``: statistics over a step's rows on all ranks.
+
+Keras synchronizes over the replicas of a ``tf.distribute`` strategy only. Runs on the worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from hvd_estimators.keras.backend import all_layers
+from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
+
+__all__ = ["SynchronizedMoments", "synchronized_layers"]
+
+
+def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """Return the layers of a model that are to be synchronized."""
+    return [
+        layer
+        for layer in all_layers(model)
+        if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized
+    ]
+
+
+class SynchronizedMoments:
+    """Lets a model's synchronized layers compute means and variances over all ranks.
+
+    Parameters
+    ----------
+    model : keras.Model
+        Its layers are changed, on these instances only.
+    averager : GradientAverager
+        Knows what the rank's batch counts for.
+    """
+
+    def __init__(self, model: keras.Model, averager: GradientAverager) -> None:
+        self._averager = averager
+        self._calls: dict[int, int] | None = None
+        for number, layer in enumerate(synchronized_layers(model)):
+            layer._moments = self._moments_of(layer, number)
+
+    @contextlib.contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Synchronize while a training step runs or is traced; all ranks take equally many."""
+        self._calls = {}
+        try:
+            yield
+        finally:
+            self._calls = None
+
+    def _moments_of(self, layer: Any, number: int) -> Callable[[Any, Any], Any]:
+        alone = layer._moments
+
+        def moments(inputs: Any, mask: Any) -> Any:
+            if self._calls is None or hvd.size() == 1:
+                return alone(inputs, mask)
+            # A layer that is called several times in a step takes part each time.
+            call = self._calls[number] = self._calls.get(number, -1) + 1
+            return self._moments(inputs, mask, layer._reduction_axes, f"moments.{number}.{call}")
+
+        return moments
+
+    def _moments(self, inputs: Any, mask: Any, axes: list[int], name: str) -> Any:
+        present: Any = None
+        if mask is None:
+            channels = [size for axis, size in enumerate(inputs.shape) if axis not in axes]
+            count = tf.size(inputs) / tf.reduce_prod(channels)
+        else:
+            present = tf.broadcast_to(tf.cast(mask, tf.bool)[..., None], tf.shape(inputs))
+            count = tf.reduce_sum(tf.cast(mask, tf.float32))
+        count = tf.cast(count, inputs.dtype)
+
+        def total(values: Any) -> Any:
+            return tf.reduce_sum(
+                values if present is None else tf.where(present, values, 0), axis=axes
+            )
+
+        mean = tf.math.divide_no_nan(total(inputs), count)
+        shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
+        squares = total(tf.square(inputs - tf.reshape(mean, shape)))
+        # Each rank's statistics have a place of their own, which is as precise as one process.
+        own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
+        places = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
+        counts, means, squares = tf.split(
+            self._sum(places * own, name), [1, mean.shape[0], mean.shape[0]], axis=1
+        )
+        rows = tf.reduce_sum(counts)
+        if mask is not None:
+            # As in Keras: all rows may be masked.
+            rows += keras.backend.epsilon()
+        mean = tf.reduce_sum(counts * means, axis=0) / rows
+        squares = tf.reduce_sum(squares + counts * tf.square(means - mean), axis=0)
+        return mean, squares / rows
+
+    def _sum(self, values: tf.Tensor, name: str) -> tf.Tensor:
+        """Return the sum over ranks, through which the loss of all ranks is differentiated.
+
+        What comes back is the gradient of the ranks' losses, each times what its batch counts for;
+        the averager multiplies the rank's gradients by what its own batch counts for afterwards.
+        """
+        weight = self._averager.weight
+        weight = tf.cast(1.0 if weight is None else weight, values.dtype)
+
+        @tf.custom_gradient
+        def summed(values: tf.Tensor) -> Any:
+            def gradient(upstream: tf.Tensor) -> tf.Tensor:
+                total = sum_tensors(tf.math.multiply_no_nan(upstream, weight), f"{name}.gradient")
+                return tf.math.divide_no_nan(total, weight)
+
+            return sum_tensors(values, name), gradient
+
+        result: tf.Tensor = summed(values)
+        return result

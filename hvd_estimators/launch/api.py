@@ -1,0 +1,413 @@
+"""`run`, `run_elastic` and `HorovodRunner`: functions on Horovod's ranks. Runs on the driver."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.local_backend import LocalBackend
+from hvd_estimators.launch.rank.user_call import call_without_notifications
+from hvd_estimators.launch.relaunch import Launches
+from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
+
+__all__ = ["HorovodRunner", "of_first_rank", "run", "run_elastic"]
+
+
+def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function; return what it returns on rank 0, since others' may be no good to send."""
+    value = call_without_notifications(main, (), kwargs)
+    return value if os.environ["HOROVOD_RANK"] == "0" else None
+
+
+def run(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    start_timeout: float | None = None,
+    use_mpi: bool | None = None,
+    use_gloo: bool | None = None,
+    extra_mpi_args: str | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: str | Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    executable: str | None = None,
+    *,
+    resource_profile: Any = None,
+    gpus_per_task: int | None = None,
+    cpus_per_task: int | None = None,
+    warm_start: bool = True,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ranks of a Horovod job, each of them beside a Spark task.
+
+    Takes the place of ``horovod.spark.run``, with its arguments and their order. All ranks start
+    together or none does, and when one fails the others end soon after. ``fn`` may use any
+    framework that Horovod supports: it calls ``hvd.init()`` and then works with the other ranks.
+    May be called from any thread and from several at once; each call is a Spark job in its thread's
+    job group, and no process is left when it returns, raises or is cancelled. Runs on the driver.
+
+    Parameters
+    ----------
+    fn : callable
+        Sent to the ranks with cloudpickle; import frameworks within it.
+    args : sequence
+        Its arguments.
+    kwargs : mapping, optional
+        Its keyword arguments.
+    num_proc : int, optional
+        Number of ranks. Default: as many as there are task slots. That is
+        ``horovod.spark``'s ``defaultParallelism`` unless ``spark.default.parallelism`` or
+        ``spark.task.cpus`` is set.
+    start_timeout : float, optional
+        Seconds to wait for executors and free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT``
+        or 600.
+    use_mpi, use_gloo, extra_mpi_args
+        Accepted for ``horovod.spark.run``'s sake. Gloo is always the controller; a warning says
+        so where these ask for something else.
+    env : mapping, optional
+        Environment variables of the ranks, over the executor's; None deletes one. Default: none.
+        The file that ``HOROVOD_TIMELINE`` names is written on rank 0's machine, and in the end on
+        the driver's.
+        As with ``horovod.spark.run``, and unlike `SparkBackend`, the driver's environment is not
+        passed on.
+    stdout, stderr
+        Where the ranks' output goes on the driver; see `SparkBackend`.
+    verbose : int
+        2 and above shows what ranks print on the driver; see `SparkBackend`.
+    nics : str or iterable of str, optional
+        Network interfaces that ranks may use; see `SparkBackend`.
+    prefix_output_with_timestamp : bool
+        See `SparkBackend`.
+    executable : str, optional
+        The Python of the ranks. Default: the one that runs the executors' Python workers.
+    resource_profile, gpus_per_task, cpus_per_task, warm_start
+        See `SparkBackend`.
+
+    Returns
+    -------
+    list
+        One result per rank, in the order of the ranks.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or the call cannot be pickled.
+    SlotsError
+        If the ranks cannot run at the same time, or their tasks have not started in time.
+    WorkerFailedError
+        If a rank failed; its attributes tell which one, where, and how.
+    JobCancelledError
+        If the Spark job was cancelled.
+
+    Examples
+    --------
+    >>> def train(learning_rate):
+    ...     import horovod.torch as hvd
+    ...
+    ...     hvd.init()
+    ...     return hvd.rank(), hvd.size(), learning_rate
+    >>> run(train, kwargs={"learning_rate": 0.1}, num_proc=2)  # doctest: +SKIP
+    [(0, 2, 0.1), (1, 2, 0.1)]
+    """
+    call = call_of(fn, args, kwargs)
+    backend = SparkBackend(
+        num_proc=num_proc,
+        env=environment_given(env or {}),
+        start_timeout=start_timeout,
+        verbose=verbose,
+        executable=executable,
+        use_mpi=use_mpi,
+        use_gloo=use_gloo,
+        extra_mpi_args=extra_mpi_args,
+        stdout=stdout,
+        stderr=stderr,
+        nics=nics,
+        prefix_output_with_timestamp=prefix_output_with_timestamp,
+        resource_profile=resource_profile,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        warm_start=warm_start,
+    )
+    backend.gathers_timeline = True
+    return backend.run(call_without_notifications, call)
+
+
+_VERBOSITIES = ("all", "log_callback_only")
+
+
+class HorovodRunner:
+    """Runs a training function with Horovod; takes the place of ``sparkdl.HorovodRunner``.
+
+    Parameters
+    ----------
+    np : int
+        Below 0: ``-np`` processes on the driver, without Spark. Above 0: a Spark job of ``np``
+        tasks that start together, each with a process of its own. 0, which is deprecated: as many
+        as the cluster has task slots.
+    driver_log_verbosity : {"log_callback_only", "all"}
+        What the driver shows while ranks run in a Spark job. ``"log_callback_only"``: messages of
+        `hvd_estimators.log_to_driver` and `hvd_estimators.keras.LogCallback`, on its standard
+        output; what ranks print goes into the executors' logs alone. ``"all"``: also what all ranks
+        print, as ``[rank]<stdout>:`` and ``[rank]<stderr>:`` before each line, on its standard
+        output and standard error. Ranks on the driver always show everything.
+    **options
+        Further arguments of `hvd_estimators.launch.SparkBackend`, such as ``start_timeout``,
+        ``env``, ``gpus_per_task`` or ``resource_profile``; with ``np`` below 0 of
+        `hvd_estimators.launch.LocalBackend`.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable.
+
+    Examples
+    --------
+    >>> def train(learning_rate):
+    ...     import horovod.torch as hvd
+    ...
+    ...     hvd.init()
+    ...     return hvd.size() * learning_rate
+    >>> HorovodRunner(np=-2).run(train, learning_rate=0.5)  # doctest: +SKIP
+    1.0
+    """
+
+    def __init__(
+        self, *, np: int, driver_log_verbosity: str = "log_callback_only", **options: Any
+    ) -> None:
+        if isinstance(np, bool) or not isinstance(np, Integral):
+            raise ParamError(f"np: expected a whole number of processes, found {np!r}.")
+        if driver_log_verbosity not in _VERBOSITIES:
+            raise ParamError(
+                f"driver_log_verbosity: expected one of {', '.join(map(repr, _VERBOSITIES))}, "
+                f"found {driver_log_verbosity!r}."
+            )
+        for name in ("num_proc", "verbose"):
+            if name in options:
+                instead = {"num_proc": "np", "verbose": "driver_log_verbosity"}[name]
+                raise ParamError(f"HorovodRunner has no argument {name!r}. Set {instead}.")
+        self._np: int = int(np)
+        self._shows_all: bool = np < 0 or driver_log_verbosity == "all"
+        self._options: Mapping[str, Any] = options
+        if np == 0:
+            warnings.warn(
+                "np=0 takes all task slots that the cluster has when the job starts, and is "
+                "deprecated. Set np to the number of processes that you need.",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+        self._backend()  # so that an argument that is not usable is found here
+
+    def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
+        """Call ``main(**kwargs)`` on every rank.
+
+        Parameters
+        ----------
+        main : callable
+            Holds the training code, which calls ``hvd.init()``. It is sent to the ranks with
+            cloudpickle, so what it imports is best imported within it; it cannot use Spark, and
+            what it changes here, such as the level of a logger, is not changed there.
+        **kwargs
+            Its arguments, sent in the same way.
+
+        Returns
+        -------
+        object
+            What it returned on rank 0; sent back with cloudpickle.
+
+        Raises
+        ------
+        ParamError
+            If function or arguments cannot be sent.
+        SlotsError
+            If the cluster cannot run so many processes at the same time.
+        WorkerFailedError
+            If a rank failed.
+        """
+        if not callable(main):
+            raise ParamError(f"main: expected a function, found {main!r}.")
+        results = self._backend().run(of_first_rank, (main, kwargs))
+        return results[0]
+
+    def _backend(self) -> Backend:
+        shown = {"stdout": sys.stdout, "stderr": sys.stderr} if self._shows_all else {"verbose": 0}
+        options = {**shown, **self._options}
+        if self._np < 0:
+            return LocalBackend(-self._np, **options)
+        from hvd_estimators.launch.spark_backend import SparkBackend
+
+        backend = SparkBackend(self._np or None, **options)
+        backend.gathers_timeline = True
+        return backend
+
+
+def run_elastic(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    start_timeout: float | None = None,
+    elastic_timeout: float | None = None,
+    reset_limit: int | None = None,
+    env: Mapping[str, str | None] | None = None,
+    stdout: Any = None,
+    stderr: Any = None,
+    verbose: int = 1,
+    nics: str | Iterable[str] | None = None,
+    prefix_output_with_timestamp: bool = False,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    executable: str | None = None,
+    resource_profile: Any = None,
+    gpus_per_task: int | None = None,
+    cpus_per_task: int | None = None,
+    warm_start: bool = True,
+) -> list[Any]:
+    """Run ``fn(*args, **kwargs)`` on ranks, and launch them again where one of them is lost.
+
+    Takes the place of ``horovod.spark.run_elastic``, with its arguments and their order. ``fn`` is
+    a program for Horovod's elastic mode: a ``state`` (``hvd.elastic.TorchState``,
+    ``TensorFlowState``, ``ObjectState``), and a function of it under ``hvd.elastic.run``. When a
+    rank raises, exits or is killed, or its executor is lost, all ranks end, and as many start again
+    as there are task slots: at least ``min_num_proc``, at most ``max_num_proc``. They are new
+    processes, in which ``fn`` begins anew; where it calls the function under ``hvd.elastic.run``,
+    the state has the values of its last ``commit()`` (or ``save()``), and its reset callbacks have
+    been called. Several states are told apart by the order in which they come to such functions.
+    Without a state ``fn`` just begins anew.
+
+    A commit sends rank 0's state to the driver, where it is kept in the temporary folder
+    (``TMPDIR``) in a file that nobody else can open; it returns when it is safe there. Commit as
+    often as the work since the last commit may be lost, and not more.
+
+    The number of ranks changes at a relaunch only: slots that become free meanwhile do not
+    interrupt the ranks.
+
+    Parameters
+    ----------
+    fn, args, kwargs
+        As for `run`.
+    num_proc : int, optional
+        Number of ranks at the start. Default: as many as there are task slots.
+    min_num_proc : int, optional
+        Fewest ranks of a relaunch. Default: ``num_proc``.
+    max_num_proc : int, optional
+        Most ranks of a relaunch. Default: ``num_proc``.
+    start_timeout : float, optional
+        As for `run`.
+    elastic_timeout : float, optional
+        Seconds to wait for ``min_num_proc`` task slots after a rank was lost. Default:
+        ``HOROVOD_ELASTIC_TIMEOUT`` or 600.
+    reset_limit : int, optional
+        Most relaunches. Default: no limit, but four launches in a row that end before a commit (or
+        with the same exception as the one before, and one commit) are the last.
+    env, stdout, stderr, verbose, nics, prefix_output_with_timestamp
+        As for `run`.
+    min_np, max_np : int, optional
+        Deprecated names of ``min_num_proc`` and ``max_num_proc``.
+    executable, resource_profile, gpus_per_task, cpus_per_task, warm_start
+        As for `run`.
+
+    Returns
+    -------
+    list
+        What ``fn`` returned on each rank of the last launch, in the order of the ranks.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or the call cannot be pickled.
+    SlotsError
+        If the ranks cannot start, or there were too few task slots for ``elastic_timeout`` seconds.
+    WorkerFailedError
+        If a rank was lost once too often; ``relaunches`` tells how often they were launched again.
+    JobCancelledError
+        If the Spark job was cancelled.
+
+    Examples
+    --------
+    >>> def train(epochs):
+    ...     import horovod.torch as hvd
+    ...     import torch
+    ...
+    ...     hvd.init()
+    ...     model = torch.nn.Linear(1, 1)
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.01 * hvd.size())
+    ...     optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    ...
+    ...     @hvd.elastic.run
+    ...     def train_epochs(state):
+    ...         while state.epoch < epochs:
+    ...             ...  # train for an epoch
+    ...             state.epoch += 1
+    ...             state.commit()
+    ...         return state.epoch
+    ...
+    ...     return train_epochs(hvd.elastic.TorchState(model, optimizer, epoch=0))
+    >>> run_elastic(train, (3,), num_proc=2, min_num_proc=1)  # doctest: +SKIP
+    [3, 3]
+    """
+    call = call_of(fn, args, kwargs)
+    options = _only_given(
+        start_timeout=start_timeout,
+        executable=executable,
+        stdout=stdout,
+        stderr=stderr,
+        nics=nics,
+        resource_profile=resource_profile,
+        gpus_per_task=gpus_per_task,
+        cpus_per_task=cpus_per_task,
+        warm_start=None if warm_start else False,
+    )
+    if prefix_output_with_timestamp:
+        options["prefix_output_with_timestamp"] = True
+
+    def backend(num_proc: int | None) -> SparkBackend:
+        return SparkBackend(num_proc, env=environment_given(env or {}), verbose=verbose, **options)
+
+    limit: Any = reset_limit
+    if limit is not None and not (isinstance(limit, int) and limit >= 0):
+        raise ParamError(f"reset_limit: expected 0 or more, or None, found {reset_limit!r}.")
+    timeout = seconds_given(elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", name="elastic_timeout")
+    first = backend(num_proc)
+    least, most = _bounds(
+        first.num_processes(),
+        _renamed("min_num_proc", min_num_proc, "min_np", min_np),
+        _renamed("max_num_proc", max_num_proc, "max_np", max_np),
+    )
+    return Launches(backend, least, most, timeout, reset_limit).run(first.num_processes(), call)
+
+
+def _only_given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not None."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> int | None:
+    if old is None:
+        return value
+    warnings.warn(f"{old_name} is deprecated: set {name}.", DeprecationWarning, stacklevel=3)
+    return old if value is None else value
+
+
+def _bounds(num_proc: int, least: int | None, most: int | None) -> tuple[int, int]:
+    """Return the fewest and the most ranks of a relaunch."""
+    least = num_proc if least is None else whole_number("min_num_proc", least)
+    most = num_proc if most is None else whole_number("max_num_proc", most)
+    if not 1 <= least <= num_proc <= most:
+        raise ParamError(
+            "num_proc: expected 1 <= min_num_proc <= num_proc <= max_num_proc, found "
+            f"min_num_proc={least}, num_proc={num_proc}, max_num_proc={most}."
+        )
+    return least, most

@@ -1,0 +1,157 @@
+"""Capacity of a cluster: slots for all ranks at once, and executors to ask for.
+
+Spark refuses a barrier stage while ``spark.dynamicAllocation.enabled`` is true, because it would
+not ask for executors for a stage that starts as a whole. So an ordinary job asks for them: as many
+tasks as there are ranks, which only wait. Executors that have been busy stay for some seconds, and
+those that run a rank are not taken away. What refuses looks at the setting when a job is submitted
+(`Cluster.accepting_barrier_jobs`). Runs on the driver.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import SlotsError
+from hvd_estimators.launch.cluster.application import await_slots
+from hvd_estimators.launch.cluster.jobs import spark_job
+
+if TYPE_CHECKING:
+    from hvd_estimators.launch.cluster.application import Cluster
+    from hvd_estimators.launch.cluster.resources import TaskResources
+
+__all__ = ["ask_for_executors", "check_slots", "most_slots"]
+
+_POLL_SECONDS = 0.2
+
+
+_END_SECONDS = 10.0
+
+
+def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
+    """Return how many tasks can run at the same time at most; None where nobody knows."""
+    conf = cluster.conf
+    executors = conf.get("spark.dynamicAllocation.maxExecutors", "")
+    default = None if cluster.master.startswith(("spark:", "local-cluster")) else "1"
+    cores = conf.get("spark.executor.cores", default)
+    if not executors.isdigit() or cores is None or resources.resource_profile is not None:
+        return None
+    each = resources.cpus_per_task or int(conf.get("spark.task.cpus", "1"))
+    return int(executors) * (int(cores) // each)
+
+
+def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
+    """Wait until as many tasks as are wanted can run at the same time; return how many can.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application, with what its tasks ask for.
+    wanted : int
+        How many.
+    timeout : float
+        Seconds to wait at most.
+    """
+    slots = cluster.task_slots()
+    if slots >= wanted:
+        return slots
+    context, ended = cluster.context, time.monotonic() + timeout
+    tag: list[str] = []
+
+    def ask() -> None:
+        numbers: Any = context.parallelize(range(wanted), wanted)
+        if cluster.profile is not None:
+            numbers = numbers.withResources(cluster.profile)
+        job = spark_job(cluster, "Executors for ranks", ranks=True)
+        with contextlib.suppress(Exception), job as mine:
+            tag.append(mine)
+            numbers.foreach(_wait)
+
+    # With the caller's job group, by which the job can be cancelled.
+    thread = cluster.thread(ask)
+    thread.start()
+    try:
+        while slots < wanted and time.monotonic() < ended and thread.is_alive():
+            time.sleep(_POLL_SECONDS)
+            slots = cluster.task_slots()
+    finally:
+        for name in tag:
+            cluster.cancel(name)
+        thread.join(_END_SECONDS)
+    return slots
+
+
+def _wait(_: int) -> None:
+    time.sleep(3600)
+
+
+def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskResources) -> None:
+    """Make sure that as many tasks as there are ranks can run at the same time.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The application, with what its tasks ask for.
+    wanted : int
+        How many.
+    timeout : float
+        Seconds to wait for executors at most.
+    resources : TaskResources
+        What each task asks for, for messages.
+
+    Raises
+    ------
+    SlotsError
+        If they cannot.
+    """
+    if not cluster.knows_slots:
+        return  # Spark waits for them, and start_timeout ends that
+    if cluster.allocates_dynamically:
+        most = most_slots(cluster, resources)
+        if most is not None and most < wanted:
+            raise SlotsError(
+                f"num_proc: {wanted} ranks need as many task slots at the same time, and there are "
+                f"never more than {most}: spark.dynamicAllocation.maxExecutors is "
+                f"{cluster.conf['spark.dynamicAllocation.maxExecutors']}. Set it higher, or "
+                f"num_proc to {most} or less."
+            )
+        slots = ask_for_executors(cluster, wanted, timeout)
+    else:
+        slots = await_slots(cluster, wanted, 0 if cluster.is_local else timeout)
+    if slots >= wanted:
+        return
+    asked = resources.describe()
+    if slots == 0 and not cluster.executors() and not cluster.is_local:
+        raise SlotsError(
+            f"No executor has registered with the cluster (master {cluster.master}) within "
+            f"{timeout:g} seconds. See its logs, or set a longer start_timeout."
+        )
+    if asked:
+        hint = (
+            "more executors, or with more for each (spark.executor.cores, "
+            "spark.executor.resource.gpu.amount), or ask for less"
+        )
+    else:
+        hint = (
+            "more cores (spark.executor.instances, spark.executor.cores; for a local master the "
+            "number in local[N])" + _per_task(cluster)
+        )
+    less = f"Set num_proc to {slots} or less, or start" if slots else "Start"
+    raise SlotsError(
+        f"num_proc: {wanted} ranks need as many task slots at the same time, and the cluster "
+        f"(master {cluster.master}) has {slots}{f' with {asked}' if asked else ''}. {less} Spark "
+        f"with {hint}."
+    )
+
+
+def _per_task(cluster: Cluster) -> str:
+    """Return what a task asks for by the application's settings, and could ask for less."""
+    cpus = cluster.conf.get("spark.task.cpus", "1")
+    gpus = cluster.conf.get("spark.task.resource.gpu.amount", "0")
+    text = " or with a smaller spark.task.cpus" + ("" if cpus == "1" else f", which is {cpus}")
+    if float(gpus) > 0:
+        text += f", or with more GPUs, of which each task takes {gpus}"
+    return text

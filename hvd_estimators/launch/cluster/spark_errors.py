@@ -1,0 +1,167 @@
+"""What Spark says about a failed job, as typed errors. Runs on the driver."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+from pyspark.errors import PySparkException
+
+from hvd_estimators.exceptions import (
+    DependencyError,
+    HvdEstimatorsError,
+    JobCancelledError,
+    ResultsError,
+    SlotsError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch.rank.output import shortened
+from hvd_estimators.launch.task.run import LESS_RESULTS
+
+if TYPE_CHECKING:
+    from hvd_estimators.launch.cluster.application import Cluster
+
+__all__ = ["typed_failure"]
+
+_MESSAGE_CHARS = 4000
+# Spark's information on tasks comes a moment after a failure.
+_STATUS_SECONDS = 2.0
+_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of failure: how to recognise it in Spark's message, and what to say and raise."""
+
+    pattern: str
+    error: Callable[[str], HvdEstimatorsError]
+    says: str
+
+
+_KINDS = [
+    _Kind(
+        r"Job \S+ cancelled|OPERATION_CANCEL|SparkContext (was|has been) shut ?down",
+        JobCancelledError,
+        "The Spark job was cancelled.",
+    ),
+    _Kind(
+        r"spark\.driver\.maxResultSize",
+        ResultsError,
+        f"The driver does not take the job's results. {LESS_RESULTS}",
+    ),
+    _Kind(
+        r"barrier stage that requires more slots",
+        SlotsError,
+        "The cluster has fewer task slots than ranks.",
+    ),
+    _Kind(
+        r"Cannot run program",
+        DependencyError,
+        "The executors cannot start Python. Set PYSPARK_PYTHON (or spark.pyspark.python) to a "
+        "Python that is there on all machines.",
+    ),
+    _Kind(
+        r"PYTHON_VERSION_MISMATCH|Python in worker has different version",
+        DependencyError,
+        f"The executors run another version of Python than the driver ({sys.version.split()[0]}). "
+        "Set PYSPARK_PYTHON (or spark.pyspark.python) to one of the same version on all machines.",
+    ),
+    _Kind(
+        r"ModuleNotFoundError: No module named|Error from python worker:[^$]*No module named",
+        DependencyError,
+        "The executors' Python lacks a package. Install on all machines what is installed on the "
+        "driver, or set PYSPARK_PYTHON to a Python that has it.",
+    ),
+]
+
+_LOST = [
+    (
+        r"ExecutorLostFailure[^\n]*(Not receiving heartbeat|[Hh]eartbeat timed out)",
+        "An executor has not answered; its machine, or the network to it, may be down",
+    ),
+    (
+        r"Python worker exited unexpectedly|Python worker failed to connect back",
+        "The Python process of an executor ended; the machine may have run out of memory",
+    ),
+    (
+        r"ExecutorLostFailure",
+        "An executor was lost; it may have been killed, or its machine have run out of memory",
+    ),
+]
+
+
+def typed_failure(
+    error: BaseException, cluster: Cluster, tag: str, *, all_failures: bool
+) -> HvdEstimatorsError | None:
+    """Return the error to raise instead of Spark's.
+
+    Parameters
+    ----------
+    error : BaseException
+        What was raised while the jobs ran.
+    cluster : Cluster
+        Knows on which machine a task failed.
+    tag : str
+        A tag that these jobs alone have.
+    all_failures : bool
+        Whether to return an error for any other failure, too.
+
+    Returns
+    -------
+    HvdEstimatorsError or None
+        None if the error is not Spark's, or should be raised as it is.
+    """
+    # The JVM itself may be gone, which is a ConnectionError.
+    if not isinstance(error, (Py4JError, PySparkException, ConnectionError)) or isinstance(
+        error, HvdEstimatorsError
+    ):
+        return None
+    message = _message(error)
+    for kind in _KINDS:
+        if re.search(kind.pattern, message):
+            return kind.error(f"{kind.says} Spark says:\n{message}")
+    cause = next((says for pattern, says in _LOST if re.search(pattern, message)), None)
+    if cause is None and not all_failures:
+        return None
+    host, executor = _failed_on(cluster, tag)
+    where = f" on {host} (executor {executor})" if host else ""
+    return WorkerFailedError(
+        f"{cause or 'The Spark job of the ranks failed'}{where}. Spark says:\n{message}",
+        host=host,
+        cause="lost" if cause else None,
+    )
+
+
+def _message(error: BaseException) -> str:
+    """Return Spark's message without the JVM's stack traces."""
+    # Over Spark Connect the stack comes under a line of its own.
+    lines = str(error).partition("\n\nJVM stacktrace:")[0].splitlines()
+    kept = [
+        line.removeprefix(": ")
+        for line in lines
+        if line.strip()
+        and not re.match(r"\s+at |\s*\.\.\. \d+ more|An error occurred while calling", line)
+    ]
+    return shortened("\n".join(kept), _MESSAGE_CHARS)
+
+
+def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
+    """Return the host and executor of the task that failed first; None if Spark has forgotten."""
+    deadline = time.monotonic() + _STATUS_SECONDS
+    try:
+        while True:
+            failed = cluster.failed_tasks(tag)
+            if failed is None:
+                return None, None
+            if failed:
+                return min(failed).host, min(failed).executor
+            if time.monotonic() > deadline:
+                return None, None
+            time.sleep(_POLL_SECONDS)
+    except Exception:
+        return None, None  # the context has been stopped

@@ -1,1 +1,0 @@
-"""`run_elastic`: launches of one job after another, and the states that outlive them."""

@@ -1,1 +1,0 @@
-"""What ranks tell the driver while a job runs, and where it comes out."""

@@ -1,0 +1,189 @@
+"""Ranks as subprocesses of this process, without Spark."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.gpus import rank_gpus
+from hvd_estimators.launch.rank.environment import (
+    DEFAULTS,
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+)
+from hvd_estimators.launch.rank.outcome import results_in_order
+from hvd_estimators.launch.rank.output import Relay
+from hvd_estimators.launch.rank.process import RankProcess, pickle_call
+from hvd_estimators.launch.rank.supervisor import supervise
+from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
+from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
+from hvd_estimators.launch.rendezvous.hosts import LOOPBACK, listening_environment
+from hvd_estimators.launch.rendezvous.server import JobStore
+from hvd_estimators.launch.service.events import Handler, RankOutput, one_by_one, receive_events
+from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.validation import (
+    call_of,
+    check_further_arguments,
+    check_run_arguments,
+    environment_given,
+    whole_number,
+)
+from hvd_estimators.launch.versions import require_mends
+from hvd_estimators.launch.warm.client import WarmStart, wanted
+from hvd_estimators.launch.warm.modules import modules_of_call
+
+__all__ = ["LocalBackend"]
+
+
+class LocalBackend(Backend):
+    """Runs every rank as a subprocess on this machine.
+
+    Parameters
+    ----------
+    num_proc : int
+        Number of ranks. Default: 1. 0 and None: as many as this process has cores.
+    env : mapping, optional
+        Environment variables of the ranks; None deletes one. Ranks inherit this process's.
+    verbose : int
+        2 and above shows what the ranks print on standard error, with the rank before each line.
+        Where lines are taken too slowly some are left out, and a line says how many.
+    stdout, stderr : file-like, optional
+        Open text files or streams, such as ``sys.stdout``, to which lines of the
+        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
+        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
+        each, so that the order of a line of one and a line of the other is not known.
+    prefix_output_with_timestamp : bool
+        Whether a line of a rank begins with the time at which it came.
+    warm_start : bool
+        Whether ranks may be forks of a process that has imported the framework, as with
+        `SparkBackend`; it ends with this process. Default: True on Linux, unless the environment
+        variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+    **further
+        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
+        their place.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or is unknown.
+    """
+
+    def __init__(
+        self,
+        num_proc: int | None = 1,
+        env: Mapping[str, str | None] | None = None,
+        verbose: int = 1,
+        stdout: Any = None,
+        stderr: Any = None,
+        prefix_output_with_timestamp: bool = False,
+        warm_start: bool = True,
+        **further: Any,
+    ) -> None:
+        if num_proc is not None:
+            num_proc = whole_number("num_proc", num_proc)
+        check_further_arguments(LocalBackend, further)
+        self._num_proc = num_proc or _cores()
+        self._env = environment_given(env or {})
+        self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
+        self._warm_start = warm_start
+
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+        return self._num_proc
+
+    def resized(self, num_proc: int) -> LocalBackend:
+        """Return a backend like this one for another number of ranks."""
+        other = copy.copy(self)
+        other._num_proc = num_proc
+        return other
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
+        **unknown: Any,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        check_run_arguments(self.run, unknown)
+        require_mends()
+        environment_given(env or {})
+        call = pickle_call(*call_of(fn, args, kwargs))
+        warm = None
+        if self._warm_start and wanted(os.environ):
+            warm = WarmStart(modules_of_call(call, fn, args, kwargs), [os.getpid()])
+        slots = assign_ranks([socket.gethostname()] * self._num_proc)
+        threads = max((os.cpu_count() or 1) // self._num_proc, 1)
+        base = {
+            "OMP_NUM_THREADS": str(threads),
+            **DEFAULTS,
+            **os.environ,
+            "PYTHONPATH": python_path(sys.path),
+        }
+        # Ranks that end are seen by this process itself.
+        key = ranks_key(new_secret())
+        given = {**os.environ, **self._env, **(env or {})}
+        store = JobStore(silence=float("inf"))
+        store.expect([slot.hostname for slot in slots])
+        handler = one_by_one(self._outlets.handler(on_event))
+        with contextlib.ExitStack() as stack:
+            events = stack.enter_context(receive_events(handler, self.driver_host()))
+            proxies = [
+                stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
+            ]
+            relays = [
+                stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))
+                for slot in slots
+            ]
+            takers = [self._outlets.takers(relay.put) for relay in relays]
+            ranks = [
+                stack.enter_context(
+                    RankProcess(
+                        slot.rank,
+                        slot.hostname,
+                        call,
+                        child_environment(
+                            base,
+                            rank_environment(slot),
+                            listening_environment(LOOPBACK),
+                            proxy.environment(),
+                            rank_gpus([], [], slot.local_rank, slot.local_size, given),
+                            key,
+                            events,
+                            self._env,
+                            env,
+                        ),
+                        on_lines,
+                        on_error_lines=on_error_lines,
+                        warm=warm,
+                    )
+                )
+                for slot, proxy, (on_lines, on_error_lines) in zip(
+                    slots, proxies, takers, strict=True
+                )
+            ]
+            return results_in_order(supervise(ranks))
+
+
+def _shown_by(handler: Handler, rank: int) -> Callable[[Sequence[tuple[str, str]]], None]:
+    def show(lines: Sequence[tuple[str, str]]) -> None:
+        for stream, line in lines:
+            handler(RankOutput(rank, line, stream))
+
+    return show
+
+
+def _cores() -> int:
+    has_affinity = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -1,1 +1,0 @@
-"""TCP between the driver and the tasks of a job: who is reached where, and who proves what."""

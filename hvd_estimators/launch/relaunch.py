@@ -1,0 +1,192 @@
+"""The launches of an elastic job: when, with how many ranks, and for how often. On the driver."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import (
+    HvdEstimatorsError,
+    SlotsError,
+    UnreachableError,
+    WorkerFailedError,
+)
+from hvd_estimators.launch.service.elastic_state import CommitStore, run_in_rank
+
+if TYPE_CHECKING:
+    from hvd_estimators.launch.spark_backend import SparkBackend
+
+__all__ = ["Launches", "for_good", "slots_again", "summary"]
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.5
+# Executors that were lost are mostly replaced within seconds.
+_RETURN_SECONDS = 15.0
+# As often as Spark starts a task that fails, by default.
+_MOST_FRUITLESS = 4
+
+
+@dataclass
+class Launches:
+    """The launches of one job.
+
+    Attributes
+    ----------
+    backend : callable
+        Returns what runs a number of ranks.
+    least, most : int
+        Ranks of a relaunch.
+    timeout : float
+        Seconds to wait for so many slots.
+    limit : int or None
+        Most relaunches.
+    """
+
+    backend: Callable[[int], SparkBackend]
+    least: int
+    most: int
+    timeout: float
+    limit: int | None
+    failures: list[WorkerFailedError] = field(default_factory=list)
+    fruitless: int = 0
+
+    def run(self, num_proc: int, call: tuple[Any, ...]) -> list[Any]:
+        """Launch ranks until they return, and return their results."""
+        deadline = float("inf")
+        with CommitStore() as commits:
+            while True:
+                before = commits.count
+                backend = self.backend(num_proc)
+                try:
+                    with commits.serve(backend.driver_host()) as variables:
+                        relaunches = len(self.failures)
+                        return backend.run(run_in_rank, (*call, relaunches), env=variables)
+                except WorkerFailedError as error:
+                    self._add(error, commits.count - before)
+                    deadline = time.monotonic() + self.timeout
+                except (SlotsError, UnreachableError) as error:
+                    # Slots that were there a moment ago may have gone.
+                    if not self.failures:
+                        raise
+                    if time.monotonic() > deadline:
+                        raise self._too_few(error) from self.failures[-1]
+                    time.sleep(_POLL_SECONDS)
+                num_proc = self._await_slots(num_proc, deadline)
+                logger.warning(
+                    "%s Launching %d ranks again (relaunch %d%s; %d commits so far).",
+                    *(summary(self.failures[-1]), num_proc, len(self.failures)),
+                    *("" if self.limit is None else f" of at most {self.limit}", commits.count),
+                )
+
+    def _add(self, error: WorkerFailedError, commits: int) -> None:
+        """Note a launch that failed; raise its error if it was the last one."""
+        last = self.failures[-1] if self.failures else None
+        is_alike = last is not None and error.error_type and error.error_type == last.error_type
+        self.fruitless = self.fruitless + 1 if commits <= (1 if is_alike else 0) else 0
+        if self.limit is not None and len(self.failures) >= self.limit:
+            raise self._last(error, f"reset_limit={self.limit} allows no more") from error
+        if self.limit is None and self.fruitless >= _MOST_FRUITLESS:
+            why = f"the last {self.fruitless} launches have got nowhere"
+            raise self._last(error, f"{why}; set reset_limit to try more often") from error
+        self.failures.append(error)
+
+    def _last(self, error: WorkerFailedError, why: str) -> WorkerFailedError:
+        return for_good(error, self.failures, f", and {why}")
+
+    def _await_slots(self, before: int, deadline: float) -> int:
+        """Return how many ranks to launch, once there are slots for enough."""
+        count = self.backend(self.least).task_slots
+        slots = slots_again(count, self.least, before, deadline)
+        if slots < self.least:
+            raise self._too_few(None, slots) from self.failures[-1]
+        return min(slots, self.most)
+
+    def _too_few(self, error: HvdEstimatorsError | None, slots: int | None = None) -> SlotsError:
+        found = f"the cluster has {slots}" if error is None else str(error)
+        return SlotsError(
+            f"{summary(self.failures[-1])} To launch the ranks again, {self.least} task slots "
+            f"(min_num_proc) were waited for in vain for {self.timeout:g} s (elastic_timeout, "
+            f"HOROVOD_ELASTIC_TIMEOUT): {found}. They had been launched again "
+            f"{len(self.failures) - 1} times."
+        )
+
+
+def slots_again(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
+    """Wait until there are slots for ranks that are to be launched again.
+
+    Where slots have gone, it waits for a moment for others to come in their place.
+
+    Parameters
+    ----------
+    count : callable
+        Returns how many task slots there are.
+    least : int
+        Fewest ranks.
+    before : int
+        Ranks that were lost.
+    deadline : float
+        Until when, by `time.monotonic`, to wait for ``least`` slots.
+
+    Returns
+    -------
+    int
+        Task slots; fewer than ``least`` where there were never enough.
+    """
+    settled = time.monotonic() + _RETURN_SECONDS
+    while True:
+        slots, now = count(), time.monotonic()
+        if slots >= least and (slots >= before or now > settled):
+            return slots
+        if now > deadline:
+            return slots
+        time.sleep(_POLL_SECONDS)
+
+
+def for_good(
+    error: WorkerFailedError, earlier: Sequence[WorkerFailedError], why: str
+) -> WorkerFailedError:
+    """Return the error of a launch that was the last one, with what was lost before.
+
+    Parameters
+    ----------
+    error : WorkerFailedError
+        The last launch's.
+    earlier : sequence of WorkerFailedError
+        Those after which ranks were launched again.
+    why : str
+        Goes on with a sentence on how often they were: why they are not launched once more.
+    """
+    lost = "".join(f"\n  {summary(failure)}" for failure in earlier[-10:])
+    before = f" Lost before:{lost}" if lost else ""
+    return WorkerFailedError(
+        f"{error}\nThe ranks had been launched again {len(earlier)} times{why}.{before}",
+        rank=error.rank,
+        host=error.host,
+        output_tail=error.output_tail,
+        cause=error.cause,
+        error_type=error.error_type,
+        relaunches=len(earlier),
+    )
+
+
+_HOW = {
+    "raised": "raised {error_type}",
+    "exited": "exited",
+    "killed": "was killed",
+    "stalled": "has stalled",
+    "lost": "was lost",
+}
+
+
+def summary(error: WorkerFailedError) -> str:
+    """Return in a sentence what was lost."""
+    what = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
+    if error.rank is None and error.cause == "lost":
+        what = "An executor, or a Python process of it,"
+    where = f" on {error.host}" if error.host else ""
+    how = _HOW.get(error.cause or "", "failed").format(error_type=error.error_type)
+    return f"{what}{where} {how}."

@@ -1,0 +1,425 @@
+"""Authenticated messages over TCP, and a listener that drops unauthenticated connections.
+
+Both ends know a secret of the job. A connection begins with a random number from each end, and with
+a proof from each end, made from both numbers, that it knows the secret. The keys of the connection
+follow from the secret and these numbers, so that a recording of one connection is useless on
+another one. After that a message is its length, its bytes, and an HMAC-SHA256 over its place in the
+connection, its length and its bytes: messages that were changed, cut, repeated or put in another
+order end the connection. Messages are not encrypted.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+__all__ = [
+    "BACKLOG",
+    "RANKS_KEY_VARIABLE",
+    "SECRET_BYTES",
+    "AuthenticationError",
+    "Channel",
+    "Listener",
+    "bound_socket",
+    "exchange_key",
+    "new_secret",
+    "ranks_key",
+    "receive_exactly",
+]
+
+RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
+
+
+"""Environment variable of a rank: the key with which it proves that it belongs to the job."""
+
+
+SECRET_BYTES = 32
+
+
+_DIGEST = "sha256"
+
+
+_NONCE_BYTES = 32
+
+
+_TAG_BYTES = 32
+
+
+# Gloo stores about 130 bytes for each pair of ranks.
+_MAX_BYTES = 16 * 2**20
+
+
+class AuthenticationError(ConnectionError):
+    """The other end does not know the job's secret, or what it sent was changed on its way."""
+
+
+def new_secret() -> bytes:
+    """Return a secret for a job."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def ranks_key(secret: bytes) -> dict[str, str]:
+    """Return the variable that lets a rank prove itself to other ranks of the job.
+
+    Its value reveals nothing about the secret.
+    """
+    return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
+
+
+def exchange_key(secret: bytes) -> bytes:
+    """Return the secret of another server of the job, where a proof for this one is worth nothing.
+
+    It reveals nothing about the secret that it is made of.
+    """
+    return _mac(secret, b"exchange")
+
+
+def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """Receive a number of bytes, however slowly they come, until a time of `time.monotonic`.
+
+    Raises
+    ------
+    TimeoutError
+        If they have not all come by then.
+    ConnectionError
+        If the connection ends before that.
+    """
+    received = bytearray()
+    while len(received) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        part = connection.recv(min(count - len(received), 2**20))
+        if not part:
+            raise ConnectionResetError("The connection was closed.")
+        received += part
+    return bytes(received)
+
+
+class Channel:
+    """A connection on which both ends have proved that they know the secret.
+
+    Made by `connect` and `accept`. A message is a flat dict of JSON's types, and bytes.
+    """
+
+    def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
+        self._connection = connection
+        self._keys = {"send": sending, "receive": receiving}
+        self._counts = {"send": 0, "receive": 0}
+
+    @classmethod
+    def connect(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
+        """Authenticate on a connection that this end has opened.
+
+        Raises
+        ------
+        AuthenticationError
+            If the other end does not know the secret.
+        OSError
+            If the connection ends, or nothing comes in time.
+        """
+        deadline = time.monotonic() + seconds
+        theirs = receive_exactly(connection, _NONCE_BYTES, deadline)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        nonces = theirs + ours
+        connection.sendall(ours + _mac(secret, b"client", nonces))
+        proof = receive_exactly(connection, _TAG_BYTES, deadline)
+        if not hmac.compare_digest(proof, _mac(secret, b"server", nonces)):
+            raise AuthenticationError("It does not know the job's secret.")
+        to_server, to_client = _keys(secret, nonces)
+        return cls(connection, to_server, to_client)
+
+    @classmethod
+    def accept(cls, connection: socket.socket, secret: bytes, seconds: float) -> Channel:
+        """Authenticate on a connection that the other end has opened; raises as `connect` does."""
+        deadline = time.monotonic() + seconds
+        connection.settimeout(seconds)
+        ours = secrets.token_bytes(_NONCE_BYTES)
+        connection.sendall(ours)
+        answer = receive_exactly(connection, _NONCE_BYTES + _TAG_BYTES, deadline)
+        nonces = ours + answer[:_NONCE_BYTES]
+        if not hmac.compare_digest(answer[_NONCE_BYTES:], _mac(secret, b"client", nonces)):
+            raise AuthenticationError("It does not know the job's secret.")
+        connection.sendall(_mac(secret, b"server", nonces))
+        to_server, to_client = _keys(secret, nonces)
+        return cls(connection, to_client, to_server)
+
+    def send(self, message: Mapping[str, Any], body: bytes = b"", seconds: float = 5.0) -> None:
+        """Send a message."""
+        payload = json.dumps(message).encode() + b"\n" + body
+        length = struct.pack(">I", len(payload))
+        self._connection.settimeout(seconds)
+        self._connection.sendall(length + payload + self._tag("send", length, payload))
+
+    def receive(self, idle: float, seconds: float = 5.0) -> tuple[dict[str, Any], bytes]:
+        """Return the next message and its bytes.
+
+        Parameters
+        ----------
+        idle : float
+            Seconds within which it has to begin.
+        seconds : float
+            Seconds after that within which it has to be complete.
+
+        Raises
+        ------
+        AuthenticationError
+            If it is not what the other end sent as its next message.
+        OSError
+            If the connection ends, or a time limit has passed.
+        """
+        first = receive_exactly(self._connection, 1, time.monotonic() + idle)
+        deadline = time.monotonic() + seconds
+        length = first + receive_exactly(self._connection, 3, deadline)
+        count = struct.unpack(">I", length)[0]
+        if count > _MAX_BYTES:
+            raise AuthenticationError(f"A message of {count} bytes is none of this job's.")
+        payload = receive_exactly(self._connection, count, deadline)
+        tag = receive_exactly(self._connection, _TAG_BYTES, deadline)
+        if not hmac.compare_digest(tag, self._tag("receive", length, payload)):
+            raise AuthenticationError("A message was changed, or is not the one that is next.")
+        message, _, body = payload.partition(b"\n")
+        return json.loads(message), body
+
+    def close(self) -> None:
+        """End the connection."""
+        self._connection.close()
+
+    def _tag(self, direction: str, length: bytes, payload: bytes) -> bytes:
+        number = struct.pack(">Q", self._counts[direction])
+        self._counts[direction] += 1
+        return _mac(self._keys[direction], number, length, payload)
+
+
+def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of a connection, to the server and to the client."""
+    return _mac(secret, b"to server", nonces), _mac(secret, b"to client", nonces)
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    code = hmac.new(key, digestmod=_DIGEST)
+    for part in parts:
+        code.update(part)
+    return code.digest()
+
+
+BACKLOG = 1024
+
+
+"""How many connections wait to be taken."""
+
+
+_MOST_STRANGERS = 256
+
+
+_PAUSE_SECONDS = 0.05
+
+
+logger = logging.getLogger(__name__)
+
+
+def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
+    """Return a TCP socket with a free port of an address of this machine.
+
+    Parameters
+    ----------
+    address : str
+        A numeric address; an empty one means all.
+    is_ipv6 : bool, optional
+        Which addresses are meant by an empty one. Default: what the address is.
+
+    Raises
+    ------
+    OSError
+        If it is no address of this machine, or of a kind that cannot be bound.
+    """
+    is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
+    bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        bound.bind((address, 0))
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+class Listener:
+    """Calls a function for each connection, in a thread of its own, until it is closed.
+
+    The port is taken at once, but nobody can connect before `listen`.
+
+    Parameters
+    ----------
+    address : str
+        The one address of this machine to listen on.
+    serve : callable
+        Called with the connection, which is closed afterwards, and with a function to call when the
+        other end has proved who it is. At most 256 connections may be without proof: the oldest
+        makes room for a new one. An error of a connection ends it.
+    is_ipv6 : bool, optional
+        Which kind of addresses an empty address means. Default: the address's own kind.
+
+    Attributes
+    ----------
+    place : str
+        ``host:port``: where others reach it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        serve: Callable[[socket.socket, Callable[[], None]], None],
+        is_ipv6: bool | None = None,
+    ) -> None:
+        self._serve = serve
+        self._socket = bound_socket(address, is_ipv6)
+        self.address = address
+        self.port = int(self._socket.getsockname()[1])
+        self.place = f"{address}:{self.port}"
+        self._lock = threading.Lock()
+        self._strangers: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
+        self._friends: set[socket.socket] = set()
+        self._taken: collections.deque[tuple[str, int]] = collections.deque(maxlen=_MOST_STRANGERS)
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @classmethod
+    def at_host(cls, host: str, serve: Callable[[socket.socket, Callable[[], None]], None]) -> Self:
+        """Return one that others reach at a host's name or address.
+
+        It listens on that address, and on all where it is none of this machine's.
+        """
+        host = host.strip("[]")  # as Spark writes an IPv6 address
+        listener = cls(_own_address(host), serve, is_ipv6=":" in host)
+        listener.place = f"{host}:{listener.port}"
+        return listener
+
+    def listen(self) -> Self:
+        """Let others connect, unless they already can."""
+        if self._thread is not None:
+            return self
+        self._socket.listen(BACKLOG)
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until all connections have ended, even those that are not accepted yet.
+
+        Returns
+        -------
+        bool
+            Whether they have, within so many seconds.
+        """
+        deadline = time.monotonic() + seconds
+        # Connections are accepted in order: once this one is known, so are all before it.
+        with contextlib.suppress(OSError):
+            mine = socket.create_connection(self._socket.getsockname()[:2], seconds)
+            known = mine.getsockname()[:2]
+            mine.close()
+            while known not in self._taken and time.monotonic() < deadline:
+                time.sleep(_PAUSE_SECONDS / 5)
+        while time.monotonic() < deadline:
+            with self._lock:
+                if not (self._strangers or self._friends):
+                    return True
+            time.sleep(_PAUSE_SECONDS / 5)
+        return False
+
+    def close(self) -> None:
+        """Refuse new connections, and end those that there are."""
+        with self._lock:
+            self._closed = True
+            ending = [*self._strangers, *self._friends]
+        # This wakes up the accepting thread; closing does not.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for connection in ending:
+            _end(connection)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, place = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                # Too many open files, for example.
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            with self._lock:
+                if self._closed:
+                    connection.close()
+                    return
+                self._strangers[connection] = None
+                self._taken.append(place[:2])
+                crowd = len(self._strangers) > _MOST_STRANGERS
+                oldest = next(iter(self._strangers)) if crowd else None
+            if oldest is not None:
+                _end(oldest)
+            threading.Thread(target=self._run, args=(connection,), daemon=True).start()
+
+    def _run(self, connection: socket.socket) -> None:
+        def proved() -> None:
+            with self._lock:
+                if self._strangers.pop(connection, connection) is None:
+                    self._friends.add(connection)
+
+        try:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._serve(connection, proved)
+        except Exception:
+            logger.exception("A message could not be answered")
+        finally:
+            with self._lock:
+                self._strangers.pop(connection, None)
+                self._friends.discard(connection)
+            connection.close()
+
+
+def _own_address(host: str) -> str:
+    """Return the address of a host, or nothing where it is no address of ours."""
+    if host == "localhost":
+        return "127.0.0.1"
+    try:
+        # A name may be another address for the ranks.
+        socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+        bound_socket(host).close()
+    except OSError:
+        return ""
+    return host
+
+
+def _end(connection: socket.socket) -> None:
+    """End a connection that another thread reads from."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

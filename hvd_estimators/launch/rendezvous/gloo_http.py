@@ -1,0 +1,122 @@
+"""The HTTP server on the loopback interface that serves a rank's Horovod as its rendezvous.
+
+Horovod's C++ knows only plain HTTP. It talks to this server in its parent, which passes the
+requests on over the job's link. A rank shows a token from its environment, which other users of the
+machine cannot read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from typing_extensions import Self
+
+from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
+from hvd_estimators.launch.rendezvous.client import Link, PeerLostError
+from hvd_estimators.launch.rendezvous.hosts import LOOPBACK
+from hvd_estimators.launch.rendezvous.parent import JOB_SCOPE
+from hvd_estimators.launch.versions import TOKEN_VARIABLE
+
+__all__ = ["GlooProxy"]
+
+_REQUEST_SECONDS = 5.0
+_MOST_HEAD_BYTES = 16 * 2**10
+_MOST_BODY_BYTES = 16 * 2**20
+_KINDS = {"PUT": "put", "GET": "get", "DELETE": "delete"}
+_WORDS = ("joined", "left")
+_PATH = re.compile(r"/([^/]+)/([^/]+)")
+
+_OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404, 503
+
+
+class GlooProxy:
+    """Answers one rank's requests; used as a context manager.
+
+    Parameters
+    ----------
+    link : Link
+        Where the answers come from.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._token = secrets.token_hex(32)
+        self._listener = Listener(LOOPBACK, self._serve)
+
+    def environment(self) -> dict[str, str]:
+        """Return the variables that tell the rank about this server."""
+        return {
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._listener.port),
+            TOKEN_VARIABLE: self._token,
+        }
+
+    def __enter__(self) -> Self:
+        self._listener.listen()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._listener.close()
+
+    def _serve(self, connection: socket.socket, proved: Callable[[], None]) -> None:
+        deadline = time.monotonic() + _REQUEST_SECONDS
+        method, path, headers = _head(connection, deadline)
+        given = headers.get("authorization", "")
+        body = b""
+        # Before anything about the job is read or sent.
+        if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            status = _UNAUTHORIZED
+        else:
+            proved()
+            length = headers.get("content-length", "0")
+            if not length.isdecimal() or int(length) > _MOST_BODY_BYTES:
+                status = _BAD_REQUEST
+            else:
+                content = receive_exactly(connection, int(length), deadline)
+                status, body = self._answer(method, path, content)
+        connection.settimeout(_REQUEST_SECONDS)
+        head = f"HTTP/1.1 {status} -\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode() + body)
+
+    def _answer(self, method: str, path: str, content: bytes) -> tuple[int, bytes]:
+        named = _PATH.fullmatch(path)
+        kind = _KINDS.get(method)
+        if named is None or kind is None:
+            return _BAD_REQUEST, b""
+        scope, key = named.groups()
+        try:
+            if scope != JOB_SCOPE:
+                values, body = self._link.request(kind, content, scope=scope, key=key)
+                return int(values["status"]), body
+            if kind != "put" or key not in _WORDS:
+                return _NOT_FOUND, b""
+            self._link.request(key)
+            return _OK, b""
+        except PeerLostError:
+            return _UNAVAILABLE, b""
+
+
+def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str]]:
+    """Receive a request's method, path and headers; names of headers are in lower case."""
+    head = bytearray()
+    while not head.endswith(b"\r\n\r\n"):
+        if len(head) > _MOST_HEAD_BYTES:
+            raise ConnectionAbortedError("A request's head is too long.")
+        head += receive_exactly(connection, 1, deadline)
+    first, *lines = head.decode("latin-1").split("\r\n")
+    words = first.split(" ")
+    if len(words) != 3:
+        raise ConnectionAbortedError("A request is not HTTP.")
+    pairs = (line.partition(":") for line in lines if line)
+    return words[0], words[1], {name.strip().lower(): value.strip() for name, _, value in pairs}

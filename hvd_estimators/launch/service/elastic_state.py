@@ -1,0 +1,441 @@
+"""State of an elastic job: rank 0 commits it to the driver, and later ranks restore it.
+
+They travel as messages of `hvd_estimators.launch.rendezvous.channel`, a state in parts of some
+megabytes, so that neither end holds a whole one as bytes. The driver keeps them in files that have
+no name, which nobody else can open and which go with the process.
+
+Runs on the worker. Horovod's own elastic mode keeps the ranks that are left and lets them find each
+other anew, told by a notification manager in each rank. Here all ranks of a job are launched again
+instead, so that an object in the manager's place is told of each state, and does two things. It
+lets rank 0 send what the state saves to the driver. And in ranks that were launched again it puts
+back what was saved last, before the function that ``hvd.elastic.run`` wraps begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import IO, Any
+
+import cloudpickle
+from typing_extensions import Self
+
+from hvd_estimators._util.unpickling import load
+from hvd_estimators.exceptions import StoreError, UnreachableError
+from hvd_estimators.launch.rank.user_call import NoNotifications, call_with
+from hvd_estimators.launch.rendezvous.channel import (
+    AuthenticationError,
+    Channel,
+    Listener,
+    new_secret,
+)
+
+__all__ = [
+    "COMMITS_VARIABLE",
+    "CommitStore",
+    "StateKeeper",
+    "StatePickler",
+    "commit",
+    "fetch",
+    "run_in_rank",
+]
+
+
+class StatePickler(cloudpickle.Pickler):
+    """Pickles torch's tensors as the NumPy arrays that share their memory.
+
+    torch makes bytes of each, of which pickle lets go only when all has been written.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled; called by pickle."""
+        # Without an import of torch, which is there if its tensors are.
+        if (type(obj).__module__, type(obj).__qualname__) == ("torch", "Tensor"):
+            array = _array_of(obj)
+            if array is not None:
+                return sys.modules["torch"].from_numpy, (array,)
+        return super().reducer_override(obj)
+
+
+def _array_of(tensor: Any) -> Any:
+    """Return the array that shares a tensor's memory; None where there is none."""
+    if tensor.requires_grad or not tensor.is_contiguous():
+        return None
+    try:
+        return tensor.numpy()
+    # On a GPU, sparse, or of a type that NumPy does not have.
+    except (TypeError, RuntimeError):
+        return None
+
+
+COMMITS_VARIABLE = "HVD_ESTIMATORS_COMMITS"
+
+
+"""Environment variable that tells ranks where commits are kept: ``host:port:secret``."""
+
+
+_PART_BYTES = 4 * 2**20
+
+
+_CONNECT_SECONDS = 10.0
+
+
+# The driver's disk may be slow, and a rank may serialise for long between two parts.
+_SECONDS = 120.0
+
+
+# How long a rank tries again where the driver cannot be reached.
+_PATIENCE_SECONDS = 60.0
+
+
+_PAUSE_SECONDS = 0.5
+
+
+class CommitStore:
+    """The last commits of a job's states. Runs on the driver; used as a context manager.
+
+    Attributes
+    ----------
+    count : int
+        How many commits have been made.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lock = threading.Lock()
+        self._files: dict[int, IO[bytes]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @contextlib.contextmanager
+    def serve(self, host: str) -> Iterator[dict[str, str]]:
+        """Serve the ranks of one launch until the block ends; those of an earlier one no more.
+
+        All ranks fetch what was committed before this launch.
+
+        Parameters
+        ----------
+        host : str
+            The address at which ranks reach this machine.
+
+        Yields
+        ------
+        dict
+            Environment variables for the ranks.
+        """
+        secret = new_secret()
+        ended = threading.Event()
+        before = dict(self._files)
+
+        def serve(connection: socket.socket, proved: Callable[[], None]) -> None:
+            channel = Channel.accept(connection, secret, _CONNECT_SECONDS)
+            proved()
+            message, _ = channel.receive(_SECONDS, _SECONDS)
+            if message["kind"] == "fetch":
+                _send_file(channel, before.get(message["state"]))
+            else:
+                self._keep(channel, message["state"], ended)
+
+        with Listener.at_host(host, serve) as listener:
+            listener.listen()
+            try:
+                yield {COMMITS_VARIABLE: f"{listener.place}:{secret.hex()}"}
+            finally:
+                with self._lock:
+                    ended.set()
+
+    def _keep(self, channel: Channel, state: int, ended: threading.Event) -> None:
+        """Receive a state, and let it take the place of the one before when it is complete."""
+        file: IO[bytes] = _unnamed_file()
+        problem = ""
+        while True:
+            message, body = channel.receive(_SECONDS, _SECONDS)
+            if message["kind"] == "end":
+                break
+            try:
+                file.write(b"" if problem else body)
+            except OSError as error:
+                problem = str(error)
+                file.close()
+                file = io.BytesIO()
+        try:
+            file.flush()
+        except OSError as error:
+            problem = str(error)
+        if problem:
+            folder = tempfile.gettempdir()
+            channel.send({"kind": "refused", "why": f"{folder}: {problem}"}, seconds=_SECONDS)
+            return
+        with self._lock:
+            if ended.is_set():
+                return
+            self._files[state] = file
+            self.count += 1
+        channel.send({"kind": "kept"}, seconds=_SECONDS)
+
+
+def _unnamed_file() -> IO[bytes]:
+    return tempfile.TemporaryFile(prefix="hvd-estimators-commit-")
+
+
+def _send_file(channel: Channel, file: IO[bytes] | None) -> None:
+    if file is None:
+        channel.send({"kind": "none"})
+        return
+    channel.send({"kind": "found"}, seconds=_SECONDS)
+    place = 0
+    # Other ranks read from the same file.
+    while part := os.pread(file.fileno(), _PART_BYTES, place):
+        channel.send({"kind": "part"}, part, _SECONDS)
+        place += len(part)
+    channel.send({"kind": "end"}, seconds=_SECONDS)
+
+
+def commit(target: str, state: int, value: Any) -> None:
+    """Send a state to the driver; returns when it is kept there. Runs on the worker.
+
+    Parameters
+    ----------
+    target : str
+        What `COMMITS_VARIABLE` holds.
+    state : int
+        The state's number in the job.
+    value
+        What is sent with cloudpickle.
+
+    Raises
+    ------
+    StoreError
+        If the driver cannot keep it.
+    UnreachableError
+        If the driver cannot be reached.
+    """
+
+    def send(channel: Channel) -> None:
+        channel.send({"kind": "commit", "state": state}, seconds=_SECONDS)
+        parts = _Parts(channel)
+        StatePickler(parts, protocol=5).dump(value)
+        parts.end()
+        answer, _ = channel.receive(_SECONDS, _SECONDS)
+        if answer["kind"] != "kept":
+            raise StoreError(
+                f"The driver cannot keep what was committed ({answer['why']}). Set TMPDIR there to "
+                "a folder with more room."
+            )
+
+    _talk(target, send)
+
+
+def fetch(target: str, state: int) -> Any:
+    """Return what a state's last commit held before this launch; None if there is none.
+
+    Runs on the worker. Takes and raises what `commit` does.
+    """
+
+    def receive(channel: Channel) -> Any:
+        channel.send({"kind": "fetch", "state": state}, seconds=_SECONDS)
+        answer, _ = channel.receive(_SECONDS, _SECONDS)
+        if answer["kind"] == "none":
+            return None
+        return load(io.BufferedReader(_Stream(channel), 2**20))
+
+    return _talk(target, receive)
+
+
+def _talk(target: str, talk: Callable[[Channel], Any]) -> Any:
+    """Talk to the driver on a new connection, and from the start where it breaks."""
+    host, port, secret = target.rsplit(":", 2)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            with socket.create_connection((host, int(port)), _CONNECT_SECONDS) as connection:
+                return talk(Channel.connect(connection, bytes.fromhex(secret), _CONNECT_SECONDS))
+        except StoreError:
+            raise
+        except OSError as error:
+            if isinstance(error, AuthenticationError) or time.monotonic() > deadline:
+                raise UnreachableError(
+                    f"The driver, which keeps what ranks commit, cannot be reached at {host} port "
+                    f"{port}: {error}"
+                ) from error
+        time.sleep(_PAUSE_SECONDS)
+
+
+class _Parts:
+    """A file to write to, whose bytes are sent in parts."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._waiting = bytearray()
+
+    def write(self, data: Any) -> int:
+        # pickle writes large arrays as they are.
+        with pickle.PickleBuffer(data).raw() as view:
+            for start in range(0, len(view), _PART_BYTES):
+                self._waiting += view[start : start + _PART_BYTES]
+                if len(self._waiting) >= _PART_BYTES:
+                    self._send()
+            return len(view)
+
+    def end(self) -> None:
+        self._send()
+        self._channel.send({"kind": "end"}, seconds=_SECONDS)
+
+    def _send(self) -> None:
+        self._channel.send({"kind": "part"}, bytes(self._waiting), _SECONDS)
+        self._waiting.clear()
+
+
+class _Stream(io.RawIOBase):
+    """The bytes of a state that comes in parts."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._part = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._part:
+            message, body = self._channel.receive(_SECONDS, _SECONDS)
+            if message["kind"] == "end":
+                return 0
+            self._part = memoryview(body)
+        count = min(len(buffer), len(self._part))
+        buffer[:count] = self._part[:count]
+        self._part = self._part[count:]
+        return count
+
+
+logger = logging.getLogger(__name__)
+
+
+# What states and their handlers name that which they save: TensorFlowState's is the second.
+_SAVED = ("_saved", "_values")
+
+
+def run_in_rank(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    relaunches: int,
+) -> Any:
+    """Call a function of the user's, a program for ``horovod.elastic``.
+
+    Parameters
+    ----------
+    fn, args, kwargs
+        The call.
+    relaunches : int
+        How often the job's ranks have been launched again.
+    """
+    is_first = os.environ["HOROVOD_RANK"] == "0"
+    keeper = StateKeeper(os.environ[COMMITS_VARIABLE], is_first, relaunches > 0)
+    return call_with(keeper, fn, args, kwargs)
+
+
+class StateKeeper(NoNotifications):
+    """Keeps the states of ``horovod.elastic`` beyond their ranks.
+
+    Parameters
+    ----------
+    target : str
+        Where commits are kept.
+    sends : bool
+        Whether this rank sends what it commits: rank 0, whose values all ranks take.
+    is_relaunch : bool
+        Whether to put back what was committed before.
+    """
+
+    def __init__(self, target: str, sends: bool, is_relaunch: bool) -> None:
+        self._target = target
+        self._sends = sends
+        self._is_relaunch = is_relaunch
+        self._states: list[Any] = []
+
+    def register_listener(self, state: Any) -> None:
+        """Take care of a state; called before ranks synchronise it."""
+        if any(state is known for known in self._states):
+            return
+        number = len(self._states)
+        self._states.append(state)
+        restore = state.restore
+        if self._is_relaunch:
+            saved = fetch(self._target, number)
+            if saved is not None:
+                _put_back(state, saved)
+                restore()
+            # As where a rank has outlived another one: with the callbacks that the user has set.
+            state.on_reset()
+        state.restore = _leaving(restore)
+        if self._sends:
+            state.save = self._sending(state, number)
+
+    def _sending(self, state: Any, number: int) -> Callable[[], None]:
+        save = state.save
+
+        def save_and_send() -> None:
+            save()
+            commit(self._target, number, _saved_by(state))
+
+        return save_and_send
+
+
+def _leaving(restore: Callable[[], None]) -> Callable[[], None]:
+    """Return what Horovod calls in a rank whose peer is lost: the rank ends instead."""
+
+    def restore_or_leave() -> None:
+        from horovod.common.exceptions import HorovodInternalError
+
+        error = sys.exc_info()[1]
+        if isinstance(error, HorovodInternalError):
+            raise error
+        restore()
+
+    return restore_or_leave
+
+
+def _holders(state: Any) -> dict[str, Any]:
+    """Return the objects that hold what a state has saved: itself, and a TorchState's handlers."""
+    return {"": state, **getattr(state, "_handlers", {})}
+
+
+def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
+    """Return what a state has saved, without copying it."""
+    found = {
+        name: {key: value for key, value in vars(holder).items() if key.startswith(_SAVED)}
+        for name, holder in _holders(state).items()
+    }
+    if not any(found.values()):
+        logger.warning(
+            "%s saves nothing that is known here: ranks that are launched again begin it anew.",
+            type(state).__name__,
+        )
+    return found
+
+
+def _put_back(state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
+    """Let a state hold what was saved; its `restore` makes that its values."""
+    for name, holder in _holders(state).items():
+        vars(holder).update(saved.get(name, {}))

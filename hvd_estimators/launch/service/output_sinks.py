@@ -1,0 +1,136 @@
+"""Where what ranks print, and their messages, come out on the driver."""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TextIO
+
+from hvd_estimators.exceptions import ParamError
+from hvd_estimators.launch.service.events import Event, Handler, RankMessage, RankOutput
+
+__all__ = ["LinesTaker", "Outlets", "print_event", "write_text"]
+
+LinesTaker = Callable[[list[str]], None]
+"""Called with some lines of a rank."""
+
+logger = logging.getLogger(__name__)
+
+
+def print_event(event: Event) -> None:
+    """Print messages to standard output and lines of output to standard error; nothing else."""
+    if isinstance(event, RankOutput):
+        write_text(sys.stderr, event.text())
+    elif isinstance(event, RankMessage):
+        write_text(sys.stdout, f"{event.message}\n")
+
+
+def write_text(file: TextIO, text: str) -> None:
+    """Write to a stream and flush it; what its encoding does not have is written as an escape."""
+    # In one write, lest the lines of several ranks run into each other.
+    try:
+        file.write(text)
+    except UnicodeEncodeError:
+        file.write(text.encode("ascii", "backslashreplace").decode())
+    flush = getattr(file, "flush", None)
+    if flush is not None:
+        flush()
+
+
+class Outlets:
+    """What a backend was told to do with its ranks' output.
+
+    Parameters
+    ----------
+    stdout, stderr : file-like, optional
+        Where lines of the ranks' standard output and standard error are written. Where one of the
+        two is given, ranks have a pipe for each.
+    prefix_output_with_timestamp : bool
+        Whether each line begins with the time at which it came.
+    verbose : int
+        2 and above reports the lines for which no file is given.
+
+    Raises
+    ------
+    ParamError
+        If nothing can be written to a file.
+    """
+
+    def __init__(
+        self, stdout: Any, stderr: Any, prefix_output_with_timestamp: bool, verbose: int
+    ) -> None:
+        if not isinstance(verbose, int):
+            raise ParamError(f"verbose: expected a whole number, such as 1, found {verbose!r}.")
+        given = {"stdout": stdout, "stderr": stderr}
+        self._files = {
+            name: _text_file(name, file) for name, file in given.items() if file is not None
+        }
+        self._has_time = bool(prefix_output_with_timestamp)
+        self.are_apart = bool(self._files)
+        """Whether ranks have a pipe for each of the two streams."""
+        streams = tuple(given) if self.are_apart else ("",)
+        self.streams = tuple(s for s in streams if verbose >= 2 or s in self._files)
+        """Names of the streams that have to come to the driver; empty is both as one."""
+
+    def takers(
+        self, put: Callable[[str, list[str]], None]
+    ) -> tuple[LinesTaker | None, LinesTaker | None]:
+        """Return what takes a rank's lines: of standard output, or of both, and of standard error.
+
+        Parameters
+        ----------
+        put : callable
+            Called with the stream's name and lines, if the driver is to get these.
+        """
+        names = ("stdout", "stderr") if self.are_apart else ("",)
+        found = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
+        return found[0], found[1] if self.are_apart else None
+
+    def handler(self, on_event: Handler | None) -> Handler:
+        """Return what handles events: lines for which there is a file are written to it.
+
+        Parameters
+        ----------
+        on_event : callable, optional
+            Gets all other events. Default: `print_event`.
+        """
+        files = dict(self._files)
+        other = on_event or print_event
+
+        def handle(event: Event) -> None:
+            if not isinstance(event, RankOutput):
+                other(event)
+                return
+            if self._has_time:
+                event = replace(event, time=time.time())
+            if event.stream not in self._files:
+                other(event)
+            elif event.stream in files:
+                try:
+                    write_text(files[event.stream], event.text())
+                except Exception:
+                    # A disk may be full, or the file closed: once is enough.
+                    del files[event.stream]
+                    logger.warning("%s: cannot be written to", event.stream, exc_info=True)
+
+        return handle
+
+
+def _ignore(lines: list[str]) -> None:
+    pass
+
+
+def _text_file(name: str, file: Any) -> Any:
+    if not callable(getattr(file, "write", None)):
+        raise ParamError(
+            f"{name}: expected an open text file, such as sys.{name} or open(path, 'w'), found "
+            f"{file!r}."
+        )
+    if isinstance(file, (io.RawIOBase, io.BufferedIOBase)):
+        raise ParamError(f"{name}: expected a file opened for text, found {file!r}.")
+    return file

@@ -1,0 +1,344 @@
+"""Ranks as children of Spark barrier tasks: all of them start together, or none does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hvd_estimators.exceptions import ParamError, StoreError
+from hvd_estimators.launch.backend import Backend
+from hvd_estimators.launch.cluster.application import await_slots
+from hvd_estimators.launch.cluster.capacity import ask_for_executors, check_slots
+from hvd_estimators.launch.cluster.connect import current_cluster
+from hvd_estimators.launch.cluster.import_ahead import importing
+from hvd_estimators.launch.cluster.jobs import barrier_job, cancellable_wait, interruptible
+from hvd_estimators.launch.cluster.resources import TaskResources
+from hvd_estimators.launch.rank.environment import shared_environment
+from hvd_estimators.launch.rank.outcome import results_in_order
+from hvd_estimators.launch.rank.process import pickle_call
+from hvd_estimators.launch.rendezvous.channel import new_secret
+from hvd_estimators.launch.service.events import Handler, receive_events
+from hvd_estimators.launch.service.output_sinks import Outlets
+from hvd_estimators.launch.service.timeline import keep_timeline
+from hvd_estimators.launch.task.entry import run_task
+from hvd_estimators.launch.task.exchange import ExchangeServer
+from hvd_estimators.launch.task.run import OUTCOME_SCHEMA, hosts_without, outcomes
+from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.validation import (
+    call_of,
+    check_further_arguments,
+    check_run_arguments,
+    environment_given,
+    interface_names,
+    seconds_given,
+    whole_number,
+)
+from hvd_estimators.launch.versions import require_mends
+from hvd_estimators.launch.warm.client import wanted
+from hvd_estimators.launch.warm.modules import modules_of_call
+
+if TYPE_CHECKING:
+    from hvd_estimators.launch.cluster.application import Cluster
+    from hvd_estimators.store import Store
+
+__all__ = ["SparkBackend"]
+
+# Executors that are asked for come within this time, or need to be asked for again.
+_ASKING_SECONDS = 30.0
+
+
+class SparkBackend(Backend):
+    """Runs every rank as the child process of a Spark barrier task.
+
+    Parameters
+    ----------
+    num_proc : int, optional
+        Number of ranks. Default, and 0: as many as there are task slots; with dynamic allocation
+        there is no such number.
+    env : mapping, optional
+        Environment variables of the ranks, over the executor's; None deletes one. Default: the
+        driver's, when `run` is called, except secrets (names with ``TOKEN``, ``SECRET``,
+        ``PASSWORD``, ``…_KEY`` and the like) and what belongs to the driver's machine (``PATH``,
+        ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and the like); see
+        `hvd_estimators.launch.rank.environment`. What is given here is passed as it is; ``env={}``
+        passes nothing.
+    start_timeout : float
+        Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
+    verbose : int
+        2 and above shows what the ranks print on the driver's standard error, with the rank before
+        each line, as well as in the executors' logs. These get 64 MiB of a rank, and 1 MiB a minute
+        above that. A driver that takes lines too slowly gets less, and is told how much is left
+        out. With a local master, where the driver has these logs, 0 shows nothing.
+    executable : str, optional
+        The Python of the ranks. Default: the one that runs the executors' Python workers.
+    stdout, stderr : file-like, optional
+        Open text files or streams of the driver, such as ``sys.stdout``, to which lines of the
+        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
+        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
+        each, so that the order of a line of one and a line of the other is not known.
+    prefix_output_with_timestamp : bool
+        Whether a line of a rank begins with the time at which it came to the driver.
+    warm_start : bool
+        Whether ranks may be forks of a process on their executor that has imported the framework
+        (`hvd_estimators.launch.warm.client`), which from the second launch on saves the seconds that
+        this takes. It is there from the first launch until the executor ends, or for 10 minutes
+        without another launch, and takes the memory of the imports once. Default: True on Linux,
+        unless the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+    nics : str or iterable of str, optional
+        The names of the network interfaces at which ranks on several hosts may meet, as ``"eth1"``
+        or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its
+        loopback interface. Default: that in the ranks' ``HOROVOD_GLOO_IFACE``, or, without it, one
+        that all hosts reach each other by, which is found by trying.
+    resource_profile : pyspark.resource.ResourceProfile, optional
+        What the tasks of ranks ask for, so that they get GPUs that other stages of the application
+        do not hold. On Standalone, YARN, Kubernetes and ``local-cluster``, on the executors that
+        there are; what it asks of executors needs dynamic allocation.
+    gpus_per_task, cpus_per_task : int, optional
+        The same in short: GPUs and cores of each task. Executors need them
+        (``spark.executor.resource.gpu.amount``). Default: ``spark.task.resource.gpu.amount`` and
+        ``spark.task.cpus``.
+    **further
+        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
+        their place.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not usable, or is unknown.
+
+    Notes
+    -----
+    A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and is named. One that
+    hangs looks like one that is slow: it ends the job only where
+    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` says for how long it may hold up the others; see
+    `hvd_estimators.launch.rank.hang_detection`.
+    """
+
+    gathers_timeline: bool = False
+    """Whether the file that ``HOROVOD_TIMELINE`` names is brought to the driver's machine."""
+
+    def __init__(
+        self,
+        num_proc: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        start_timeout: float | None = None,
+        verbose: int = 1,
+        executable: str | None = None,
+        stdout: Any = None,
+        stderr: Any = None,
+        prefix_output_with_timestamp: bool = False,
+        warm_start: bool = True,
+        nics: str | Iterable[str] | None = None,
+        resource_profile: Any = None,
+        gpus_per_task: int | None = None,
+        cpus_per_task: int | None = None,
+        **further: Any,
+    ) -> None:
+        if num_proc is not None:
+            num_proc = whole_number("num_proc", num_proc)
+        check_further_arguments(SparkBackend, further)
+        self._resources = TaskResources(resource_profile, gpus_per_task, cpus_per_task)
+        self._num_proc = num_proc
+        self._slots: tuple[str, int] | None = None
+        self._env = None if env is None else environment_given(env)
+        self._start_timeout = seconds_given(start_timeout, "HOROVOD_SPARK_START_TIMEOUT")
+        self._verbose = verbose
+        self._executable = executable
+        self._nics = interface_names(nics)
+        self._outlets = Outlets(stdout, stderr, prefix_output_with_timestamp, verbose)
+        self._warm_start = warm_start
+
+    def num_processes(self) -> int:
+        """Return the number of ranks."""
+        return self._num_proc or self._all_slots()
+
+    def task_slots(self) -> int:
+        """Return how many ranks the executors that are registered now can run at the same time.
+
+        With dynamic allocation executors for so many as there are to be are asked for first.
+        """
+        cluster = current_cluster(self._resources)
+        if not cluster.knows_slots:
+            return self.num_processes()
+        if cluster.allocates_dynamically and self._num_proc:
+            return ask_for_executors(cluster, self._num_proc, _ASKING_SECONDS)
+        return cluster.task_slots()
+
+    def resized(self, num_proc: int) -> SparkBackend:
+        """Return a backend like this one for another number of ranks."""
+        other = copy.copy(self)
+        other._num_proc = num_proc
+        return other
+
+    def waiting(self) -> contextlib.AbstractContextManager[Callable[[float], None]]:
+        """Wait between two launches, so that who cancels this thread's job group ends that, too."""
+        return cancellable_wait(current_cluster(self._resources))
+
+    def _all_slots(self) -> int:
+        """Return the cluster's task slots, the same number for as long as the application lives."""
+        cluster = current_cluster(self._resources)
+        application = cluster.application
+        if self._slots is None or self._slots[0] != application:
+            if cluster.allocates_dynamically:
+                raise ParamError(
+                    "num_proc: the number of task slots changes while spark.dynamicAllocation."
+                    "enabled is true. Set num_proc to the number of ranks."
+                )
+            if not cluster.knows_slots:
+                raise ParamError(
+                    "num_proc: the number of task slots is not known over Spark Connect, whose "
+                    f"server's settings do not tell it (master {cluster.master}). Set num_proc to "
+                    "the number of ranks."
+                )
+            timeout = 0 if cluster.is_local else self._start_timeout
+            # Without any, `check` says so.
+            self._slots = application, max(await_slots(cluster, None, timeout), 1)
+        return self._slots[1]
+
+    def driver_host(self) -> str:
+        """Return the address at which executors reach the driver."""
+        return current_cluster().driver_host()
+
+    def check(self) -> None:
+        """Make sure that the cluster has a task slot for every rank.
+
+        Raises
+        ------
+        SlotsError
+            If it has fewer. With dynamic allocation executors are asked for first.
+        DependencyError
+            If a local session's Python tasks run another Python, or if Horovod was not built by
+            ``hvd-estimators build-horovod``.
+        """
+        cluster = current_cluster(self._resources)
+        cluster.check_python()
+        require_mends()
+        check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
+
+    def check_store(self, store: Store) -> None:
+        """Make sure that the ranks' machines see what the driver writes to the store.
+
+        Raises
+        ------
+        StoreError
+            If a machine does not.
+        """
+        cluster = current_cluster(self._resources)
+        if cluster.is_local and store.local_path(store.folder) is not None:
+            return
+        num_proc = self.num_processes()
+        check_slots(cluster, num_proc, self._start_timeout, self._resources)
+        probe = f"{store.folder}/.probe-{uuid.uuid4().hex}"
+        store.write_text(probe, "probe")
+        try:
+            find = functools.partial(hosts_without, store=store, path=probe)
+            schema = "host string, problem string"
+            rows = self._collect(cluster, num_proc, find, schema)
+        finally:
+            store.delete(probe)
+        if rows:
+            hosts = sorted({row["host"] for row in rows})
+            raise StoreError(
+                f"store: executors on {', '.join(hosts)} do not see what the driver writes under "
+                f"{store.folder!r} ({rows[0]['problem']}). Set a prefix on storage that all "
+                "machines share, with packages and credentials on all of them."
+            )
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        env: Mapping[str, str | None] | None = None,
+        on_event: Handler | None = None,
+        **unknown: Any,
+    ) -> list[Any]:
+        """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
+        check_run_arguments(self.run, unknown)
+        environment_given(env or {})
+        # Before executors are waited for.
+        document = pickle_call(*call_of(fn, args, kwargs))
+        self.check()
+        cluster = current_cluster(self._resources)
+        handler, host = self._outlets.handler(on_event), cluster.driver_host()
+        num_proc = self.num_processes()
+        with contextlib.ExitStack() as stack:
+            modules = None
+            if self._forks_ranks:
+                modules = modules_of_call(document, fn, args, kwargs)
+            call = stack.enter_context(cluster.shared(document))
+            events = stack.enter_context(receive_events(handler, host))
+            secret = new_secret()
+            server = stack.enter_context(
+                ExchangeServer(secret, host, num_proc, cluster.application)
+            )
+            job = replace(
+                self._job(cluster, modules, env),
+                call=call,
+                max_bytes=cluster.collectable_bytes() // num_proc,
+                secret=secret,
+                events=events,
+                versions=cluster.installed_versions(),
+                exchange=server.place,
+                timeline=self.gathers_timeline and not cluster.is_local,
+            )
+            task = functools.partial(run_task, job=job)
+            rows = self._collect(cluster, num_proc, task, OUTCOME_SCHEMA)
+            found = outcomes(rows, num_proc)
+            keep_timeline(found)
+            return results_in_order(found)
+
+    def warming_up(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        env: Mapping[str, str | None] | None = None,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Let executors import what ``fn(*args)`` will need; see `Backend.warming_up`."""
+        cluster = current_cluster(self._resources)
+        if not self._forks_ranks or cluster.allocates_dynamically:
+            return contextlib.nullcontext()
+        modules = modules_of_call(pickle_call(fn, args, {}), fn, args)
+        return importing(cluster, self.num_processes(), self._job(cluster, modules, env))
+
+    @property
+    def _forks_ranks(self) -> bool:
+        return self._warm_start and wanted(os.environ)
+
+    def _job(
+        self,
+        cluster: Cluster,
+        modules: tuple[str, ...] | None,
+        env: Mapping[str, str | None] | None,
+    ) -> Job:
+        """Return what tasks are told of all jobs of this backend, whatever they run."""
+        return Job(
+            call=b"",
+            max_bytes=0,
+            secret=b"",
+            one_machine=cluster.is_local,
+            driver_env=shared_environment(os.environ) if self._env is None else {},
+            env={**(self._env or {}), **(env or {})},
+            events={},
+            driver_path=tuple(sys.path),
+            executable=self._executable,
+            verbose=self._verbose,
+            streams=self._outlets.streams,
+            apart=self._outlets.are_apart,
+            modules=modules,
+            nics=self._nics,
+        )
+
+    def _collect(
+        self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
+    ) -> list[Any]:
+        """Run a function in barrier tasks, and return the rows that it yields there."""
+        with barrier_job(cluster, num_proc, self._start_timeout):
+            return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

@@ -1,0 +1,344 @@
+"""At which address each host of a job is reached by all others.
+
+Names do not say it: two hosts can have the same one, and what a host's own name resolves to on it
+is often an address that no other host reaches. So a task offers all addresses that its host might
+be reached at, every host connects to those of every other, and one that answered to all of them is
+chosen. Whoever answers says who it is: an address such as Docker's ``172.17.0.1`` leads every host
+to itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import re
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import UnreachableError
+from hvd_estimators.launch.rendezvous.channel import BACKLOG, bound_socket
+from hvd_estimators.launch.rendezvous.hosts import (
+    INTERFACE_VARIABLE,
+    LOOPBACK,
+    candidate_addresses,
+    executor_identity,
+    host_identity,
+)
+
+__all__ = ["Offer", "Places", "ProbeListener", "agree", "choose"]
+
+_ATTEMPT_SECONDS = 3.0
+_PAUSE_SECONDS = 0.5
+# Once each host was reached somehow: how long to wait for its other addresses.
+_GRACE_SECONDS = 0.5
+# A link may be down for a while.
+_PATIENCE_SECONDS = 60.0
+_NONCE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a task tells the others of its host.
+
+    Attributes
+    ----------
+    identity : str
+        The same for two tasks exactly if they reach each other at the loopback address.
+    name : str
+        The host's name, for people.
+    endpoints : list of (str, int)
+        Numeric addresses at which the host might be reached, and the ports that answer there.
+    nonce : str
+        What they answer.
+    error : str
+        Why there are no addresses; empty otherwise.
+    executor : str
+        The same for two tasks of a host exactly if they are of one executor.
+    """
+
+    identity: str
+    name: str
+    endpoints: list[tuple[str, int]]
+    nonce: str
+    error: str = ""
+    executor: str = ""
+
+    def addresses(self) -> list[str]:
+        """Return the addresses alone."""
+        return [address for address, _ in self.endpoints]
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the tasks of a job are, each list in the order of the tasks.
+
+    Attributes
+    ----------
+    hosts : list of str
+        A name of the host, another one for each host.
+    addresses : list of str
+        The numeric address at which all others reach it: all IPv4 or all IPv6, and the loopback
+        address if there is one host only.
+    """
+
+    hosts: list[str]
+    addresses: list[str]
+
+
+class ProbeListener:
+    """Answers those who connect to this host's addresses, until the block ends.
+
+    Parameters
+    ----------
+    addresses : sequence of str
+        Where to listen; those that cannot be listened on are left out.
+    error : str
+        Why there are none.
+    """
+
+    def __init__(self, addresses: Sequence[str], error: str = "") -> None:
+        self._error = error
+        self._nonce = secrets.token_hex(_NONCE_BYTES)
+        self._sockets: list[socket.socket] = []
+        for address in addresses:
+            with contextlib.suppress(OSError):
+                listening = bound_socket(address)
+                listening.listen(BACKLOG)
+                listening.setblocking(False)
+                self._sockets.append(listening)
+        self._stop, self._stopped = socket.socketpair()
+        self._thread = threading.Thread(target=self._answer, daemon=True)
+
+    @classmethod
+    def on_this_host(cls, preferred: str, interfaces: Sequence[str], setting: str) -> Self:
+        """Return the one that listens on this host's `candidate_addresses`."""
+        try:
+            return cls(candidate_addresses(preferred, interfaces, setting))
+        except UnreachableError as error:
+            # No error where all tasks are on one host.
+            return cls([], str(error))
+
+    def offer(self) -> Offer:
+        """Return what the others have to know."""
+        endpoints = [s.getsockname()[:2] for s in self._sockets]
+        name, executor = socket.gethostname(), executor_identity()
+        return Offer(host_identity(), name, endpoints, self._nonce, self._error, executor)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop.close()
+        self._thread.join()
+        for listening in [*self._sockets, self._stopped]:
+            listening.close()
+
+    def _answer(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for listening in [*self._sockets, self._stopped]:
+                selector.register(listening, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._stopped:
+                        return
+                    # Whoever connects may have gone already.
+                    with contextlib.suppress(OSError):
+                        connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
+                        with connection:
+                            connection.setblocking(False)
+                            connection.send(self._nonce.encode())
+
+
+def agree(
+    offers: Sequence[Offer],
+    task: int,
+    exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
+) -> Places:
+    """Find out with all other tasks where each of them is reached.
+
+    Parameters
+    ----------
+    offers : sequence of Offer
+        Of each task, in their order, with their listeners running.
+    task : int
+        The number of this task.
+    exchange : callable
+        Gives every task all tasks' messages, in their order. Called only if there are several
+        hosts. The keys of a message are texts, since it travels as JSON.
+
+    Raises
+    ------
+    UnreachableError
+        In all tasks alike, if there is a host that another one cannot reach.
+    """
+    first = _first_tasks(offers)
+    hosts = {offers[other].identity: other for other in first}
+    if len(first) == 1:
+        return Places([_safe(offers[0].name)] * len(offers), [LOOPBACK] * len(offers))
+    errors = [offers[other].error for other in first if offers[other].error]
+    if errors:
+        raise UnreachableError(" ".join(errors))
+    # One task of a host speaks for all of them.
+    others = {other: offers[other] for other in first if other != task} if task in first else {}
+    reached = asyncio.run(_probe(others))
+    reports = [
+        {int(other): addresses for other, addresses in found.items()}
+        for found in exchange({str(other): addresses for other, addresses in reached.items()})
+    ]
+    chosen = choose(offers, reports)
+    names = [_safe(offers[other].name) for other in first]
+    labels = {
+        other: name if names.count(name) == 1 else _safe(f"{name}-{chosen[other]}")
+        for other, name in zip(first, names, strict=True)
+    }
+    places = [hosts[offer.identity] for offer in offers]
+    return Places([labels[place] for place in places], [chosen[place] for place in places])
+
+
+def _first_tasks(offers: Sequence[Offer]) -> list[int]:
+    """Return the first task of each host."""
+    first: dict[str, int] = {}
+    for task, offer in enumerate(offers):
+        first.setdefault(offer.identity, task)
+    return list(first.values())
+
+
+def choose(
+    offers: Sequence[Offer], reports: Sequence[Mapping[int, Sequence[str]]]
+) -> dict[int, str]:
+    """Return the address of each host, by its first task.
+
+    Parameters
+    ----------
+    offers : sequence of Offer
+        Of each task.
+    reports : sequence of mapping
+        Of each task, by the first task of each other host: the addresses that it reached.
+
+    Raises
+    ------
+    UnreachableError
+        If some host has no address that all others reached. Gloo connects addresses of the same
+        kind only, so that all are IPv4 or all are IPv6.
+    """
+    first = _first_tasks(offers)
+    common = {
+        host: [
+            address
+            for address in offers[host].addresses()
+            if all(address in reports[other].get(host, ()) for other in first if other != host)
+        ]
+        for host in first
+    }
+    for version in (4, 6):
+        chosen = {
+            host: next((a for a in addresses if ipaddress.ip_address(a).version == version), None)
+            for host, addresses in common.items()
+        }
+        if None not in chosen.values():
+            return {host: address for host, address in chosen.items() if address is not None}
+    raise UnreachableError(_why(offers, reports, common))
+
+
+def _why(
+    offers: Sequence[Offer],
+    reports: Sequence[Mapping[int, Sequence[str]]],
+    common: Mapping[int, Sequence[str]],
+) -> str:
+    lines = []
+    for host, addresses in common.items():
+        if addresses:
+            lines.append(f"{_title(offers, host)} is reached by all others at {_all(addresses)}.")
+            continue
+        for other in common:
+            if other != host:
+                reached = reports[other].get(host, ())
+                found = f"at {_all(reached)} only" if reached else "nowhere"
+                lines.append(f"{_title(offers, other)} reaches {_title(offers, host)} {found}.")
+    return (
+        "Ranks connect to each other at any TCP port, and have to listen on addresses of one kind "
+        "(IPv4 or IPv6) at which all other hosts reach them. There are none:\n"
+        + "\n".join(lines)
+        + "\nOpen the network between these hosts, or name the interfaces that lead to it: "
+        f"SparkBackend(nics='eth1'), or {INTERFACE_VARIABLE}=eth1 in each executor's environment"
+    )
+
+
+def _title(offers: Sequence[Offer], host: int) -> str:
+    return f"{offers[host].name} ({_all(offers[host].addresses())})"
+
+
+def _all(addresses: Sequence[str]) -> str:
+    return ", ".join(addresses)
+
+
+async def _probe(others: Mapping[int, Offer]) -> dict[int, list[str]]:
+    """Return for each host its addresses that it answers at."""
+    clock, ended = asyncio.get_running_loop().time, asyncio.Event()
+    attempts = {
+        asyncio.ensure_future(_reach(address, port, offer.nonce, ended)): (other, address)
+        for other, offer in others.items()
+        for address, port in offer.endpoints
+    }
+    reached: dict[int, list[str]] = {other: [] for other in others}
+    deadline = clock() + _PATIENCE_SECONDS
+    is_shorter = False
+    waiting = set(attempts)
+    while waiting and clock() < deadline:
+        done, waiting = await asyncio.wait(
+            waiting, timeout=deadline - clock(), return_when=asyncio.FIRST_COMPLETED
+        )
+        for attempt in done:
+            other, address = attempts[attempt]
+            if attempt.result():
+                reached[other].append(address)
+        if not is_shorter and all(reached.values()):
+            is_shorter, deadline = True, min(deadline, clock() + _GRACE_SECONDS)
+    # Until Python 3.12 wait_for() forgets a cancellation that comes as what it waits for ends.
+    ended.set()
+    for attempt in waiting:
+        attempt.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    return reached
+
+
+async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> bool:
+    """Return whether the host of an offer answers there; tries until it does, or all is ended."""
+    while not ended.is_set():
+        try:
+            answer = await asyncio.wait_for(_answer_of(address, port), _ATTEMPT_SECONDS)
+            return answer == nonce.encode()
+        except ConnectionRefusedError:
+            # The listener was there before its offer: this is another host.
+            return False
+        except (OSError, asyncio.TimeoutError):
+            await asyncio.sleep(_PAUSE_SECONDS)
+    return False
+
+
+async def _answer_of(address: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(address, port)
+    try:
+        return await reader.read(2 * _NONCE_BYTES)
+    finally:
+        writer.close()
+
+
+def _safe(name: str) -> str:
+    """Return a name as it may stand in a URL."""
+    return re.sub(r"[^A-Za-z0-9._:-]", "-", name) or "host"

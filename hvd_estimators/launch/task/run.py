@@ -1,0 +1,393 @@
+"""The launch of one rank in its Spark barrier task, from first check to last report.
+
+Imported before anything else of a task, so that it imports little. Runs in the task.
+
+Imported by Spark's Python workers on the executors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from horovod.runner.common.util.hosts import SlotInfo
+from pyspark import BarrierTaskContext
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
+from hvd_estimators.launch.rank.environment import (
+    DEFAULTS,
+    assign_ranks,
+    child_environment,
+    python_path,
+    rank_environment,
+)
+from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
+from hvd_estimators.launch.rank.output import Allowance, Relay, lines_left_out
+from hvd_estimators.launch.rank.process import RankProcess
+from hvd_estimators.launch.rank.supervisor import failure_of, supervise
+from hvd_estimators.launch.rendezvous.channel import ranks_key
+from hvd_estimators.launch.rendezvous.client import Link, LocalLink, RemoteLink
+from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
+from hvd_estimators.launch.rendezvous.hosts import (
+    INTERFACE_VARIABLE,
+    LOOPBACK,
+    listening_environment,
+)
+from hvd_estimators.launch.rendezvous.server import RendezvousServer
+from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
+from hvd_estimators.launch.service.timeline import make_room_for_timeline, with_timeline
+from hvd_estimators.launch.task.addresses import Offer, ProbeListener, agree
+from hvd_estimators.launch.task.exchange import Exchange
+from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
+from hvd_estimators.launch.task.spec import Job
+from hvd_estimators.launch.warm.client import WarmStart, wanted
+
+if TYPE_CHECKING:
+    from hvd_estimators.launch.task.spec import Job
+    from hvd_estimators.store import Store
+
+__all__ = [
+    "LESS_RESULTS",
+    "OUTCOME_SCHEMA",
+    "TaskOutput",
+    "hosts_without",
+    "outcomes",
+    "prepare_warm_start",
+    "run_rank",
+    "task_environment",
+    "warm_start",
+]
+
+
+def prepare_warm_start(job: Job) -> None:
+    """Let a process begin to import what ranks are forked with, if they are."""
+    start = warm_start(job)
+    if start is not None:
+        start.prepare(job.executable or sys.executable, task_environment(job))
+
+
+def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the environment of a rank, with what is its own."""
+    return child_environment(
+        DEFAULTS,
+        os.environ,
+        job.driver_env,
+        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
+        *own,
+        job.events,
+        job.env,
+    )
+
+
+def warm_start(job: Job) -> WarmStart | None:
+    """Return how this rank is forked; None if it is to have a fresh process."""
+    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
+        return None
+    return WarmStart.of_executor(job.modules)
+
+
+# An executor's log is a file on its disk, which Spark does not limit: a day has 1.5 GiB at most.
+_LOG_CHARS = 2**26
+
+
+_LOG_CHARS_PER_SECOND = 2**20 / 60
+
+
+_LOG_AGAIN_CHARS = 2**16
+
+
+# A driver may be slow, as a laptop that is asleep.
+_SEND_SECONDS = 3600.0
+
+
+class TaskOutput:
+    """Passes on the lines of a rank, as a context manager around its process.
+
+    All of them go into the executor's log: 64 MiB of a rank's, and 1 MiB a minute above that; a
+    line says how many are left out. Those that the job asks for go to the driver.
+
+    Parameters
+    ----------
+    rank : int
+        The rank.
+    job : Job
+        What the task was told.
+    """
+
+    def __init__(self, rank: int, job: Job) -> None:
+        self._rank = rank
+        self._job = job
+        self._log_allowance = Allowance(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
+        self._not_logged = 0
+
+    def __enter__(self) -> Self:
+        streams, target = self._job.streams, self._job.events.get(EVENTS_VARIABLE)
+        self._sender = EventSender(target, _SEND_SECONDS) if streams and target else None
+        self._relay = Relay(self._send) if self._sender is not None else None
+        self.on_lines = self._taker("stdout" if self._job.apart else "")
+        """Takes lines of standard output, or of both streams."""
+        self.on_error_lines = self._taker("stderr") if self._job.apart else None
+        """Takes lines of standard error; None where they are among the others."""
+        return self
+
+    def log_error(self, outcome: RankOutcome) -> None:
+        """Write the whole traceback of a rank's exception into the log of a remote executor."""
+        if outcome.report is not None and not self._job.one_machine:
+            self._log(outcome.report.full_traceback.splitlines(keepends=True))
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._relay is not None:
+            self._relay.close()
+        if self._sender is not None:
+            self._sender.close()
+        self._note_what_is_not_logged()
+
+    def _taker(self, stream: str) -> Callable[[list[str]], None]:
+        is_sent = stream in self._job.streams
+
+        def take(lines: list[str]) -> None:
+            if is_sent and self._relay is not None:
+                self._relay.put(stream, lines)
+            if self._is_logged(is_sent):
+                self._log(lines)
+
+        return take
+
+    def _is_logged(self, is_sent: bool) -> bool:
+        """Return whether lines go into the executor's log.
+
+        On one machine that is the driver's standard error, where lines would be shown twice, or
+        where nothing is to be shown.
+        """
+        if not self._job.one_machine:
+            return True
+        return self._job.verbose > 0 and not (is_sent and self._is_connected())
+
+    def _is_connected(self) -> bool:
+        return self._sender is not None and self._sender.is_connected
+
+    def _log(self, lines: list[str]) -> None:
+        text = "".join(f"[{self._rank}] {line}" for line in lines)
+        if self._log_allowance.left() < (_LOG_AGAIN_CHARS if self._not_logged else 1):
+            self._not_logged += len(lines)
+            return
+        self._note_what_is_not_logged()
+        self._log_allowance.use(len(text))
+        sys.stderr.write(text)
+
+    def _note_what_is_not_logged(self) -> None:
+        if self._not_logged:
+            sys.stderr.write(f"[{self._rank}] {lines_left_out(self._not_logged)}")
+            self._not_logged = 0
+
+    def _send(self, lines: Sequence[tuple[str, str]]) -> None:
+        assert self._sender is not None
+        self._sender.send_all([RankOutput(self._rank, line, stream) for stream, line in lines])
+
+
+OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
+
+
+"""Columns of what `run_rank` yields, as a Spark DDL string."""
+
+
+LESS_RESULTS = (
+    "Return less, or write it to storage and return where; the driver collects more with a larger "
+    "spark.driver.memory and spark.driver.maxResultSize."
+)
+
+
+"""What to do about results that are too large."""
+
+
+# One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
+_CHUNK_BYTES = 64 * 2**20
+
+
+def hosts_without(
+    batches: Iterator[pa.RecordBatch], *, store: Store, path: str
+) -> Iterator[pa.RecordBatch]:
+    """Yield this machine's name, and why, if it does not see a file. Runs in a barrier task."""
+    for _ in batches:
+        pass
+    try:
+        problem = None if store.exists(path) else "does not see it"
+    except Exception as error:  # a package may be missing here, credentials, a route
+        # Tasks that run ranks need no store.
+        from hvd_estimators.store.storage_errors import redacted
+
+        problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
+    if problem is not None:
+        yield pa.RecordBatch.from_pydict({"host": [socket.gethostname()], "problem": [problem]})
+
+
+def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
+    """Put together what all tasks yielded. Runs on the driver.
+
+    Raises
+    ------
+    ResultsError
+        If not all of it has come, though no rank has failed: where the driver's JVM runs out of
+        memory while it collects, Spark returns the rows so far as if they were all.
+    """
+    chunks: dict[int, dict[int, bytes]] = {}
+    wanted: dict[int, int] = {}
+    for row in rows:
+        chunks.setdefault(row["rank"], {})[row["chunk"]] = bytes(row["bytes"])
+        wanted[row["rank"]] = row["chunks"]
+    found = [
+        RankOutcome(**pickle.loads(b"".join(parts[chunk] for chunk in sorted(parts))))
+        for rank, parts in chunks.items()
+        if len(parts) == wanted[rank]
+    ]
+    if len(found) < num_ranks and not any(outcome.failed for outcome in found):
+        missing = sorted(set(range(num_ranks)) - {outcome.rank for outcome in found})
+        raise ResultsError(
+            f"All ranks have ended, and what ranks {', '.join(map(str, missing))} returned did not "
+            f"reach the driver, whose memory it probably did not fit in. {LESS_RESULTS}"
+        )
+    for outcome in found:
+        if outcome.error_type == ResultsError.__name__:
+            raise ResultsError(outcome.error)
+    return found
+
+
+def run_rank(job: Job) -> Iterator[pa.RecordBatch]:
+    """Run one rank in a child process and yield its outcome. Runs in a barrier task."""
+    outcome = _run_rank(BarrierTaskContext.get(), job)
+    document = pickle.dumps(vars(_within(outcome, job.max_bytes)))
+    starts = range(0, len(document), _CHUNK_BYTES)
+    for chunk, start in enumerate(starts):
+        yield pa.RecordBatch.from_pydict(
+            {
+                "rank": pa.array([outcome.rank], pa.int32()),
+                "host": [outcome.host],
+                "chunk": pa.array([chunk], pa.int32()),
+                "chunks": pa.array([len(starts)], pa.int32()),
+                "bytes": pa.array([document[start : start + _CHUNK_BYTES]], pa.binary()),
+            }
+        )
+
+
+def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
+    task = context.partitionId()
+    with contextlib.ExitStack() as stack:
+        with _probe_listener(context, job) as probes:
+            offer = probes.offer()
+            server = None
+            if task == 0:
+                addresses = [LOOPBACK, *offer.addresses()]
+                server = stack.enter_context(RendezvousServer(job.secret, addresses))
+            # One exchange tells everything on one host.
+            mine = {
+                "offer": asdict(offer),
+                "endpoints": server.endpoints if server else [],
+                **machine_facts(context, job, offer.executor),
+            }
+            exchange = Exchange(context, job)
+            peers = exchange(mine)
+            offers = [Offer(**peer["offer"]) for peer in peers]
+            try:
+                problem = check_machines(task, offers, peers)
+                if problem is not None:
+                    return _not_run(task, offer.name, NOT_STARTED if problem else ABORTED, problem)
+                places = agree(offers, task, exchange)
+            except (DependencyError, GpuError, UnreachableError) as error:
+                return _not_run(task, offer.name, type(error).__name__, str(error))
+        slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
+        slot = slots[task]
+        hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
+        link: Link
+        if server is not None:
+            link = LocalLink(server.store, slot.rank)
+            server.store.expect(hosts)
+            server.listen(lambda address: address == places.addresses[0])
+        else:
+            address = places.addresses[0]
+            # Where the server could not take a port, connections are refused.
+            endpoint = (address, dict(peers[0]["endpoints"]).get(address, 0))
+            link = stack.enter_context(RemoteLink(endpoint, job.secret, slot.rank, hosts[0]))
+        outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
+        if outcome.failed:
+            link.told("failed", host=slot.hostname, why=failure_of(outcome).why)
+        link.told("done")
+        if server is not None:
+            server.store.wait_for_all()
+    return outcome
+
+
+def _linked_outcome(
+    context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: Link
+) -> RankOutcome:
+    """Run the rank."""
+    with GlooProxy(link) as proxy:
+        env = task_environment(
+            job,
+            rank_environment(slot),
+            listening_environment(address),
+            proxy.environment(),
+            ranks_key(job.secret),
+            gpu_variables(context, job, slot),
+        )
+        if slot.rank or not job.timeline:
+            return _supervise(slot.rank, slot.hostname, job, env, link)
+        make_room_for_timeline(env)
+        outcome = _supervise(slot.rank, slot.hostname, job, env, link)
+        return with_timeline(outcome, env, job.max_bytes)
+
+
+def _probe_listener(context: BarrierTaskContext, job: Job) -> ProbeListener:
+    if job.one_machine:
+        return ProbeListener([])
+    known = context.getTaskInfos()[context.partitionId()].address
+    preferred = known.rpartition(":")[0].strip("[]")
+    if job.nics:
+        return ProbeListener.on_this_host(preferred, job.nics, "nics")
+    variable = {**os.environ, **job.env}.get(INTERFACE_VARIABLE)
+    return ProbeListener.on_this_host(preferred, [variable] if variable else [], INTERFACE_VARIABLE)
+
+
+def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:
+    return RankOutcome(rank, host, None, error_type, error, ended_at=time.time())
+
+
+def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
+    """Return an outcome, or the error that its result is too large for the driver."""
+    size = len(outcome.result or b"")
+    if size <= max_bytes:
+        return outcome
+    error = (
+        f"Rank {outcome.rank} returned {size / 2**20:,.0f} MiB, and the driver can collect "
+        f"{max_bytes / 2**20:,.1f} MiB of each rank. {LESS_RESULTS}"
+    )
+    return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
+
+
+def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
+    """Run the rank's process, and end it if another one failed."""
+    call = job.call if isinstance(job.call, bytes) else job.call.value
+    start = warm_start(job)
+    with (
+        TaskOutput(rank, job) as output,
+        RankProcess(
+            rank, host, call, env, output.on_lines, job.executable, output.on_error_lines, start
+        ) as process,
+    ):
+        (outcome,) = supervise([process], link.failure)
+        output.log_error(outcome)
+    return outcome

@@ -1,0 +1,1 @@
+"""Warm start: ranks forked from processes that have imported a framework."""

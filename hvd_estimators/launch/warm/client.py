@@ -1,0 +1,403 @@
+"""Ranks forked from a process that has imported the framework: the asking side.
+
+Such a warm process belongs to a Spark executor's Python (or to a process that uses `LocalBackend`),
+ends with it, and after some idle minutes. It is found by a socket in a folder that only this user
+can enter; its name holds who the process belongs to, and a digest of everything that could make a
+difference to what it has imported: Python, the environment, the working folder, limits, modules.
+What the process does is in `hvd_estimators.launch.warm.server`. Linux only; anything that does
+not work out means that a rank is started the usual way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import re
+import resource
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "ANSWER_SECONDS",
+    "WARM_START_VARIABLE",
+    "ForkedRank",
+    "WarmStart",
+    "address_of",
+    "connected",
+    "is_alive",
+    "process_facts",
+    "sockets_folder",
+    "wanted",
+    "warm_environment",
+]
+
+
+@contextlib.contextmanager
+def sockets_folder() -> Iterator[int]:
+    """Open the folder of sockets, which is this user's alone."""
+    path = Path(tempfile.gettempdir(), f"hvd-estimators-warm-{os.getuid()}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found = os.fstat(folder)
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise PermissionError(f"{path} is not this user's alone")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def connected(folder: int, name: str) -> socket.socket:
+    """Connect to the warm process of a name, which counts as used then."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(ANSWER_SECONDS)
+        connection.connect(address_of(folder, name))
+        with contextlib.suppress(OSError):
+            os.utime(name, dir_fd=folder)
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def address_of(folder: int, name: str) -> str:
+    """Return a path of a socket; the folder's own may be longer than a socket's may be."""
+    return f"/proc/self/fd/{folder}/{name}"
+
+
+def process_facts(pid: int) -> tuple[str, int, int]:
+    """Return the name, the parent and the time of start of a process."""
+    text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    before, _, after = text.rpartition(")")
+    fields = after.split()
+    return before.partition("(")[2], int(fields[1]), int(fields[19])
+
+
+def is_alive(owner: str) -> bool:
+    """Return whether the process lives that a socket's name says it belongs to."""
+    pid, _, started = owner.partition(".")
+    try:
+        return process_facts(int(pid))[2] == int(started)
+    except (OSError, ValueError):
+        return False
+
+
+ANSWER_SECONDS = 10.0
+
+
+"""How long what only takes a fork may take."""
+
+
+class ForkedRank:
+    """A guardian that a warm process has forked, as `subprocess.Popen` shows a child.
+
+    Parameters
+    ----------
+    pid : int
+        Its id.
+    connection : socket.socket
+        It holds the other end alone, and sends its status there before it ends.
+    """
+
+    def __init__(self, pid: int, connection: socket.socket) -> None:
+        self.pid = pid
+        self._connection = connection
+        self._status: int | None = None
+
+    def poll(self) -> int | None:
+        """Return how the process ended, or None."""
+        return self._look(0)
+
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended: its id may be another one's then."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until the process ends, and return how."""
+        status = self._look(timeout)
+        if status is None:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("a rank", timeout)
+        return status
+
+    def _look(self, seconds: float | None) -> int | None:
+        if self._status is not None:
+            return self._status
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        if not poller.poll(None if seconds is None else seconds * 1000):
+            return None
+        try:
+            answer = self._connection.recv(4)
+        except OSError:
+            answer = b""
+        # Who is killed tells nothing.
+        status = struct.unpack("i", answer)[0] if len(answer) == 4 else 9
+        self._await_end()
+        self._connection.close()
+        self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def _await_end(self) -> None:
+        """Wait until the other end is closed, which the guardian does as its very last act."""
+        self._connection.settimeout(ANSWER_SECONDS)
+        with contextlib.suppress(OSError):
+            self._connection.recv(1)
+
+
+WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
+
+
+"""Environment variable: ``0`` starts every rank in a fresh process."""
+
+
+IDLE_SECONDS = 600.0
+
+
+"""A warm process that has forked no rank for so long ends."""
+
+
+HELLO, STALE, GO = b"hello", b"stale", b"go"
+
+
+# Importing everything from a slow disk.
+_IMPORT_SECONDS = 120.0
+
+
+_MOST_PROCESSES = 2
+
+
+# Which variables are a rank's own. Nothing reads them when it is imported.
+_OF_A_RANK = re.compile(
+    "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
+    "|HOROVOD_CPU_OPERATIONS"
+    "|HOROVOD_GLOO_(?:RENDEZVOUS_ADDR|RENDEZVOUS_PORT|IFACE|TIMEOUT_SECONDS)|HOROVOD_TIMELINE"
+    r"|HOROVOD_STALL_\w*|HVD_ESTIMATORS_\w*|\w*VISIBLE_DEVICES"
+)
+
+
+logger = logging.getLogger(__name__)
+
+
+def wanted(env: Mapping[str, str]) -> bool:
+    """Return whether ranks may be forks of a warm process, as far as an environment says."""
+    return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
+
+
+def warm_environment(env: Mapping[str, str]) -> dict[str, str]:
+    """Return what of a rank's environment is there when modules are imported."""
+    return {name: value for name, value in env.items() if not _OF_A_RANK.fullmatch(name)}
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """How to start ranks as forks.
+
+    Attributes
+    ----------
+    modules : sequence of str
+        What the warm process imports; one that cannot be imported is left out.
+    owners : sequence of int
+        Ids of processes, with each of which the warm process ends.
+    idle_seconds : float
+        After how long without a rank it ends.
+    """
+
+    modules: Sequence[str]
+    owners: Sequence[int]
+    idle_seconds: float = IDLE_SECONDS
+
+    @classmethod
+    def of_executor(cls, modules: Sequence[str]) -> WarmStart:
+        """Return that of a Spark task: the owners are Spark's daemon and the executor's JVM."""
+        parent = os.getppid()
+        name, above = process_facts(parent)[:2]
+        # Without a daemon the JVM starts Python itself.
+        return cls(modules, [parent] if name == "java" else [parent, above])
+
+    def prepare(self, executable: str, env: Mapping[str, str]) -> None:
+        """Start the warm process, if there is none, so that it imports while others wait."""
+        with contextlib.suppress(OSError, ValueError), sockets_folder() as folder:
+            name = self._name(executable, env, os.getcwd())
+            self._connect(folder, name, executable, env).close()
+
+    def fork(
+        self,
+        executable: str,
+        env: Mapping[str, str],
+        directory: str,
+        files: Mapping[str, int],
+    ) -> ForkedRank | None:
+        """Start a rank; return None where that is not possible, which is logged.
+
+        Parameters
+        ----------
+        executable : str
+            The Python to run.
+        env : mapping
+            The rank's environment.
+        directory : str
+            What the rank's main program is given.
+        files : mapping
+            Descriptors: the ``call`` to read, the ``output`` to write to, the ``lifeline``, and
+            ``errors`` where the standard error goes, if not among the output.
+        """
+        try:
+            return self._fork(executable, env, directory, files)
+        except (OSError, ValueError, EOFError) as error:
+            logger.warning(
+                "A rank starts in a fresh process, which takes longer: no warm process (%s: %s)",
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def _fork(
+        self, executable: str, env: Mapping[str, str], directory: str, files: Mapping[str, int]
+    ) -> ForkedRank:
+        cwd = os.getcwd()
+        spec = {"env": dict(env), "cwd": cwd, "umask": _umask(), "directory": directory}
+        name = self._name(executable, env, cwd)
+        with sockets_folder() as folder, _sent(spec) as written:
+            for is_last in (False, True):
+                connection = self._connect(folder, name, executable, env)
+                try:
+                    connection.settimeout(_IMPORT_SECONDS)
+                    greeting = connection.recv(4096)
+                    if greeting == STALE and not is_last:
+                        connection.close()
+                        continue
+                    if greeting != HELLO:
+                        raise EOFError(greeting.decode(errors="replace") or "it has ended")
+                    connection.settimeout(ANSWER_SECONDS)
+                    given = [files[name] for name in ("call", "lifeline", "output")]
+                    descriptors = [written, *given, files.get("errors", files["output"])]
+                    socket.send_fds(connection, [b"fork"], descriptors)
+                    answer = connection.recv(4096)
+                    if not answer.isdigit():
+                        raise EOFError(answer.decode(errors="replace") or "it has ended")
+                    # A rank that was given up before this never begins.
+                    connection.send(GO)
+                    return ForkedRank(int(answer), connection)
+                except BaseException:
+                    connection.close()
+                    raise
+        raise EOFError("modules keep changing")
+
+    def _connect(
+        self, folder: int, name: str, executable: str, env: Mapping[str, str]
+    ) -> socket.socket:
+        """Connect to the warm process of a name, which is started if there is none."""
+        with contextlib.suppress(OSError):
+            return connected(folder, name)
+        lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with contextlib.suppress(OSError):
+                return connected(folder, name)
+            self._make_room(folder)
+            self._start(folder, name, executable, warm_environment(env))
+        finally:
+            os.close(lock)
+        return connected(folder, name)
+
+    def _start(self, folder: int, name: str, executable: str, env: Mapping[str, str]) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=folder)
+        with contextlib.ExitStack() as stack:
+            listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listening.bind(address_of(folder, name))
+            listening.listen(64)
+            watched = []
+            for pid in self.owners:
+                watched.append(os.pidfd_open(pid))
+                stack.callback(os.close, watched[-1])
+            if self._owner_name() != name.rpartition("-")[0]:
+                raise ProcessLookupError("what it would belong to has ended")
+            printed = os.memfd_create("hvd-estimators-warm-output")
+            stack.callback(os.close, printed)
+            command = [executable, "-u", "-m", "hvd_estimators.launch.rank.worker", "--warm"]
+            asked = {
+                "listening": listening.fileno(),
+                "folder": folder,
+                "name": name,
+                "watched": watched,
+                "idle_seconds": self.idle_seconds,
+                "modules": list(self.modules),
+            }
+            process = subprocess.Popen(
+                [*command, json.dumps(asked)],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=printed,
+                pass_fds=(listening.fileno(), folder, *watched),
+                start_new_session=True,
+            )
+        # It goes on in a fork, whose parent is not this process.
+        process.wait(_IMPORT_SECONDS)
+
+    def _make_room(self, folder: int) -> None:
+        """Delete the sockets of owners that have ended, and end the own ones that are too many."""
+        own = []
+        for name in os.listdir(folder):
+            owner, _, digest = name.rpartition("-")
+            if not digest or name == "lock":
+                continue
+            if owner == self._owner_name():
+                own.append((os.stat(name, dir_fd=folder).st_mtime, name))
+            elif not is_alive(owner):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+        for _, name in sorted(own)[: max(len(own) - _MOST_PROCESSES + 1, 0)]:
+            with contextlib.suppress(FileNotFoundError):
+                # It ends when it sees that its socket has gone.
+                os.unlink(name, dir_fd=folder)
+
+    def _owner_name(self) -> str:
+        return f"{self.owners[0]}.{process_facts(self.owners[0])[2]}"
+
+    def _name(self, executable: str, env: Mapping[str, str], cwd: str) -> str:
+        limits = [
+            resource.getrlimit(getattr(resource, name))
+            for name in dir(resource)
+            if name.startswith("RLIMIT_")
+        ]
+        facts = [executable, sorted(warm_environment(env).items()), cwd, limits]
+        document = json.dumps([*facts, list(self.modules), list(self.owners), self.idle_seconds])
+        digest = hashlib.sha256(document.encode("utf-8", "surrogateescape")).hexdigest()
+        return f"{self._owner_name()}-{digest[:32]}"
+
+
+@contextlib.contextmanager
+def _sent(spec: Mapping[str, object]) -> Iterator[int]:
+    """Write what a rank is told into memory."""
+    written = os.memfd_create("hvd-estimators-rank")
+    try:
+        with open(written, "w", encoding="utf-8", errors="surrogateescape", closefd=False) as file:
+            json.dump(spec, file)
+        yield written
+    finally:
+        os.close(written)
+
+
+def _umask() -> int:
+    """Return this process's umask without setting it, which other threads would notice."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o022

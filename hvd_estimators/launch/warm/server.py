@@ -1,0 +1,276 @@
+"""A warm process: imports modules, and forks ranks for those who ask. Linux only.
+
+It is started by `hvd_estimators.launch.warm.client`, and has one thread of its own. A fork keeps only
+the thread that forks, so that what modules have started when they were imported must be able to do
+without theirs: OpenBLAS ends its threads before a fork and starts them again when it needs them,
+jemalloc (of PyArrow) has a handler as well. Any other thread means that no rank is forked.
+
+Imports neither PySpark nor a framework by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hvd_estimators.launch.warm.client import GO, HELLO, STALE
+
+__all__ = ["NAME", "WantedRank", "serve"]
+
+NAME = "hvd-warm"
+"""What ``ps`` and ``top`` call the process."""
+
+_REQUEST_SECONDS = 5.0
+_LOOK_SECONDS = 5.0
+# The thread of jemalloc, which is started again in a fork.
+_SURVIVORS = {"jemalloc_bg_thd"}
+_PRINTED_BYTES = 2**16
+_NAME_FILE = Path("/proc/self/comm")
+_CREDENTIALS = struct.Struct("3i")
+
+
+class WantedRank:
+    """What a fork is to become.
+
+    Attributes
+    ----------
+    directory : str
+        Where it leaves its outcome.
+    lifeline : int
+        Descriptor of the pipe that closes when it is not wanted any more.
+    parent : int
+        Descriptor of the process that waits for it.
+    report : socket.socket
+        Where its guardian sends how it ended.
+    """
+
+    def __init__(self, directory: str, lifeline: int, parent: int, report: socket.socket) -> None:
+        self.directory = directory
+        self.lifeline = lifeline
+        self.parent = parent
+        self.report = report
+
+
+def serve(asked: Mapping[str, Any]) -> WantedRank:
+    """Be the warm process. Returns only in a fork that is to become a rank.
+
+    Parameters
+    ----------
+    asked : mapping
+        What `hvd_estimators.launch.warm.client.WarmStart` wants: descriptors of the socket to listen
+        on, of its folder, and of the processes to end with; names; seconds.
+    """
+    if os.fork():
+        os._exit(0)
+    own_name = _NAME_FILE.read_text()
+    _NAME_FILE.write_text(NAME)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listening = socket.socket(fileno=asked["listening"])
+    server = _Server(listening, asked)
+    try:
+        server.prepare(asked["modules"])
+        # Guardians that have ended need nobody to take note: they tell how they ended themselves.
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        rank = server.run()
+    except BaseException:
+        server.end()
+        os._exit(1)
+    if rank is None:
+        server.end()
+        os._exit(0)
+    _NAME_FILE.write_text(own_name)
+    return rank
+
+
+class _Server:
+    def __init__(self, listening: socket.socket, asked: Mapping[str, Any]) -> None:
+        self._listening = listening
+        self._folder: int = asked["folder"]
+        self._name: str = asked["name"]
+        self._watched: list[int] = asked["watched"]
+        self._idle_seconds: float = asked["idle_seconds"]
+        self._inode = os.stat(self._name, dir_fd=self._folder).st_ino
+        self._files: dict[str, tuple[int, int]] = {}
+        self._refusal = b""
+
+    def prepare(self, modules: list[str]) -> None:
+        """Import modules, and note what they came from."""
+        # Imports make objects that stay; looking for garbage among them takes a fifth of the time.
+        gc.disable()
+        for name in modules:
+            # A rank that needs it says what is wrong with it.
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        threads = _threads_after_a_fork()
+        if threads:
+            self._refusal = f"imports have started threads: {', '.join(threads)}".encode()
+        for module in list(sys.modules.values()):
+            path = getattr(module, "__file__", None)
+            if isinstance(path, str) and os.path.isabs(path):
+                with contextlib.suppress(OSError):
+                    self._files[path] = _version(path)
+        # The collector writes to objects that it looks at, which ends their being shared.
+        gc.freeze()
+        gc.enable()
+
+    def run(self) -> WantedRank | None:
+        """Answer until nobody needs it any more; returns the rank in a fork."""
+        poller = select.poll()
+        for descriptor in (self._listening.fileno(), *self._watched):
+            poller.register(descriptor, select.POLLIN)
+        asked_last = time.monotonic()
+        while time.monotonic() - asked_last < self._idle_seconds and self._is_listed():
+            seconds = min(_LOOK_SECONDS, self._idle_seconds)
+            ready = {descriptor for descriptor, _ in poller.poll(seconds * 1000)}
+            if ready & set(self._watched):
+                break
+            if self._listening.fileno() not in ready:
+                continue
+            connection, _ = self._listening.accept()
+            with connection, contextlib.suppress(OSError):
+                rank = self._answer(connection)
+                if rank is not None:
+                    return rank
+            asked_last = time.monotonic()
+            if self._refusal == STALE:
+                break
+        return None
+
+    def end(self) -> None:
+        """Take no more requests."""
+        if self._is_listed():
+            with contextlib.suppress(OSError):
+                os.unlink(self._name, dir_fd=self._folder)
+
+    def _is_listed(self) -> bool:
+        """Return whether the socket is still to be found; a newer process may have its place."""
+        with contextlib.suppress(OSError):
+            return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
+        return False
+
+    def _answer(self, connection: socket.socket) -> WantedRank | None:
+        pid, uid, _ = _CREDENTIALS.unpack(
+            connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        )
+        if uid != os.getuid():
+            return None
+        connection.settimeout(_REQUEST_SECONDS)
+        if not self._refusal and not self._is_fresh():
+            self._refusal = STALE
+            self.end()
+        connection.send(self._refusal or HELLO)
+        if self._refusal:
+            return None
+        message, descriptors, _, _ = socket.recv_fds(connection, 16, 5)
+        try:
+            parent = os.pidfd_open(pid)
+            descriptors.append(parent)
+            forked = os.fork() if message == b"fork" and len(descriptors) == 6 else -1
+        except BaseException:
+            _close(descriptors)
+            raise
+        if forked:
+            _close(descriptors)
+            return None
+        try:
+            return self._become_rank(connection, *descriptors)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.write(descriptors[4], traceback.format_exc().encode())
+            os._exit(1)
+
+    def _become_rank(
+        self,
+        connection: socket.socket,
+        written: int,
+        call: int,
+        lifeline: int,
+        output: int,
+        errors: int,
+        parent: int,
+    ) -> WantedRank:
+        os.setsid()
+        connection.settimeout(_REQUEST_SECONDS)
+        connection.send(str(os.getpid()).encode())
+        if connection.recv(16) != GO:
+            os._exit(1)
+        os.lseek(written, 0, os.SEEK_SET)
+        with open(written, "rb") as file:
+            spec = json.load(file)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        printed = os.pread(1, _PRINTED_BYTES, 0)
+        for source, target in ((call, 0), (output, 1), (errors, 2)):
+            os.dup2(source, target)
+        _close([call, output, errors, self._folder, *self._watched])
+        self._listening.close()
+        # As if it had imported everything itself.
+        with contextlib.suppress(OSError):
+            os.write(2, printed)
+        _be_fresh(spec, lifeline)
+        report = socket.socket(fileno=os.dup(connection.fileno()))
+        return WantedRank(spec["directory"], lifeline, parent, report)
+
+    def _is_fresh(self) -> bool:
+        """Return whether all modules still are what their files hold."""
+        try:
+            return all(_version(path) == known for path, known in self._files.items())
+        except OSError:
+            return False
+
+
+def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
+    """Let this process be as if it had just been started for a rank."""
+    os.chdir(spec["cwd"])
+    os.umask(spec["umask"])
+    os.environ.clear()
+    os.environ.update(spec["env"])
+    sys.argv[1:] = [spec["directory"], str(lifeline)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    importlib.invalidate_caches()
+    # What was drawn when modules were imported; Python's own generator is seeded by every fork.
+    drawn = sys.modules.get("numpy.random")
+    if drawn is not None:
+        drawn.seed()
+    processes = sys.modules.get("multiprocessing.process")
+    if processes is not None:
+        processes.current_process().authkey = os.urandom(32)
+
+
+def _threads_after_a_fork() -> list[str]:
+    """Return the names of threads that forks would lose and somebody may wait for."""
+    # So that those who end their threads before a fork, and start them again after it, do.
+    pid = os.fork()
+    if not pid:
+        os._exit(0)
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        if int(task.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                names.append((task / "comm").read_text().strip())
+    return [name for name in names if name not in _SURVIVORS]
+
+
+def _version(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size
+
+
+def _close(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)

@@ -1,0 +1,596 @@
+"""Checkpoints of a Lightning run, also within an epoch.
+
+Lightning's own checkpoint has the module's parameters, optimizers, schedulers, the states of
+callbacks and loops. What an epoch has measured so far, and what has been set for it, is in none.
+
+Written for either of Lightning's packages: `of_flavor` makes the callback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_estimators.lightning.adapter import ModuleAdapter
+from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
+from hvd_estimators.lightning.loaders import skip_batches
+from hvd_estimators.lightning.package import Callback, Flavor, is_lightning, wrapped
+from hvd_estimators.lightning.results import logged_so_far, restore_logged
+from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
+from hvd_estimators.store.base import RunPaths
+from hvd_estimators.torch.collectives import check_same_weights
+from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
+from hvd_estimators.torch.metrics import metric_states, restore_metrics
+from hvd_estimators.torch.serialization import group_names
+from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
+from hvd_estimators.torch.snapshot import ShardBuffers, copied, fleeting_buffers
+from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
+from hvd_estimators.torch.transfer import on_cpu
+from hvd_estimators.training.horovod_session import seed_rank
+from hvd_estimators.training.run_state import RunState
+from hvd_estimators.training.shard_state import ShardStates
+from hvd_estimators.training.spec import CheckpointOptions
+from hvd_estimators.training.step_control import LongValidation, StopRequest, interrupted
+from hvd_estimators.training.weight_digests import named_weights
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule, Trainer
+
+    from hvd_estimators.lightning.callbacks import EpochRecorder
+    from hvd_estimators.lightning.loaders import TrainLoader
+
+__all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot"]
+
+
+class PartialEpoch:
+    """Takes down what an epoch has come to on this rank, and gives it back to a resumed one.
+
+    Parameters
+    ----------
+    recorder : EpochRecorder
+        Has the means of the losses.
+    loader : TrainLoader or None
+        Gives the batches; None with a data module of the user's.
+    rank, size : int
+        This rank, and the number of ranks.
+    flavor : Flavor
+        The Trainer's package.
+
+    Attributes
+    ----------
+    base_attributes : frozenset of str
+        Attributes that every LightningModule has.
+    """
+
+    def __init__(
+        self,
+        recorder: EpochRecorder,
+        loader: TrainLoader | None,
+        rank: int,
+        size: int,
+        flavor: Flavor,
+    ) -> None:
+        self._recorder = recorder
+        self._loader = loader
+        self.rank = rank
+        self._size = size
+        self._flavor = flavor
+        self.base_attributes = frozenset(vars(flavor.get("LightningModule")()))
+
+    def state(self, trainer: Trainer) -> dict[str, Any]:
+        """Return what there is on this rank, as values that can be pickled."""
+        module = trainer.lightning_module
+        return {
+            "recorder": self._recorder.state(),
+            "logged": logged_so_far(trainer),
+            "metrics": metric_states(module),
+            "stand_in": None if self._loader is None else self._loader.stand_in(),
+            "frozen": [n for n, p in module.named_parameters() if not p.requires_grad],
+            "evaluating": [name for name, part in module.named_modules() if not part.training],
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "should_stop": trainer.should_stop,
+        }
+
+    def restore(self, trainer: Trainer, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what there was.
+
+        Parameters
+        ----------
+        trainer : Trainer
+            Is about to take the next batch.
+        states : sequence of mapping
+            What `state` returned on each of the ranks; there may have been more or fewer.
+        """
+        module = trainer.lightning_module
+        first = states[0]
+        # A rank stands for those whose shards it plays; there may be none.
+        own = states[self.rank :: self._size]
+        self._recorder.restore(trainer, [state["recorder"] for state in own])
+        if own:
+            restore_logged(trainer, [state["logged"] for state in own], self._flavor)
+            restore_metrics(module, [state["metrics"] for state in own])
+        else:
+            restore_logged(trainer, [_without_values(first["logged"])], self._flavor)
+        if self._loader is not None:
+            lent = [s["stand_in"] for s in (*own, *states) if s["stand_in"] is not None]
+            self._loader.lend(lent[0] if lent else None)
+        _restore_module(module, first)
+        # Set by a callback in the epoch; it counts for as many shards as ranks played then.
+        if "accumulate_grad_batches" in first:
+            trainer.accumulate_grad_batches = first["accumulate_grad_batches"]
+        trainer.should_stop = first["should_stop"]
+
+
+def repeat_epoch_start(trainer: Trainer) -> None:
+    """Call the user's ``on_train_epoch_start`` hooks again, and undo what they do to the state.
+
+    Lightning does not call them in an epoch that is resumed, and they make attributes that the
+    steps use, such as lists of losses. Weights, buffers, learning rates, schedulers and callbacks
+    keep the state that was restored.
+    """
+    given: Any = trainer
+    module, name = trainer.lightning_module, "on_train_epoch_start"
+    callbacks = [c for c in given.callbacks if not _is_library(getattr(type(c), name))]
+    has_hook = not _is_library(getattr(type(module), name))
+    if not (callbacks or has_hook):
+        return
+    weights = copied({**dict(module.named_buffers()), **module.state_dict()})
+    options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
+    schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
+    states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
+    # Under this name they can log.
+    before, module._current_fx_name = module._current_fx_name, name
+    with _known_groups_ignored(trainer):
+        for callback in callbacks:
+            getattr(callback, name)(trainer, module)
+        if has_hook:
+            module.on_train_epoch_start()
+    module._current_fx_name = before
+    module.load_state_dict({n: v for n, v in weights.items() if n in module.state_dict()})
+    with torch.no_grad():
+        for buffer_name, buffer in module.named_buffers():
+            if buffer_name in weights:
+                buffer.copy_(weights[buffer_name])
+    for optimizer, groups in zip(trainer.optimizers, options, strict=True):
+        for group, saved in zip(optimizer.param_groups, groups, strict=False):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+    for config, state in zip(trainer.lr_scheduler_configs, schedulers, strict=True):
+        config.scheduler.load_state_dict(state)
+    for callback, state in zip(callbacks, states, strict=True):
+        if state:
+            callback.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def _known_groups_ignored(trainer: Trainer) -> Iterator[None]:
+    """Let hooks add parameter groups that the checkpoint has added already, without effect."""
+    wrappers: Any = trainer.lightning_module.optimizers()
+    given = wrappers if isinstance(wrappers, list) else [wrappers]
+    owners = {id(owner): owner for owner in (*trainer.optimizers, *given)}
+    for owner in owners.values():
+        vars(owner)["add_param_group"] = functools.partial(_add_unknown, owner)
+    try:
+        yield
+    finally:
+        for owner in owners.values():
+            del vars(owner)["add_param_group"]
+
+
+def _add_unknown(optimizer: Any, param_group: dict[str, Any]) -> None:
+    given = param_group["params"]
+    added = [given] if isinstance(given, torch.Tensor) else list(given)
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in added]
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not all(id(tensor) in known for tensor in tensors):
+        type(optimizer).add_param_group(optimizer, {**param_group, "params": added})
+
+
+def _is_library(function: Any) -> bool:
+    packages = ("pytorch_lightning.", "lightning.", "hvd_estimators.")
+    return f"{getattr(function, '__module__', '')}.".startswith(packages)
+
+
+def _without_values(logged: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a rank logged as one would have that has had no batch."""
+    train, validation = logged["results"]
+    # Those of a validation are the same on all ranks: it is over.
+    empty = {key: {**entry, "has_reset": True} for key, entry in train.items()}
+    without = {**logged, "results": [empty, validation]}
+    if "epochs" in logged:
+        train, validation = logged["epochs"]
+        without["epochs"] = [{**train, "rows": 0}, validation]
+    return without
+
+
+def _restore_module(module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad is (name in frozen):
+            parameter.requires_grad_(name not in frozen)
+    for name, part in module.named_modules():
+        part.training = name not in evaluating
+
+
+BUFFERS = "hvd_estimators.buffers"
+
+
+_BASES = "hvd_estimators.buffer_bases"
+
+
+_STATEFUL = "hvd_estimators.stateful"
+
+
+_GRADIENTS = "hvd_estimators.gradients"
+
+
+PARTIAL = "hvd_estimators.partial"
+
+
+_REQUIRES_GRAD = "hvd_estimators.requires_grad"
+
+
+# The large parts of a checkpoint, which may share tensors.
+_TENSORS = ("state_dict", "current_model_state", "optimizer_states", BUFFERS, _BASES, _GRADIENTS)
+
+
+logger = logging.getLogger(__name__)
+
+
+class RunCheckpoint(Callback):
+    """Saves the run when an epoch is over, and within it, with all that goes on from there.
+
+    Lightning's own moment, ``on_train_epoch_end``, comes before schedulers that follow a metric
+    have stepped. So an epoch is saved when the next one starts, before any other callback, and the
+    last one when training is over. Within an epoch a run is saved between two batches: after
+    validation, schedulers and loggers of the one, before the next is taken.
+
+    Parameters
+    ----------
+    save : callable
+        Takes Lightning's checkpoint and the batches of the epoch that are done, on all ranks, and
+        writes it on rank 0.
+    seed : int
+        Seed of the run: in each epoch a shard draws random numbers of its own.
+    directory : str
+        Where the files of the user's ``ModelCheckpoint`` go.
+    shards : ShardStates
+        The shards that the rank plays.
+    buffers : BufferReducer
+        Reduces the module's buffers.
+    streams : TorchStreams
+        The rank's random numbers.
+    partial : PartialEpoch
+        Takes down what an epoch has come to, and gives it back.
+    options : CheckpointOptions
+        Tell when a checkpoint within an epoch is due.
+    stop : StopRequest
+        Tells when ranks are asked to end; its block has begun.
+    long_validation : LongValidation
+        Tells whether to save before validation.
+    run : RunPaths
+        The run.
+    restored : RunState or None
+        What the run goes on from.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[dict[str, Any], int], None],
+        seed: int,
+        directory: str,
+        shards: ShardStates,
+        buffers: BufferReducer,
+        streams: TorchStreams,
+        partial: PartialEpoch,
+        options: CheckpointOptions,
+        stop: StopRequest,
+        long_validation: LongValidation,
+        run: RunPaths,
+        restored: RunState | None,
+    ) -> None:
+        self._shards = shards
+        self._reducer = buffers
+        self._bases: Mapping[str, torch.Tensor] = {}
+        self._streams = streams
+        self._seed = seed
+        self._directory = directory
+        self._save = save
+        self._partial = partial
+        self._options = options
+        self._stop = stop
+        self._long_validation = long_validation
+        self._on_sigterm = signal.getsignal(signal.SIGTERM)
+        self._run = run
+        self._keeps = run.checkpoints_path is not None
+        self._checked = False
+        self._trainable: Mapping[str, bool] = {}
+        self._toggled: Mapping[str, bool] = {}
+        self._restored = restored
+        self._started = False
+        self._due = self._stops = False
+        self._steps = 0
+        self._buffers: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._fleeting: Mapping[str, bytes] = {}
+        self._gradients: Mapping[str, torch.Tensor] | None = None
+        self._states: Sequence[dict[str, Any]] = ()
+        self._stateful_states: Mapping[str, Any] = {}
+        self._stateful: StatefulObjects | None = None
+        self._attributes: AttributeWatch | None = None
+
+    @contextlib.contextmanager
+    def within_epochs(self, trainer: Trainer) -> Iterator[None]:
+        """Save the run within epochs, too, and go on within one, while the block lasts."""
+        loop = trainer.fit_loop.epoch_loop
+        begin, saved = (
+            functools.partial(self._begin, trainer),
+            functools.partial(self._end, trainer),
+        )
+        with (
+            wrapped(loop, "on_run_start", after=begin),
+            wrapped(loop, "on_advance_end", after=saved),
+        ):
+            yield
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Redirect checkpoints, those of the module's ``configure_callbacks`` too."""
+        # That hook's callbacks have been added at the end; the recorder is to be the last.
+        given: Any = trainer
+        given.callbacks = sorted(given.callbacks, key=lambda c: isinstance(c, EpochRecorder))
+        for callback in given.callbacks:
+            if is_lightning(callback, "callbacks.ModelCheckpoint"):
+                callback.dirpath = self._directory
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Take what is not Lightning's; it is set once rank 0's weights have been sent to all."""
+        self._toggled = checkpoint.get(_REQUIRES_GRAD, {})
+        self._buffers = checkpoint.get(BUFFERS, ())
+        self._gradients = checkpoint.get(_GRADIENTS, {})
+        self._states = checkpoint.get(PARTIAL, ())
+        self._bases = checkpoint.get(_BASES, {})
+        self._stateful_states = checkpoint.get(_STATEFUL, {})
+        own = self._states[self._partial.rank :][:1]
+        if own:
+            # Where the loader of the user's data module was, on this rank.
+            checkpoint["loops"]["fit_loop"]["state_dict"].update(own[0]["loaders"])
+        if self._states:
+            # A rank that plays several shards takes as many batches for each of one shard.
+            passes = self._states[0]["passes"]
+            progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+            for counts in (progress["total"], progress["current"]):
+                for name in counts:
+                    counts[name] = counts[name] // passes * self._shards.passes
+            if passes != self._shards.passes:
+                for state in self._states:
+                    del state["accumulate_grad_batches"]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Give the rank the buffers back that were its own, and heed SIGTERM in our way."""
+        with contextlib.suppress(ValueError):  # this is not the main thread
+            # Lightning has set a handler, by which this rank alone would end after a batch.
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        trainer._signal_connector.received_sigterm = False
+        self._trainable = {name: p.requires_grad for name, p in pl_module.named_parameters()}
+        for name, parameter in pl_module.named_parameters():
+            if name in self._toggled:
+                parameter.requires_grad_(self._toggled[name])
+        known = _known_objects(trainer)
+        ignored = self._partial.base_attributes
+        given = pl_module.users_objects if isinstance(pl_module, ModuleAdapter) else {}
+        self._stateful = StatefulObjects(given, pl_module, known, ignored)
+        self._attributes = AttributeWatch(
+            pl_module, known, ignored, is_active=trainer.is_global_zero
+        )
+        self._fleeting = fleeting_buffers(pl_module)
+        self.restore_buffers(pl_module)
+        self._reducer.start(self._bases)
+        _averager(trainer).restore_gradients(self._gradients or {})
+        self._gradients = None
+        self._steps = steps_taken(trainer)
+        if self._restored is not None and not self._restored.rows:
+            # With max_steps Lightning would take up the epoch that is over.
+            _restarted(trainer.fit_loop)
+
+    def restore_buffers(self, module: torch.nn.Module) -> None:
+        """Restore the buffers of each shard, once; also for a run that is complete."""
+        own, buffers = BufferState(module), self._buffers
+        if len(buffers) == self._shards.num_shards:
+            self._shards.for_each(lambda shard: own.restore(buffers[shard]))
+        self._buffers = ()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the epoch before, and begin this one's random numbers, as a resumed run does."""
+        if self._started:
+            assert self._attributes is not None
+            self._attributes.epoch_ended()
+            self.save(trainer)
+            if self._stop.after_step():
+                raise interrupted(trainer.current_epoch, 0, self._keeps)
+        self._started = True
+        self._seed_epoch(trainer.current_epoch)
+        self._restore_stateful()
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Show other callbacks the weights found; compare the ranks after the first epoch."""
+        strategy: Any = trainer.strategy
+        strategy.set_optimizer_modes(training=False)
+        if not self._checked:
+            self._checked = True
+            check_same_weights(pl_module, trainer.current_epoch, self._run)
+            names = _averager(trainer).without_optimizer()
+            if names and trainer.is_global_zero:
+                logger.warning(UNUSED_GRADIENTS, named_weights(names))
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that validation begins."""
+        self._long_validation.begin()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Agree on whether it was a long one."""
+        self._long_validation.agree()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note gradients that wait for a step, which a longer run takes."""
+        assert self._attributes is not None
+        self._attributes.epoch_ended()
+        self._attributes.training_ended()
+        self._gradients = _averager(trainer).unused_gradients()
+
+    def save(self, trainer: Trainer) -> None:
+        """Save the state after the newest epoch. Called by all ranks."""
+        self._due = False
+        checkpoint = self._checkpoint(trainer)
+        # The next epoch may be on its way; without this it would be one that was interrupted.
+        progress = checkpoint["loops"]["fit_loop"]["epoch_progress"]
+        for counts in (progress["total"], progress["current"]):
+            counts["ready"] = counts["completed"]
+        self._save(checkpoint, 0)
+
+    def _checkpoint(self, trainer: Trainer) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(
+            weights_only=False
+        )
+        checkpoint[BUFFERS] = ShardBuffers(trainer.lightning_module, self._shards, self._fleeting)
+        assert self._stateful is not None
+        checkpoint[_STATEFUL] = self._stateful.capture()
+        module = trainer.lightning_module
+        checkpoint[_REQUIRES_GRAD] = {
+            name: p.requires_grad
+            for name, p in module.named_parameters()
+            if p.requires_grad is not self._trainable.get(name)
+        }
+        checkpoint[PARAMETER_GROUPS] = [
+            group_names(optimizer, module) for optimizer in trainer.optimizers
+        ]
+        # When training is over the strategy knows them no more.
+        if self._gradients is None:
+            checkpoint[_GRADIENTS] = on_cpu(_averager(trainer).unused_gradients())
+        else:
+            checkpoint[_GRADIENTS] = on_cpu(self._gradients)
+        return checkpoint
+
+    def _begin(self, trainer: Trainer) -> None:
+        """Resume within an epoch, once: all hooks of an epoch's start have run."""
+        state, self._restored = self._restored, None
+        if state is not None and state.rows:
+            self._resume(trainer, state)
+        assert self._attributes is not None
+        self._attributes.epoch_started()
+
+    def _resume(self, trainer: Trainer, state: RunState) -> None:
+        self._started = True
+        self._seed_epoch(trainer.current_epoch)
+        repeat_epoch_start(trainer)
+        self._restore_stateful()
+        skip_batches(trainer, lambda: self._seed_epoch(trainer.current_epoch))
+        self._partial.restore(trainer, self._states)
+        self._states = ()
+        # Lightning would leave schedulers out that follow a metric, and validate once more.
+        _restarted(trainer.fit_loop)
+        self._shards.for_each(lambda shard: self._streams.restore(state.random[shard]))
+
+    def _restore_stateful(self) -> None:
+        states, self._stateful_states = self._stateful_states, {}
+        assert self._stateful is not None
+        self._stateful.restore(states)
+
+    def _end(self, trainer: Trainer) -> None:
+        """Save the run where that is due, and end where asked. Called by all ranks per batch."""
+        before, self._steps = self._steps, steps_taken(trainer)
+        if self._steps == before:
+            return
+        due_after = self._options.due_after
+        self._due = self._due or any(map(due_after, range(before + 1, self._steps + 1)))
+        if trainer.is_last_batch or trainer.fit_loop.epoch_loop.done:
+            return  # the epoch's end is saved, after its hooks
+        self._due = self._due or self._long_validation.is_due(_steps_left(trainer))
+        self._stops = self._stop.after_step() or self._stops
+        if not (self._due or self._stops):
+            return
+        if _averager(trainer).pending:
+            return  # gradients that are a rank's own: the next step uses them
+        self._due = False
+        checkpoint = self._checkpoint(trainer)
+        loaders = checkpoint["loops"]["fit_loop"]["state_dict"]
+        passes = self._shards.passes
+        checkpoint[_BASES] = self._reducer.bases
+        checkpoint[PARTIAL] = {
+            **self._partial.state(trainer),
+            "loaders": loaders,
+            "passes": passes,
+        }
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        batches //= passes
+        self._save(checkpoint, batches)
+        if self._stops:
+            raise interrupted(trainer.current_epoch, batches, self._keeps)
+
+    def _seed_epoch(self, epoch: int) -> None:
+        self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
+
+
+def snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Return a copy of a checkpoint, which can be written while training goes on.
+
+    Returns
+    -------
+    dict
+        The copy; the checkpoint itself where users have put something in that cannot be copied.
+    bool
+        Whether it is a copy.
+    """
+    tensors = copied({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
+    try:
+        others = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
+    except Exception as error:
+        logger.debug("A checkpoint is written while training waits: %s", error)
+        return checkpoint, False
+    return {name: tensors.get(name, others.get(name)) for name in checkpoint}, True
+
+
+def _steps_left(trainer: Trainer) -> int:
+    """Return the optimizer's steps that are left of the epoch; 0 if that is not known."""
+    batches = trainer.num_training_batches
+    if batches == float("inf"):
+        return 0
+    done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+    return -(-int(batches - done) // trainer.accumulate_grad_batches)
+
+
+def _known_objects(trainer: Trainer) -> list[Any]:
+    """Return the objects whose state Lightning's own checkpoint holds."""
+    given: Any = trainer
+    wrappers: Any = trainer.lightning_module.optimizers()
+    return [
+        trainer,
+        trainer.strategy,
+        trainer.precision_plugin,
+        given.datamodule,
+        *given.callbacks,
+        *trainer.loggers,
+        *trainer.optimizers,
+        *(wrappers if isinstance(wrappers, list) else [wrappers]),
+        *(config.scheduler for config in trainer.lr_scheduler_configs),
+    ]
+
+
+def _averager(trainer: Trainer) -> GradientAverager:
+    strategy: Any = trainer.strategy
+    averager: GradientAverager = strategy.averager
+    return averager
+
+
+def _restarted(loop: Any) -> None:
+    """Let a loop, and those in it, go on as if they had not been interrupted."""
+    loop._restarting = False
+    for part in vars(loop).values():
+        if hasattr(part, "_restarting"):
+            _restarted(part)

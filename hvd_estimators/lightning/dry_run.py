@@ -1,0 +1,222 @@
+"""Early checks on the driver: of trainer arguments, and of a module on a few rows."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_estimators.exceptions import ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried
+from hvd_estimators.lightning.package import default_flavor, flavor_of, is_lightning
+from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.torch.dry_run import copied, takes_one_row, torch_traceless
+from hvd_estimators.torch.tensors import TensorSpec, select_outputs
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
+
+__all__ = [
+    "check_shards_of_module",
+    "check_step",
+    "row_shapes",
+    "takes_tuple",
+    "unpacking_hint",
+]
+
+logger = logging.getLogger(__name__)
+
+_COUNTED_BATCHES = (
+    "fast_dev_run",
+    "limit_train_batches",
+    "limit_val_batches",
+    "overfit_batches",
+    "val_check_interval",
+)
+
+# Hooks that can make what a step needs; without a trainer they have not run.
+_PREPARING_HOOKS = (
+    "configure_model",
+    "on_fit_start",
+    "on_before_batch_transfer",
+    "on_after_batch_transfer",
+    "on_train_batch_start",
+    "on_train_epoch_start",
+    "on_train_start",
+    "prepare_data",
+    "setup",
+    "transfer_batch_to_device",
+)
+
+
+def check_shards_of_module(
+    module: torch.nn.Module,
+    data: DataSpec,
+    trainer_args: Mapping[str, Any],
+    callbacks: Sequence[Any],
+) -> None:
+    """Refuse what cannot be made to play several shards on a rank. Runs on the driver.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model, a LightningModule or not.
+    data : DataSpec
+        What is planned.
+    trainer_args : mapping
+        The user's arguments of the Trainer.
+    callbacks : sequence of object
+        The user's callbacks.
+
+    Raises
+    ------
+    ParamError
+        If there are fewer ranks than shards, and something steps or counts batches by itself.
+    """
+    if not getattr(module, "automatic_optimization", True):
+        data.require_one_shard_per_rank("model", "and manual optimization steps by each")
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    for name in _COUNTED_BATCHES:
+        if trainer_args.get(name) is not None:
+            data.require_one_shard_per_rank(f"trainer_args: {name}", "and this counts them as many")
+    if any(is_lightning(c, "callbacks.GradientAccumulationScheduler") for c in callbacks):
+        data.require_one_shard_per_rank(
+            "callbacks", "and GradientAccumulationScheduler counts them as many"
+        )
+
+
+def check_step(
+    module: LightningModule,
+    batch: Mapping[str, Any],
+    feature_cols: Sequence[str] = (),
+    label_cols: Sequence[str] = (),
+) -> bool | None:
+    """Run a training step on a few rows, on a copy, where it can run without a Trainer.
+
+    Returns
+    -------
+    bool or None
+        Whether a batch of one row can train, see `takes_one_row`.
+
+    Raises
+    ------
+    ShapeError
+        If it fails for a reason that has nothing to do with what a Trainer provides.
+    """
+    flavor = flavor_of(module) or default_flavor()
+    is_overridden = flavor.get("utilities.model_helpers.is_overridden")
+    if any(is_overridden(hook, module) for hook in _PREPARING_HOOKS):
+        return None
+    taken = list(inspect.signature(module.training_step).parameters)
+    trial = _copied(module)
+    if trial is None or "dataloader_iter" in taken:
+        return None
+
+    def step(module: Any, given: Mapping[str, Any]) -> None:
+        with torch.enable_grad():
+            module.training_step(*[given, 0][: max(len(taken), 1)])
+
+    watched = WatchedBatch(batch)
+    try:
+        with torch_traceless():
+            step(trial, watched)
+    except Exception as error:
+        if any(word in str(error) for word in ("Trainer", "trainer")):
+            return None
+        failed = (
+            f"The module's training_step failed on a batch of {_describe(batch)} with "
+            f"{type(error).__name__}: {error}."
+        )
+        if takes_tuple(error) or (watched.is_taken_as_tuple and not leave_to_ranks(error)):
+            raise ShapeError(f"{failed} {unpacking_hint(feature_cols, label_cols)}") from error
+        if leave_to_ranks(error):
+            return None
+        raise ShapeError(
+            f"{failed} Set feature_cols and label_cols to the columns that "
+            "it reads, or column_dtypes (such as {'label': 'int64'}) where it expects other dtypes."
+        ) from error
+    one = {name: value[:1] for name, value in batch.items()}
+    return takes_one_row(module, lambda module: step(module, one))
+
+
+class WatchedBatch(dict[str, Any]):
+    """A batch that notes whether it is unpacked, as ``x, y = batch`` does."""
+
+    is_taken_as_tuple = False
+
+    def __iter__(self) -> Iterator[str]:
+        self.is_taken_as_tuple = True
+        return super().__iter__()
+
+
+def takes_tuple(error: BaseException) -> bool:
+    """Return whether an error looks like that of ``x, y = batch`` or ``batch[0]`` for a dict."""
+    if isinstance(error, KeyError):
+        return bool(error.args) and isinstance(error.args[0], int)
+    signs = ("not str", "'str' object", "to unpack")
+    return isinstance(error, (TypeError, ValueError, AttributeError)) and any(
+        sign in str(error) for sign in signs
+    )
+
+
+def unpacking_hint(feature_cols: Sequence[str], label_cols: Sequence[str]) -> str:
+    """Return what to write instead of ``x, y = batch``."""
+    features, labels = (
+        ", ".join(f'batch["{name}"]' for name in names) for names in (feature_cols, label_cols)
+    )
+    x = f"({features})" if len(feature_cols) > 1 else features
+    y = f"({labels})" if len(label_cols) > 1 else labels
+    line = f"x, y = {x}, {y}" if labels else f"x = {x}"
+    return (
+        "The batch is a dict of column name to tensor, and no tuple. Instead of 'x, y = batch' "
+        f"write: {line}"
+    )
+
+
+def row_shapes(
+    module: torch.nn.Module, inputs: Sequence[torch.Tensor], spec: TensorSpec | None = None
+) -> list[tuple[int, ...]] | None:
+    """Return the shape of one row of each output; None where the module does not take the inputs.
+
+    ``spec`` tells how the module takes inputs and what its outputs are, where these have names.
+
+    A LightningModule can train without a ``forward`` that takes its features.
+    """
+    trial: Any = _copied(module)
+    if trial is None:
+        return None
+    try:
+        with torch_traceless():
+            trial.eval()
+            raw = trial(*inputs) if spec is None else spec.call(trial, inputs)
+            outputs: list[Any] = select_outputs(raw) if spec is None else spec.select(raw)
+    except Exception as error:
+        logger.info("forward() does not take the feature columns (%s)", error)
+        return None
+    rows = len(inputs[0])
+    for output in outputs:
+        if not isinstance(output, torch.Tensor) or output.dim() == 0 or len(output) != rows:
+            return None
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def _copied(module: torch.nn.Module) -> Any:
+    """Return a copy to try; None if there is none, after a warning."""
+    try:
+        return copied(module)
+    except Exception as error:
+        log_untried(error)
+        return None
+
+
+def _describe(batch: Mapping[str, Any]) -> str:
+    parts = []
+    for name, value in batch.items():
+        shape = tuple(getattr(value, "shape", (len(value),)))
+        dtype = str(getattr(value, "dtype", "objects")).removeprefix("torch.")
+        parts.append(f"{name} {shape} {dtype}")
+    return ", ".join(parts)

@@ -1,0 +1,172 @@
+"""Loggers, profilers and checkpoint files of a run, in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import types
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_estimators.lightning.package import FLAVORS, CheckpointIO, Flavor, is_lightning
+from hvd_estimators.store.base import Store
+from hvd_estimators.training.run_state import reading
+
+if TYPE_CHECKING:
+    from pytorch_lightning.loggers import Logger
+
+__all__ = ["StoreCheckpointIO", "make_loggers", "make_profiler", "quiet"]
+
+
+@contextlib.contextmanager
+def quiet(verbose: int = 0) -> Iterator[None]:
+    """Silence Lightning's advertisements, and below ``verbose=2`` its notes on hardware.
+
+    Both of Lightning's packages log through the one that is imported last, and an import sets the
+    level of a package. Therefore the loggers of both get filters.
+    """
+    packages = [name for flavor in FLAVORS for name in (flavor.name, flavor.fabric)]
+    loggers = [logging.getLogger(f"{name}.utilities.rank_zero") for name in packages]
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_tip = str(record.msg).startswith("💡 Tip:")
+        return record.levelno >= logging.ERROR or (verbose >= 2 and not is_tip)
+
+    for log in loggers:
+        log.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        for log in loggers:
+            log.removeFilter(is_shown)
+
+
+class StoreCheckpointIO(CheckpointIO):
+    """Checkpoints as files of a store, which appear whole or not at all.
+
+    Parameters
+    ----------
+    store : Store
+        Opens the files.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._held: dict[str, dict[str, Any]] = {}
+
+    def hold(self, path: str, checkpoint: dict[str, Any]) -> None:
+        """Take a checkpoint that was read already, until it is asked for."""
+        self._held[path] = checkpoint
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Write a checkpoint."""
+        with self._store.open_atomic(str(path)) as file:
+            torch.save(checkpoint, file)
+
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a checkpoint. Runs code from the file, unless ``weights_only``."""
+        if path in self._held:
+            return self._held.pop(path)
+        with reading(self._store, str(path)) as file:
+            checkpoint: dict[str, Any] = torch.load(
+                file, map_location=map_location or "cpu", weights_only=bool(weights_only)
+            )
+        return checkpoint
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint."""
+        self._store.delete(str(path))
+
+
+def make_loggers(
+    logger: Any, path: str | None, rank: int, flavor: Flavor, steps: int | None = None
+) -> list[Logger]:
+    """Return the loggers of a run, which write to its logs.
+
+    Parameters
+    ----------
+    logger : Logger, sequence of Logger, bool or None
+        The user's; None and True stand for TensorBoard's, or CSV files without it.
+    path : str or None
+        A local directory for the logs; without it only the user's own loggers are used.
+    rank : int
+        This rank; only the first one logs.
+    flavor : Flavor
+        Lightning's package.
+    steps : int, optional
+        Steps that a resumed run has logged; TensorBoard hides what an earlier part logged of later
+        ones, which are taken again.
+    """
+    if logger is False:
+        return []
+    # With this tensorboard uses file functions of its own, and does not import TensorFlow.
+    marker = "tensorboard.compat.notf"
+    sys.modules.setdefault(marker, types.ModuleType(marker))
+    if logger is None or logger is True:
+        if path is None:
+            return []
+        root, _, name = path.rpartition("/")
+        has_tensorboard = importlib.util.find_spec("tensorboard") is not None
+        default = "TensorBoardLogger" if has_tensorboard else "CSVLogger"
+        further = {"purge_step": steps} if has_tensorboard and steps is not None else {}
+        return [flavor.get(f"loggers.{default}")(root, name=name, version="", **further)]
+    loggers = list(logger) if isinstance(logger, Sequence) else [logger]
+    if path is not None:
+        for given in loggers:
+            _redirect(given, path, rank)
+    return loggers
+
+
+def _redirect(logger: Any, path: str, rank: int) -> None:
+    """Make a logger that writes files write them below a path."""
+    is_csv = is_lightning(logger, "loggers.CSVLogger")
+    if is_csv or is_lightning(logger, "loggers.TensorBoardLogger"):
+        logger._root_dir = path
+        if is_csv:
+            logger._save_dir = path
+        return
+    if is_lightning(logger, "loggers.MLFlowLogger"):
+        is_folder = str(logger._tracking_uri).startswith("file:")
+        if rank == 0 and is_folder:
+            _redirect_mlflow(logger, f"file:{path}/mlruns")
+        return
+    # Loggers that write elsewhere have none, or one that cannot be set.
+    with contextlib.suppress(AttributeError):
+        logger.save_dir = path
+
+
+def _redirect_mlflow(logger: Any, uri: str) -> None:
+    # The driver has allowed MLflow to write files, or there would be no such logger.
+    os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    client: Any = importlib.import_module("mlflow.tracking")
+    logger._tracking_uri = uri
+    # It makes its folders, which several ranks cannot do at a time.
+    logger._mlflow_client = client.MlflowClient(uri)
+
+
+def make_profiler(profiler: Any, path: str | None, flavor: Flavor) -> Any:
+    """Return a profiler that writes below a local directory, if it has no place of its own."""
+    if profiler is None or path is None:
+        return profiler
+    directory = f"{path}/profile"
+    if isinstance(profiler, str):
+        kinds = {
+            "simple": "SimpleProfiler",
+            "advanced": "AdvancedProfiler",
+            "pytorch": "PyTorchProfiler",
+        }
+        make = flavor.get(f"profilers.{kinds[profiler]}")
+        return make(dirpath=directory, filename=profiler)
+    if is_lightning(profiler, "profilers.Profiler") and profiler.dirpath is None:
+        profiler.dirpath = directory
+    return profiler

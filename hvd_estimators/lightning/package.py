@@ -1,0 +1,281 @@
+"""The two packages that publish Lightning 2, and classes and patches that work with either.
+
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code in different classes, and each
+Trainer accepts those of its own package only. What we derive from a class of Lightning's is written
+once, on a stand-in of `bases`, and made for the package of the user's objects by `of_flavor`.
+
+They are empty, so that importing our classes imports none of Lightning's packages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hvd_estimators._util.install_hints import INSTALL
+from hvd_estimators.exceptions import DependencyError, ParamError
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins import CheckpointIO, ClusterEnvironment
+    from pytorch_lightning import Callback, LightningModule
+    from pytorch_lightning.callbacks import Checkpoint
+    from pytorch_lightning.strategies import ParallelStrategy
+    from pytorch_lightning.trainer.connectors.logger_connector.result import (
+        _ResultCollection as ResultCollection,
+    )
+else:
+
+    def _stand_in(name: str, path: str) -> type:
+        return type(name, (), {"__module__": __name__, "lightning_base": path})
+
+    Callback = _stand_in("Callback", "Callback")
+    Checkpoint = _stand_in("Checkpoint", "callbacks.Checkpoint")
+    CheckpointIO = _stand_in("CheckpointIO", "fabric.plugins.CheckpointIO")
+    ClusterEnvironment = _stand_in("ClusterEnvironment", "fabric.plugins.ClusterEnvironment")
+    LightningModule = _stand_in("LightningModule", "LightningModule")
+    ParallelStrategy = _stand_in("ParallelStrategy", "strategies.ParallelStrategy")
+    ResultCollection = _stand_in(
+        "ResultCollection", "trainer.connectors.logger_connector.result._ResultCollection"
+    )
+
+__all__ = [
+    "FLAVORS",
+    "Callback",
+    "Checkpoint",
+    "CheckpointIO",
+    "ClusterEnvironment",
+    "Flavor",
+    "LightningModule",
+    "ParallelStrategy",
+    "ResultCollection",
+    "default_flavor",
+    "flavor_of",
+    "imported_flavors",
+    "is_lightning",
+    "of_any_flavor",
+    "of_flavor",
+    "one_flavor",
+    "wrapped",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Flavor:
+    """One of the packages.
+
+    Attributes
+    ----------
+    name : str
+        The package with Trainer and LightningModule, as it is imported.
+    fabric : str
+        The package beside it that holds what the Trainer shares with Fabric.
+    """
+
+    name: str
+    fabric: str
+
+    def get(self, path: str) -> Any:
+        """Return a class or function: ``loggers.Logger`` or ``fabric.plugins.X``."""
+        home, _, name = f"{self.name}.{path}".rpartition(".")
+        if path.startswith("fabric."):
+            home = self.fabric + home.removeprefix(f"{self.name}.fabric")
+        return getattr(importlib.import_module(home), name)
+
+    @property
+    def is_imported(self) -> bool:
+        """Whether this process has imported it."""
+        return sys.modules.get(self.name) is not None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it can be imported."""
+        return importlib.util.find_spec(self.name.partition(".")[0]) is not None
+
+
+FLAVORS = (
+    Flavor("lightning.pytorch", "lightning.fabric"),
+    Flavor("pytorch_lightning", "lightning_fabric"),
+)
+
+
+def imported_flavors() -> list[Flavor]:
+    """Return the packages that this process has imported."""
+    return [flavor for flavor in FLAVORS if flavor.is_imported]
+
+
+def default_flavor() -> Flavor:
+    """Return the package to use if none of the user's objects belongs to one.
+
+    Raises
+    ------
+    DependencyError
+        If none is installed.
+    """
+    imported = imported_flavors()
+    if imported:
+        return imported[0]
+    for flavor in FLAVORS:
+        if flavor.is_installed:
+            return flavor
+    raise DependencyError(
+        "hvd_estimators.lightning needs Lightning, which is not installed. "
+        f"Run: {INSTALL['lightning']}"
+    )
+
+
+def flavor_of(given: Any) -> Flavor | None:
+    """Return the package that an object, or a class, is derived from; None if from none."""
+    kind = given if isinstance(given, type) else type(given)
+    for base in kind.__mro__:
+        for flavor in FLAVORS:
+            if base.__module__.startswith((f"{flavor.name}.", f"{flavor.fabric}.")):
+                return flavor
+    return None
+
+
+def is_lightning(given: Any, path: str) -> bool:
+    """Return whether an object, or a class, is of a kind of Lightning's, in either package.
+
+    Parameters
+    ----------
+    given : object
+        The object or class.
+    path : str
+        For example ``callbacks.ModelCheckpoint``, see `Flavor.get`.
+    """
+    flavor = flavor_of(given)
+    if flavor is None:
+        return False
+    kind = given if isinstance(given, type) else type(given)
+    return issubclass(kind, flavor.get(path))
+
+
+def one_flavor(named: Iterable[tuple[str, Any]]) -> Flavor:
+    """Return the package that all objects belong to; the default one if none belongs to any.
+
+    Parameters
+    ----------
+    named : iterable of (str, object)
+        Objects or classes, with what they are called in the error.
+
+    Raises
+    ------
+    ParamError
+        If they come from both packages.
+    """
+    found: dict[Flavor, str] = {}
+    for name, given in named:
+        flavor = flavor_of(given)
+        if flavor is not None:
+            kind = given if isinstance(given, type) else type(given)
+            found.setdefault(flavor, f"{name} ({kind.__name__})")
+    if len(found) > 1:
+        (first, one), (second, other) = found.items()
+        raise ParamError(
+            f"{one} comes from the package {first.name}, and {other} from {second.name}. Their "
+            f"classes do not work together: import both from {first.name}, or both from "
+            f"{second.name}."
+        )
+    return next(iter(found)) if found else default_flavor()
+
+
+@functools.cache
+def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
+    """Return a class of ours, written on a stand-in of `bases`, derived from Lightning's class.
+
+    Parameters
+    ----------
+    kind : type
+        The class; its ``lightning_base`` says what it is derived from.
+    flavor : Flavor
+        The package.
+    """
+    base = flavor.get(kind.lightning_base)  # type: ignore[attr-defined]
+
+    def fill(namespace: dict[str, Any]) -> None:
+        namespace.update(
+            __module__=kind.__module__,
+            __qualname__=kind.__qualname__,
+            __doc__=kind.__doc__,
+            lightning_flavor=flavor,
+        )
+
+    return types.new_class(kind.__name__, (kind, base), exec_body=fill)
+
+
+@functools.cache
+def of_any_flavor(kind: Any) -> Any:
+    """Return a class of which Trainers of both packages accept an object, once."""
+
+    class Undecided(kind):
+        # What a Trainer looks at before it gives the strategy its accelerator.
+        _accelerator = _checkpoint_io = _precision_plugin = None
+        cluster_environment = parallel_devices = None
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._arguments = args, kwargs
+
+        @property
+        def accelerator(self) -> None:
+            return None
+
+        @accelerator.setter
+        def accelerator(self, given: Any) -> None:
+            flavor = flavor_of(given)
+            assert flavor is not None, given
+            args, kwargs = self.__dict__.pop("_arguments")
+            self.__class__ = of_flavor(kind, flavor)
+            self.__init__(*args, **kwargs)  # type: ignore[misc]
+            self.accelerator = given
+
+    Undecided.__name__ = Undecided.__qualname__ = kind.__name__
+    for flavor in FLAVORS:
+        flavor.get("strategies.Strategy").register(Undecided)
+    return Undecided
+
+
+@contextlib.contextmanager
+def wrapped(
+    owner: Any,
+    name: str,
+    before: Callable[[], None] | None = None,
+    after: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Call a function before or after a method of an object, until the block ends."""
+    own = vars(owner).get(name)
+    vars(owner)[name] = _Wrapper(getattr(owner, name), before, after)
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(owner)[name]
+        else:
+            vars(owner)[name] = own
+
+
+class _Wrapper:
+    """A method with something before or after it; copies and pickles are of the method alone."""
+
+    def __init__(self, method: Any, before: Any, after: Any) -> None:
+        self._method, self._before, self._after = method, before, after
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._before is not None:
+            self._before()
+        returned = self._method(*args, **kwargs)
+        if self._after is not None:
+            self._after()
+        return returned
+
+    def __reduce__(self) -> Any:
+        # As methods are pickled: by the object, whose state may still be on its way.
+        return getattr, (self._method.__self__, self._method.__name__)

@@ -1,0 +1,278 @@
+"""Arguments of Lightning's Trainer: checked on the driver, completed on the ranks."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hvd_estimators.exceptions import ParamError, did_you_mean
+from hvd_estimators.fitting.dry_run import traceless
+from hvd_estimators.lightning.loaders import is_lightning_data
+from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
+from hvd_estimators.lightning.package import Flavor, is_lightning
+from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
+from hvd_estimators.lightning.weighted_strategy import ExactStrategy
+
+if TYPE_CHECKING:
+    from pytorch_lightning import LightningModule
+
+__all__ = [
+    "adapted_trainer_args",
+    "check_module",
+    "check_objects",
+    "check_trainer_args",
+    "trainer_arguments",
+]
+
+
+def trainer_arguments(
+    spec: LightningTrainSpec,
+    objects: TrainerObjects,
+    module: LightningModule,
+    device: torch.device,
+    strategy: ExactStrategy,
+    callbacks: Sequence[Any],
+    logs_path: str | None,
+    rank: int,
+    steps: int | None = None,
+) -> dict[str, Any]:
+    """Return the Trainer's arguments, which those of the user's replace.
+
+    Parameters
+    ----------
+    spec : LightningTrainSpec
+        What the rank was told.
+    objects : TrainerObjects
+        The user's.
+    module : LightningModule
+        What is trained.
+    device : torch.device
+        What the rank trains on.
+    strategy : ExactStrategy
+        Connects the ranks.
+    callbacks : sequence of Callback
+        The user's, and others.
+    logs_path : str or None
+        A local directory for the run's logs.
+    rank : int
+        This rank.
+    steps : int, optional
+        Steps that a resumed run has logged.
+    """
+    passes = 1
+    if module.automatic_optimization:
+        passes = spec.backward_passes_per_step * spec.data.passes_per_batch
+    given = {
+        "accelerator": "gpu" if device.type == "cuda" else "cpu",
+        "devices": 1,
+        "strategy": strategy,
+        "max_epochs": spec.epochs,
+        "callbacks": list(callbacks),
+        "logger": make_loggers(objects.logger, logs_path, rank, spec.flavor, steps),
+        "log_every_n_steps": spec.log_every_n_steps,
+        "profiler": make_profiler(objects.profiler, logs_path, spec.flavor),
+        "accumulate_grad_batches": passes,
+        "enable_checkpointing": any(is_lightning(c, "callbacks.Checkpoint") for c in callbacks),
+        # Lightning rejects callbacks of a kind that is disabled.
+        "enable_progress_bar": any(is_lightning(c, "callbacks.ProgressBar") for c in callbacks),
+        "enable_model_summary": spec.verbose > 1,
+        "num_sanity_val_steps": 0,
+        "use_distributed_sampler": False,
+    }
+    if is_lightning_data(spec.data.data_module):
+        given["limit_train_batches"] = spec.data.train_steps_per_epoch
+        given["limit_val_batches"] = spec.data.validation_steps_per_epoch
+    return given
+
+
+logger = logging.getLogger(__name__)
+
+
+_OURS = {
+    "accelerator": "use_gpu",
+    "devices": "num_proc",
+    "num_nodes": "num_proc",
+    "strategy": "num_proc or backend; the strategy is hvd_estimators.lightning.HorovodStrategy",
+}
+
+
+# Trainer arguments that went with Lightning 2, and what does their work.
+_GONE = {
+    "amp_backend": "precision",
+    "auto_scale_batch_size": "batch_size",
+    "auto_select_gpus": "use_gpu",
+    "checkpoint_callback": "enable_checkpointing",
+    "flush_logs_every_n_steps": "a logger's own argument",
+    "gpus": "num_gpus",
+    "move_metrics_to_cpu": "nothing",
+    "num_processes": "num_proc",
+    "prepare_data_per_node": "an attribute of the LightningDataModule",
+    "process_position": "a progress bar callback",
+    "progress_bar_refresh_rate": "verbose",
+    "reload_dataloaders_every_epoch": "reload_dataloaders_every_n_epochs",
+    "resume_from_checkpoint": "run_id",
+    "terminate_on_nan": "the estimator's terminate_on_nan",
+    "track_grad_norm": "lightning.pytorch.utilities.grad_norm in on_before_optimizer_step",
+    "truncated_bptt_steps": "manual optimization",
+    "weights_save_path": "ModelCheckpoint(dirpath=...)",
+    "weights_summary": "enable_model_summary",
+}
+
+
+# What the Trainer can be tried with anywhere: plain values that do not ask for a device.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+_KINDS = {
+    "enable_progress_bar": "callbacks.ProgressBar",
+    "enable_checkpointing": "callbacks.Checkpoint",
+}
+
+
+"""Arguments that disable kinds of callbacks."""
+
+
+_OF_DEVICES = ("benchmark", "deterministic", "precision", "sync_batchnorm", "detect_anomaly")
+
+
+def adapted_trainer_args(given: Mapping[str, Any], flavor: Flavor) -> dict[str, Any]:
+    """Return arguments for today's Trainer.
+
+    What Lightning 2 no longer knows is left out, with a warning that names what does its work;
+    ``stochastic_weight_avg=True`` becomes a callback.
+
+    Raises
+    ------
+    ParamError
+        If an argument is not one of the Trainer's, or would break the distribution.
+    """
+    known = inspect.signature(flavor.get("Trainer").__init__).parameters
+    adapted = {}
+    for name, value in given.items():
+        if name in _OURS:
+            raise ParamError(f"trainer_args: {name!r} is set by the estimator. Set {_OURS[name]}.")
+        if name == "stochastic_weight_avg":
+            logger.warning(
+                "trainer_args: stochastic_weight_avg is gone from Lightning. Add "
+                "StochasticWeightAveraging(swa_lrs=...) to callbacks."
+            )
+            if value:
+                adapted["callbacks"] = [
+                    *given.get("callbacks", []),
+                    flavor.get("callbacks.StochasticWeightAveraging")(swa_lrs=1e-2),
+                ]
+        elif name in _GONE:
+            logger.warning(
+                "trainer_args: %s is gone from Lightning and has no effect. Instead: %s.",
+                name,
+                _GONE[name],
+            )
+        elif name not in known or name == "self":
+            hint = did_you_mean(name, known)
+            raise ParamError(f"trainer_args: Lightning's Trainer has no argument {name!r}.{hint}")
+        else:
+            adapted.setdefault(name, value)
+    return adapted
+
+
+def check_trainer_args(
+    arguments: Mapping[str, Any], flavor: Flavor, callbacks: Sequence[Any] = ()
+) -> None:
+    """Make sure that the Trainer takes its arguments, those that are plain values, and callbacks.
+
+    Raises
+    ------
+    ParamError
+        If it does not.
+    """
+    given = arguments.get("callbacks") or []
+    for callback in _as_list(given):
+        if isinstance(callback, type) or not is_lightning(callback, "Callback"):
+            raise ParamError(
+                "trainer_args: callbacks: expected instances of Lightning's Callback, found "
+                f"{callback!r}."
+            )
+    for name, kind in _KINDS.items():
+        found = [c for c in [*callbacks, *_as_list(given)] if is_lightning(c, kind)]
+        if arguments.get(name) is False and found:
+            raise ParamError(
+                f"trainer_args: {name}=False, and callbacks has a {type(found[0]).__name__}. Leave "
+                "one of them out."
+            )
+    plain = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, _PLAIN) and name not in (*_OF_DEVICES, "logger", "profiler")
+    }
+    ours = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "use_distributed_sampler": False,
+    }
+    passes = plain.get("accumulate_grad_batches")
+    if passes is not None and (not isinstance(passes, int) or passes < 1):
+        raise ParamError(
+            f"trainer_args: accumulate_grad_batches: expected 1 or more, found {passes!r}."
+        )
+    refused = (TypeError, ValueError, flavor.get("utilities.exceptions.MisconfigurationException"))
+    with traceless(), quiet():
+        try:
+            flavor.get("Trainer")(**{**plain, **ours, "barebones": False})
+        except refused as error:
+            raise ParamError(
+                f"trainer_args: Lightning's Trainer refuses them ({error}). Found {plain!r}. Set "
+                "others."
+            ) from error
+
+
+def _as_list(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, (list, tuple)) else [given]
+
+
+def check_objects(loggers: Any, profiler: Any) -> None:
+    """Make sure that loggers and a profiler are such.
+
+    Raises
+    ------
+    ParamError
+        If they are not.
+    """
+    for entry in _as_list(loggers):
+        is_one = not isinstance(entry, type) and is_lightning(entry, "loggers.Logger")
+        if not (entry is None or isinstance(entry, bool) or is_one):
+            raise ParamError(
+                f"logger: expected Lightning's loggers, or False for none, found {entry!r}."
+            )
+    is_profiler = not isinstance(profiler, type) and is_lightning(profiler, "profilers.Profiler")
+    if not (profiler is None or isinstance(profiler, str) or is_profiler):
+        raise ParamError(
+            "profiler: expected a Profiler of Lightning's, or 'simple', 'advanced' or 'pytorch', "
+            f"found {profiler!r}."
+        )
+
+
+def check_module(module: Any, flavor: Flavor) -> None:
+    """Make sure that a LightningModule has what the Trainer calls.
+
+    Raises
+    ------
+    ParamError
+        If it has not.
+    """
+    base = flavor.get("LightningModule")
+    for method in ("training_step", "configure_optimizers"):
+        is_own = method in vars(module) or getattr(type(module), method) is not getattr(
+            base, method
+        )
+        if not is_own:
+            raise ParamError(
+                f"model: the LightningModule {type(module).__name__} has no {method}(). Define it."
+            )

@@ -1,0 +1,40 @@
+"""Reading with PyArrow alone, in threads: runs with any PyArrow and NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+
+from hvd_estimators.data.arrays import Columns, table_to_columns
+from hvd_estimators.loading.interleave import Bundle, Slices, in_turns, range_tables
+from hvd_estimators.loading.range_files import RangeFiles
+from hvd_estimators.loading.reader import PlannedDataModule
+
+__all__ = ["ArrowDataModule"]
+
+
+class ArrowDataModule(PlannedDataModule):
+    """Reads row groups with PyArrow, in threads: PyArrow decodes without the interpreter's lock.
+
+    Takes ``reader_pool_type="process"`` for ``"thread"``; ``"dummy"`` reads in the thread that
+    asks. A worker holds one part of a
+    row group (see `range_tables`) that waits to be taken.
+    """
+
+    short_name = "arrow"
+
+    def read(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges in threads; see `PlannedDataModule.read`."""
+
+        def read(slices: Slices) -> Generator[tuple[Columns, bool], None, None]:
+            with files.open(slices) as file:
+                for table, ends_slice in range_tables(file, slices, self.columns):
+                    yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
+
+        bundles = (bundle for bundles in passes for bundle in bundles)
+        with RangeFiles(self.store, self.columns, self.footers) as files:
+            if self.reader_pool_type == "dummy":
+                yield from in_turns(bundles, read, 0)
+            else:
+                yield from in_turns(files.ahead(bundles), read, workers)

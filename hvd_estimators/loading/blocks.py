@@ -1,0 +1,262 @@
+"""Rows of several columns that are selected together: scalar columns of one dtype share a block."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hvd_estimators.data.arrays import Array, Columns
+from hvd_estimators.exceptions import DataError
+
+__all__ = ["Layout", "Memory", "Rows", "fresh_buffer", "row_bytes"]
+
+_ALIGNMENT = 64
+_MEASURED_ROWS = 1000
+_OBJECT_BYTES = 64
+"""Bytes that Python needs for a string besides its characters, and NumPy for its place."""
+
+_TILE_BYTES = 2**18
+"""Bytes of a block that are filled column by column, few enough for the processor's cache."""
+
+_MANY_COLUMNS = 10
+"""With at least so many columns, transposing is faster than filling a block column by column."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which columns share a block.
+
+    Attributes
+    ----------
+    groups : tuple of tuple of str
+        Names of the columns of each block. A group of several is a block of shape ``(rows,
+        columns)``; a group of one is that column as it is, of shape ``(rows, *shape)``.
+    names : tuple of str
+        All columns, in the order in which they were given.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(columns: Columns) -> Layout:
+        """Return the layout of columns: scalars of the same dtype together, others alone."""
+        by_dtype: dict[str, list[str]] = {}
+        for name, array in columns.items():
+            alone = array.ndim != 1 or array.dtype.hasobject
+            by_dtype.setdefault(f"column {name}" if alone else str(array.dtype), []).append(name)
+        return Layout(tuple(map(tuple, by_dtype.values())), tuple(columns))
+
+
+class Memory:
+    """Gives out memory for arrays, and uses it again once nobody holds the arrays any more.
+
+    A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
+    Threads may share one.
+
+    Parameters
+    ----------
+    kept : int
+        Pieces that are kept, at most.
+    new_buffer : callable, optional
+        Returns fresh memory of so many bytes. Default: `fresh_buffer`.
+    """
+
+    def __init__(
+        self, kept: int = 8, new_buffer: Callable[[int], memoryview] | None = None
+    ) -> None:
+        self._kept = kept
+        self._new_buffer = new_buffer or fresh_buffer
+        self._lock = threading.Lock()
+        self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return an array with nothing in it yet."""
+        size = math.prod(shape) * dtype.itemsize
+        if not size or dtype.hasobject:
+            return np.empty(shape, dtype)
+        # No other thread may look for free memory until what was found is taken.
+        with self._lock:
+            position = len(self._buffers)
+            buffer = None
+            for i, (candidate, given_out) in enumerate(self._buffers):
+                if size <= len(candidate) <= 2 * size and given_out() is None:
+                    position, buffer = i, candidate
+                    break
+            buffer = buffer or self._new_buffer(size + size // 4)
+            # Views of it, and views of these, hold this array, as its memory is not another's.
+            array = np.frombuffer(buffer, dtype, math.prod(shape))
+            self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
+            del self._buffers[: -self._kept]
+        return array.reshape(shape)
+
+
+class Rows:
+    """Rows in blocks: selecting and cutting takes one operation per block, not per column.
+
+    Parameters
+    ----------
+    layout : Layout
+        Which columns are in which block.
+    blocks : sequence of ndarray
+        One block per group of the layout; rows are the first axis of all of them.
+    """
+
+    __slots__ = ("blocks", "layout")
+
+    def __init__(self, layout: Layout, blocks: Sequence[Array]) -> None:
+        self.layout = layout
+        self.blocks = list(blocks)
+
+    @staticmethod
+    def of(columns: Columns) -> Rows:
+        """Return columns as they are, each as a block of its own."""
+        layout = Layout(tuple((name,) for name in columns), tuple(columns))
+        return Rows(layout, list(columns.values()))
+
+    @staticmethod
+    def empty(like: Columns, layout: Layout, rows: int, memory: Memory) -> Rows:
+        """Return blocks for a number of rows of such columns, with nothing in them yet."""
+        blocks = []
+        for group in layout.groups:
+            array = like[group[0]]
+            row_shape = array.shape[1:] if len(group) == 1 else (len(group),)
+            blocks.append(memory.empty((rows, *row_shape), array.dtype))
+        return Rows(layout, blocks)
+
+    def columns(self) -> dict[str, Array]:
+        """Return views of the columns, by name; those that share a block are strided."""
+        arrays: dict[str, Array] = {}
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            if len(group) == 1:
+                arrays[group[0]] = block
+            else:
+                arrays.update(zip(group, block.T, strict=True))
+        if len(self.layout.groups) == 1:
+            return arrays
+        return {name: arrays[name] for name in self.layout.names}
+
+    def __len__(self) -> int:
+        return len(self.blocks[0])
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """Return a view of some rows."""
+        return Rows(self.layout, [block[start:stop] for block in self.blocks])
+
+    def take(self, positions: Array, memory: Memory) -> Rows:
+        """Return a copy of the rows at some positions, in their order; all are in range."""
+        taken = []
+        for block in self.blocks:
+            target = memory.empty((len(positions), *block.shape[1:]), block.dtype)
+            # Without "clip" NumPy gathers into a buffer first.
+            np.take(_records(block), positions, axis=0, out=_records(target), mode="clip")
+            taken.append(target)
+        return Rows(self.layout, taken)
+
+    def fill(self, columns: Columns) -> None:
+        """Copy columns, which have as many rows, to these rows.
+
+        Raises
+        ------
+        DataError
+            If a column has other shapes or types than those that these rows are for.
+        """
+        self._check(columns)
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            if len(group) == 1:
+                block[...] = columns[group[0]]
+                continue
+            tile = _tile_rows(block)
+            for start in range(0, len(block), tile):
+                _pack(columns, group, start, block[start : start + tile])
+
+    def put(self, positions: Array, columns: Columns, memory: Memory) -> None:
+        """Copy columns to the rows at some positions, of which there are as many.
+
+        Raises
+        ------
+        DataError
+            See `fill`.
+        """
+        self._check(columns)
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            records = _records(block)
+            if len(group) == 1:
+                found = columns[group[0]]
+                records[positions] = (
+                    found if records is block else _records(np.ascontiguousarray(found))
+                )
+                continue
+            tile = memory.empty((min(_tile_rows(block), len(positions)), len(group)), block.dtype)
+            for start in range(0, len(positions), len(tile)):
+                some = positions[start : start + len(tile)]
+                _pack(columns, group, start, tile[: len(some)])
+                records[some] = _records(tile[: len(some)])
+
+    def _check(self, columns: Columns) -> None:
+        for group, block in zip(self.layout.groups, self.blocks, strict=True):
+            for name in group:
+                row_shape = block.shape[1:] if len(group) == 1 else ()
+                found = columns[name]
+                if (found.shape[1:], found.dtype) != (row_shape, block.dtype):
+                    raise DataError(
+                        f"Column {name!r} has rows of shape {found.shape[1:]} and type "
+                        f"{found.dtype} after others of shape {row_shape} and type {block.dtype}."
+                    )
+
+
+def row_bytes(columns: Columns) -> int:
+    """Return about how many bytes a row takes; the size of text is that of the first rows.
+
+    That is rounded up to a power of two, so that parts whose text differs a little count alike.
+    """
+    total = 0
+    for array in columns.values():
+        elements = math.prod(array.shape[1:])
+        if array.dtype.hasobject and array.size:
+            first = array[:_MEASURED_ROWS].reshape(-1)
+            mean = sum(len(value) for value in first) / len(first)
+            total += elements * (1 << math.ceil(math.log2(mean + _OBJECT_BYTES)))
+        else:
+            total += elements * array.itemsize
+    return total
+
+
+def _tile_rows(block: Array) -> int:
+    return max(_TILE_BYTES // (block.itemsize * block.shape[1]), 1)
+
+
+def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:
+    """Copy some rows of columns, from one on, to the columns of a block."""
+    many = len(names) >= _MANY_COLUMNS
+    # In a block of many columns, a value is far from the column's next one, so that each takes a
+    # cache line. Therefore columns are joined first and then transposed by NumPy, which writes line
+    # after line.
+    targets = np.empty((len(names), len(tile)), tile.dtype) if many else tile.T
+    for target, name in zip(targets, names, strict=True):
+        target[...] = columns[name][start : start + len(tile)]
+    if many:
+        tile[...] = targets.T
+
+
+def fresh_buffer(size: int) -> memoryview:
+    """Return fresh memory."""
+    # NumPy asks the system for huge pages, which random access to a large buffer needs. TensorFlow
+    # uses memory without a copy if it begins at a multiple of 64.
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memoryview(memory[start : start + size])  # type: ignore[arg-type]
+
+
+def _records(block: Array) -> Array:
+    """Return a block of one entry per row, which NumPy copies as a whole."""
+    size = block.itemsize * math.prod(block.shape[1:])
+    if block.ndim == 1 or block.dtype.hasobject or not size or not len(block):
+        return block
+    return block.reshape(len(block), -1).view(f"V{size}")[:, 0]

@@ -1,0 +1,383 @@
+"""Interleaved reading of several row groups, with threads that read ahead.
+
+The order is the same for all readers, and does not depend on how many threads they have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import compute, parquet
+from typing_extensions import Self
+
+from hvd_estimators.data.manifest import ColumnSpec
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.loading.plan import RowRange
+
+__all__ = [
+    "PART_BYTES",
+    "Bundle",
+    "Prefetch",
+    "Slices",
+    "in_turns",
+    "mixed",
+    "one_by_one",
+    "range_tables",
+]
+
+T = TypeVar("T")
+
+
+_END = object()
+
+
+class Prefetch(Generic[T]):
+    """Reads an iterator in a thread, a bounded number of items ahead.
+
+    What the iterator raises is raised by `__next__`. `close` ends the thread and closes the
+    iterator, in that thread, if it is a generator.
+
+    Parameters
+    ----------
+    source : iterator
+        Drawn from by the thread alone.
+    ahead : int
+        Items that wait for the consumer, at most.
+    name : str
+        Name of the thread.
+    """
+
+    def __init__(self, source: Iterator[T], ahead: int, name: str) -> None:
+        self._source = source
+        self._items: queue.Queue[object] = queue.Queue(ahead)
+        self._error: BaseException | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        item = _END if self._closing.is_set() else self._items.get()
+        if item is _END:
+            self.close()
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+        return item  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """End the thread; waits for it."""
+        self._closing.set()
+        while self._thread.is_alive():
+            # The thread may be waiting for room.
+            while not self._items.empty():
+                self._items.get_nowait()
+            self._thread.join(0.01)
+
+    def _run(self) -> None:
+        try:
+            for item in self._source:
+                self._items.put(item)
+                if self._closing.is_set():
+                    break
+        except BaseException as error:
+            self._error = error
+        try:
+            close = getattr(self._source, "close", None)
+            if close is not None:
+                close()
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            # The consumer waits for this, whatever happened before.
+            self._items.put(_END)
+
+
+PART_BYTES = 16 * 2**20
+
+
+"""Bytes in memory of the rows that are read at a time; a single row can have more."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A row range, to be read some rows at a time.
+
+    Attributes
+    ----------
+    row_range : RowRange
+        The range.
+    rows : int or None
+        Rows of a slice; slices begin at multiples of that in the row group. None: all rows are one
+        slice.
+    together : int
+        How many row ranges are read at the same time, this one included.
+    """
+
+    row_range: RowRange
+    rows: int | None = None
+    together: int = 1
+
+
+def range_tables(
+    file: parquet.ParquetFile, slices: Slices, specs: Sequence[ColumnSpec]
+) -> Iterator[tuple[pa.Table, bool]]:
+    """Yield the rows of a range, in stored order, in tables of at most about `PART_BYTES`.
+
+    That is the size of what they hold once it is decoded, also where one value stands for many in
+    the file.
+
+    Parameters
+    ----------
+    file : pyarrow.parquet.ParquetFile
+        The range's file, as `hvd_estimators.loading.range_files` opens it.
+    slices : Slices
+        Rows of one row group.
+    specs : sequence of ColumnSpec
+        The columns to read.
+
+    Yields
+    ------
+    pyarrow.Table, bool
+        Some rows of a slice, and whether they are the last of it.
+
+    Raises
+    ------
+    StoreError
+        If the file does not hold these rows.
+    """
+    row_range, groups = slices.row_range, file.metadata
+    if (
+        row_range.row_group >= groups.num_row_groups
+        or groups.row_group(row_range.row_group).num_rows < row_range.stop
+    ):
+        raise StoreError(
+            f"{row_range.file!r} does not hold the planned rows of row group "
+            f"{row_range.row_group}: it was changed after training had begun. Train again, and "
+            "leave the files as they are."
+        )
+    most = max(int(PART_BYTES / max(_row_bytes(groups, row_range, specs), 1)), 1)
+    batches = file.iter_batches(
+        min(most, slices.rows or most),
+        row_groups=[row_range.row_group],
+        columns=[name for spec in specs for name in spec.stored_names],
+        use_threads=False,
+    )
+    text = [spec.name for spec in specs if spec.kind == "text"]
+    position = 0
+    for batch in batches:
+        start, stop = row_range.start - position, row_range.stop - position
+        position += batch.num_rows
+        if start >= batch.num_rows:
+            continue
+        rows = batch.slice(max(start, 0), min(stop, batch.num_rows) - max(start, 0))
+        range_ends = stop <= batch.num_rows
+        slice_ends = range_ends or (slices.rows is not None and position % slices.rows == 0)
+        cuts = _cuts(rows, text)
+        for first, last in itertools.pairwise(cuts):
+            table = pa.Table.from_batches([rows.slice(first, last - first)])
+            yield table, slice_ends and last == cuts[-1]
+        if range_ends:
+            return
+
+
+def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:
+    """Return the size of a row as decoded by PyArrow; of text, the size that the footer tells.
+
+    Text is decoded to its dictionary, so that it takes no more than in the file.
+    """
+    group = groups.row_group(row_range.row_group)
+    size = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    text = {spec.name for spec in specs if spec.kind == "text"}
+    columns = (group.column(i) for i in range(group.num_columns)) if text else ()
+    stored = sum(c.total_uncompressed_size for c in columns if c.path_in_schema in text)
+    return float(size + stored / max(group.num_rows, 1))
+
+
+def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
+    """Return where to cut rows so that each piece has `PART_BYTES` of text, or one row."""
+    if not text:
+        return [0, rows.num_rows]
+    sizes = np.zeros(rows.num_rows, np.int64)
+    for name in text:
+        column = rows.column(rows.schema.get_field_index(name))
+        if pa.types.is_dictionary(column.type):
+            lengths = compute.binary_length(column.dictionary).fill_null(0).to_numpy()
+            indices = column.indices.fill_null(0).to_numpy(zero_copy_only=False)
+            sizes += lengths[indices] if len(lengths) else 0
+        else:
+            sizes += compute.binary_length(column).fill_null(0).to_numpy(zero_copy_only=False)
+    pieces = (np.cumsum(sizes) - sizes) // PART_BYTES
+    return [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), rows.num_rows]
+
+
+Bundle = tuple[Slices, ...]
+
+
+"""Row ranges that are read together, a slice of each in turn."""
+
+
+_Stream = Generator[tuple[T, bool], None, None]
+
+
+_LEAST_SLICE = 2**16
+
+
+_ROUNDS = 4
+
+
+"""How many times the slices of all open row groups fit into the shuffle buffer."""
+
+
+def one_by_one(ranges: Iterable[RowRange]) -> list[Bundle]:
+    """Return bundles of one range each."""
+    return [(Slices(row_range),) for row_range in ranges]
+
+
+def mixed(
+    ranges: Sequence[RowRange],
+    open_groups: int,
+    row_bytes: int,
+    buffer_bytes: int,
+    rng: np.random.Generator,
+) -> list[Bundle]:
+    """Put a rank's row ranges in random order, several at a time.
+
+    Each bundle has one of every few neighbours in the stored order, and ends with all of its
+    ranges at about the same time: its rows, and those of each of its rounds, are a sample of all.
+
+    Parameters
+    ----------
+    ranges : sequence of RowRange
+        In stored order.
+    open_groups : int
+        Ranges of a bundle, at most.
+    row_bytes : int
+        Size of a row.
+    buffer_bytes : int
+        Size of the shuffle buffer; a round takes a part of it.
+    rng : numpy.random.Generator
+        Source of chance.
+    """
+    if open_groups == 1 or len(ranges) == 1:
+        return one_by_one(ranges[i] for i in rng.permutation(len(ranges)))
+    count = -(-len(ranges) // open_groups)
+    bundles: list[list[RowRange]] = [[] for _ in range(count)]
+    for first in range(0, len(ranges), count):
+        neighbours = ranges[first : first + count]
+        for number, row_range in zip(rng.permutation(count), neighbours, strict=False):
+            bundles[number].append(row_range)
+    share = buffer_bytes // _ROUNDS // min(open_groups, len(ranges))
+    most = min(max(share, _LEAST_SLICE), PART_BYTES)
+    result = []
+    for bundle in bundles:
+        rounds = -(-max(row_range.rows for row_range in bundle) * max(row_bytes, 1) // most)
+        order = (bundle[i] for i in rng.permutation(len(bundle)))
+        result.append(tuple(Slices(r, -(-r.rows // rounds), len(bundle)) for r in order))
+    return result
+
+
+def in_turns(
+    bundles: Iterator[Bundle],
+    read: Callable[[Slices], _Stream[T]],
+    threads: int,
+) -> Generator[T, None, None]:
+    """Read bundles one after another, and of each bundle a slice of every range in turn.
+
+    Parameters
+    ----------
+    bundles : iterator of Bundle
+        May have no end; drawn from as reading goes on.
+    read : callable
+        Reads a range: yields its parts, and whether each is the last of a slice.
+    threads : int
+        Threads that read ahead; each has a part that waits to be taken, at most. 0: this thread
+        reads, when it is asked to.
+    """
+    if not threads:
+        for bundle in bundles:
+            with contextlib.closing(_Ring(bundle, read)) as ring:
+                yield from ring.parts()
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="hvd_estimators reader")
+    rings: deque[_Ring[T]] = deque()
+    try:
+        while True:
+            waiting = sum(len(ring.ahead) for ring in rings)
+            for ring in rings:
+                waiting += ring.read_ahead(pool, threads + 1 - waiting)
+            while waiting <= threads:
+                following = list(itertools.islice(bundles, 1))
+                if not following:
+                    break
+                rings.append(_Ring(following[0], read))
+                waiting += rings[-1].read_ahead(pool, threads + 1 - waiting)
+            if not rings:
+                return
+            if not rings[0].ahead:
+                rings.popleft()
+                continue
+            part = rings[0].take(pool)
+            if part is not None:
+                yield part
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+        for ring in rings:
+            ring.close()
+
+
+class _Ring(Generic[T]):
+    """The ranges of a bundle, while they are read."""
+
+    def __init__(self, bundle: Bundle, read: Callable[[Slices], _Stream[T]]) -> None:
+        self._waiting = deque(read(slices) for slices in bundle)
+        self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
+
+    def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:
+        """Let threads read from the ranges whose turn is next; return from how many."""
+        count = max(min(most, len(self._waiting)), 0)
+        for _ in range(count):
+            stream = self._waiting.popleft()
+            self.ahead.append((stream, pool.submit(next, stream, None)))
+        return count
+
+    def take(self, pool: ThreadPoolExecutor) -> T | None:
+        """Return the next part, or None if a range turns out to have ended."""
+        stream, future = self.ahead.popleft()
+        found = future.result()
+        if found is None:
+            return None
+        part, ends_slice = found
+        if ends_slice:
+            self._waiting.append(stream)
+        else:
+            self.ahead.appendleft((stream, pool.submit(next, stream, None)))
+        return part
+
+    def parts(self) -> Iterator[T]:
+        """Read in this thread."""
+        while self._waiting:
+            stream = self._waiting[0]
+            for part, ends_slice in stream:
+                yield part
+                if ends_slice:
+                    self._waiting.append(stream)
+                    break
+            self._waiting.popleft()
+
+    def close(self) -> None:
+        """Close what is open. By then no thread is reading."""
+        for stream in [*self._waiting, *(stream for stream, _ in self.ahead)]:
+            stream.close()

@@ -1,0 +1,665 @@
+"""Reading with Petastorm's readers and worker pools, row group by row group, as planned."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import pickle
+import queue
+import signal
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from subprocess import Popen
+from types import TracebackType
+from typing import Any
+
+import cloudpickle
+import pyarrow as pa
+import zmq
+from pyarrow import parquet
+
+from hvd_estimators.data.arrays import Columns, table_to_columns
+from hvd_estimators.exceptions import ReaderError
+from hvd_estimators.loading.interleave import Bundle, Slices, in_turns, range_tables
+from hvd_estimators.loading.range_files import RangeFiles
+from hvd_estimators.loading.reader import PlannedDataModule
+
+__all__ = ["Failure", "PetastormDataModule", "make_pool"]
+
+with warnings.catch_warnings():
+    # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
+    warnings.simplefilter("ignore", FutureWarning)
+    from petastorm.reader_impl.arrow_table_serializer import ArrowTableSerializer
+    from petastorm.workers_pool import EmptyResultError
+    from petastorm.workers_pool.process_pool import ProcessPool
+    from petastorm.workers_pool.thread_pool import ThreadPool, WorkerTerminationRequested
+
+
+_LAST_WORDS_MS = 1000
+
+
+"""How long something that a dead worker sent may take to arrive."""
+
+
+_LOOK_SECONDS = 1.0
+
+
+"""How long workers that send results are not checked."""
+
+
+_RETRY_SECONDS = 0.05
+
+
+"""How long work waits if no worker has room for it."""
+
+
+_IDLE_SECONDS = 0.001
+
+
+"""How long the caller sleeps until the next range is there."""
+
+
+_START_SECONDS = 300
+
+
+"""How long worker processes may take to start; Petastorm's own limit is 20 seconds."""
+
+
+_FAILURE = b"hvd_estimators failure:"
+
+
+"""First bytes of a serialized failure; those of an Arrow table are others."""
+
+
+def make_pool(pool_type: str, workers: int) -> Any:
+    """Return a pool of threads, of processes, or ("dummy") of no worker but the caller."""
+    if pool_type == "thread":
+        return SleepingThreadPool(workers, results_queue_size=1)  # five for each worker, at least
+    if pool_type == "process":
+        return WatchedProcessPool(workers, _Serializer())
+    return CallerPool()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The exception of a worker, sent in place of a table."""
+
+    error: BaseException
+
+    def as_error(self) -> BaseException:
+        """Return what the consumer raises."""
+        if isinstance(self.error, StopIteration):
+            # An iterator that raised it would seem to have ended.
+            error = ReaderError("A reader's worker raised StopIteration.")
+            error.__cause__ = self.error
+            return error
+        return self.error
+
+
+class _WorkerTraceback(Exception):
+    """The traceback of another process, shown as the cause of its error."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Serializer(ArrowTableSerializer):
+    """Sends tables as Arrow streams, and failures with their traceback."""
+
+    def serialize(self, rows: Any) -> Any:
+        if not isinstance(rows, Failure):
+            return super().serialize(rows)
+        error = rows.as_error()
+        text = "".join(traceback.format_exception(error))
+        last = traceback.format_exception_only(type(error), error)[-1].strip()
+        dumped = None
+        # By reference only: classes of a script must not replace those of the rank.
+        with contextlib.suppress(Exception):
+            dumped = pickle.dumps(error)
+        return _FAILURE + pickle.dumps((dumped, last, text))
+
+    def deserialize(self, serialized_rows: Any) -> Any:
+        if bytes(serialized_rows[: len(_FAILURE)]) != _FAILURE:
+            return super().deserialize(serialized_rows)
+        dumped, last, text = pickle.loads(serialized_rows[len(_FAILURE) :])
+        error: BaseException | None = None
+        # Exceptions that take other arguments than their message fail here.
+        with contextlib.suppress(Exception):
+            error = pickle.loads(dumped) if dumped is not None else None
+        if not isinstance(error, BaseException):
+            error = ReaderError(f"A worker process of the reader failed: {last}")
+        error.__cause__ = _WorkerTraceback(text)
+        return Failure(error)
+
+
+class CallerPool:
+    """Reads in the thread that asks; Petastorm's own waits forever if no more ranges come."""
+
+    workers_count = 1
+
+    def __init__(self) -> None:
+        self._items: deque[dict[str, Any]] = deque()
+        self._tables: deque[Any] = deque()
+
+    def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
+        self._reader = worker_class(0, self._tables.append, worker_args)
+        self._source = ventilator
+        ventilator.start()
+
+    def ventilate(self, **item: Any) -> None:
+        self._items.append(item)
+
+    def get_results(self) -> Any:
+        while not self._tables:
+            if self._items:
+                self._reader.process(**self._items.popleft())
+                self._source.processed_item()
+            elif self._source.completed():
+                raise EmptyResultError
+            else:
+                time.sleep(_IDLE_SECONDS)
+        return self._tables.popleft()
+
+    def stop(self) -> None:
+        self._source.stop()
+
+    def join(self) -> None:
+        pass
+
+
+class SleepingThreadPool(ThreadPool):
+    """Petastorm's threads, which sleep while they have nothing to do.
+
+    Its own wake up every millisecond to see whether they are to stop. Each time they ask for the
+    interpreter's lock, which training needs.
+    """
+
+    def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
+        super().start(worker_class, worker_args)
+        self._ventilator_queues = [_WorkQueue() for _ in self._workers]
+        for worker, work in zip(self._workers, self._ventilator_queues, strict=True):
+            worker._ventilator_queue = work
+        self._ventilator = ventilator
+        ventilator.start()
+
+    def stop(self) -> None:
+        super().stop()
+        for work, results in zip(self._ventilator_queues, self._results_queues, strict=True):
+            work.put(None)
+            # A worker may be waiting for room.
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    results.get_nowait()
+
+    def _stop_aware_put(self, worker_id: int, data: Any) -> None:
+        if self._stop_event.is_set():
+            raise WorkerTerminationRequested
+        self._results_queues[worker_id].put(data)
+
+
+class _WorkQueue(queue.SimpleQueue[Any]):
+    """Gives a worker its items; None makes it check whether to stop."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        item = super().get()
+        if item is None:
+            raise queue.Empty
+        return item
+
+
+class WatchedProcessPool(ProcessPool):
+    """Petastorm's processes, with an error if one dies; Petastorm would wait for it forever."""
+
+    _results_receiver_poller: Any
+    _stopping = False
+
+    def _wait_for_workers_to_start(self) -> None:
+        poller = _WatchfulPoller(self._results_receiver_poller, self._workers)
+        self._results_receiver_poller = poller
+        deadline = time.monotonic() + _START_SECONDS
+        try:
+            for _ in self._workers:
+                while not poller.poll(_LOOK_SECONDS * 1000):
+                    if time.monotonic() > deadline:
+                        raise ReaderError(
+                            f"reader_pool_type: expected {len(self._workers)} worker processes to "
+                            f"start within {_START_SECONDS} seconds, and not all did. Set fewer "
+                            "train_reader_num_workers, or reader_pool_type='thread'."
+                        )
+                self._results_receiver.recv_pyobj()
+        except BaseException:
+            for process in self._workers:
+                process.kill()
+                process.wait()
+            self._context.destroy(linger=0)
+            raise
+
+    def ventilate(self, *args: Any, **kwargs: Any) -> None:
+        # Petastorm's own method tries for 20 seconds if no worker is left.
+        self._ventilated_items += 1
+        try:
+            while not self._stopping:
+                with contextlib.suppress(zmq.Again):
+                    self._ventilator_send.send_pyobj((args, kwargs), flags=zmq.NOBLOCK)
+                    return
+                time.sleep(_RETRY_SECONDS)
+        except BaseException:
+            # An item that no worker gets must not be waited for.
+            self._ventilated_items -= 1
+            raise
+
+    def stop(self) -> None:
+        self._stopping = True
+        super().stop()
+
+
+class _WatchfulPoller:
+    """Polls, and checks the processes now and then, and when nothing comes."""
+
+    def __init__(self, poller: Any, processes: Sequence[Popen[bytes]]) -> None:
+        self._poller = poller
+        self._processes = processes
+        self._next_look = 0.0
+
+    def poll(self, timeout: float) -> Any:
+        ready = self._poller.poll(timeout)
+        if ready and time.monotonic() < self._next_look:
+            return ready
+        self._next_look = time.monotonic() + _LOOK_SECONDS
+        # Workers go on until they are told to stop, and by then nobody polls any more.
+        dead = [process for process in self._processes if process.poll() is not None]
+        if not dead:
+            return ready
+        # A worker that was not killed sent an exception first. It arrives in the end, since the
+        # others fall silent: they are given nothing more while a range is missing.
+        killed = any(process.returncode < 0 for process in dead)
+        ready = [] if killed else ready or self._poller.poll(_LAST_WORDS_MS)
+        if ready:
+            return ready
+        ended = ", ".join(f"{process.pid} ({_end(process.returncode)})" for process in dead)
+        raise ReaderError(
+            f"reader_pool_type: expected {len(self._processes)} worker processes to read, but "
+            f"process {ended} ended. If memory was short, set fewer train_reader_num_workers, or "
+            "reader_pool_type='thread', which needs less."
+        )
+
+
+def _end(code: int) -> str:
+    if code >= 0:
+        return f"exit status {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+with warnings.catch_warnings():
+    # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
+    warnings.simplefilter("ignore", FutureWarning)
+    from petastorm.arrow_reader_worker import ArrowReaderWorker
+    from petastorm.cache import NullCache
+    from petastorm.fs_utils import FilesystemResolver
+    from petastorm.local_disk_cache import LocalDiskCache
+    from petastorm.reader import Reader
+    from petastorm.workers_pool import EmptyResultError
+    from petastorm.workers_pool.thread_pool import WorkerTerminationRequested
+    from petastorm.workers_pool.ventilator import Ventilator
+
+
+_FILE, _PART, _NEXT = (b"hvd_estimators.%s" % name for name in (b"file", b"part", b"next"))
+
+
+class PetastormDataModule(PlannedDataModule):
+    """Reads with Petastorm: a worker pool fetches row groups ahead of the training loop.
+
+    Petastorm shards by whole row groups and in an order of its own. This reader keeps its
+    `Reader` and worker pools, and hands the workers the planned row ranges instead, so that each
+    row is read once and the order depends on the seed alone.
+
+    Parameters
+    ----------
+    cache_type : {"null", "local-disk"}
+        "local-disk" keeps what was read in a folder on this machine, for the passes that follow;
+        it is deleted at the end.
+    cache_location : str, optional
+        Where that folder is made. Default: among the system's temporary files.
+    cache_size_limit : int
+        Bytes that it may hold, about; what was stored first gives way.
+    **kwargs
+        See `PlannedDataModule`.
+    """
+
+    short_name = "petastorm"
+
+    def __init__(
+        self,
+        *,
+        cache_type: str = "null",
+        cache_location: str | None = None,
+        cache_size_limit: int = 10 * 2**30,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self._cached_parts: LocalDiskCache | None = None
+        if cache_type == "local-disk":
+            folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
+            # Parts have all sizes, so there is no row size to check the limit against.
+            self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop everything that is still reading, and delete the cache."""
+        super().__exit__(exc_type, exc, traceback)
+        if self._cached_parts is not None:
+            self._cached_parts.cleanup()
+
+    def read(
+        self, passes: Iterator[Sequence[Bundle]], workers: int
+    ) -> Generator[Columns, None, None]:
+        """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
+        first = next(passes)
+        if not first:
+            return
+        # Row groups that are read in turns are read by one worker, which has threads of its own.
+        together = any(len(bundle) > 1 for bundle in first)
+        work: Iterator[Sequence[Bundle]] = _chain(first, passes)
+        if not together:
+            work = ((bundle,) for bundles in work for bundle in bundles)
+        threads = workers if together and self.reader_pool_type != "dummy" else 0
+        with RangeFiles(self.store, self.columns, self.footers) as files:
+            reader = self._open_reader(self._items(work, files, threads), workers, together)
+            try:
+                for table in _in_sequence(reader, reader.ventilator.make_room):
+                    file = table.schema.metadata[_FILE].decode()
+                    yield table_to_columns(table, self.columns, file)
+            finally:
+                reader.stop()
+                reader.join()
+
+    def _items(
+        self, work: Iterator[Sequence[Bundle]], files: RangeFiles, threads: int
+    ) -> Iterator[dict[str, Any]]:
+        """Return what workers are told; it is drawn from some items ahead."""
+        # A worker with threads looks ahead for itself, and what is on disk need not be fetched.
+        announced = self.reader_pool_type == "thread" and not threads and not self._cached_parts
+        shared = _pickled(files) if self.reader_pool_type == "process" else files
+        for sequence, bundles in enumerate(work):
+            ranges = [slices for bundle in bundles for slices in bundle]
+            if announced:
+                for slices in ranges:
+                    files.announce(slices)
+            yield {
+                "files": shared,
+                # Processes come and go. This one reads each footer once, and tells them.
+                "tails": files.tails(ranges) if self.reader_pool_type == "process" else {},
+                "bundles": bundles,
+                "threads": threads,
+                "sequence": sequence,
+            }
+
+    def _open_reader(
+        self, items: Iterator[dict[str, Any]], workers: int, one_at_a_time: bool
+    ) -> _PlannedReader:
+        with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
+            warnings.simplefilter("ignore", FutureWarning)
+            # Petastorm reads all footers when a reader is made, and knows only some filesystems and
+            # types. Our workers are told what to read, so it is shown another file.
+            shown = os.path.join(folder, "shown.parquet")
+            parquet.write_table(pa.table({"row": [0]}), shown)
+            return _PlannedReader(
+                FilesystemResolver("file:///").filesystem(),
+                [shown],
+                items=items,
+                one_at_a_time=one_at_a_time,
+                schema_fields=None,
+                reader_pool=make_pool(self.reader_pool_type, workers),
+                worker_class=_RangeWorker,
+                is_batched_reader=True,
+                cache=self._cached_parts,
+            )
+
+
+def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterator[Sequence[Bundle]]:
+    yield first
+    yield from rest
+
+
+def _in_sequence(
+    tables: Iterable[pa.Table], make_room: Callable[[], None]
+) -> Generator[pa.Table, None, None]:
+    """Yield tables in the order in which they were requested; process pools answer in any order.
+
+    `make_room` is called when the last table of an item is at hand, so that what waits here for
+    the tables of a slow worker, or of one that has died, is bounded.
+    """
+    early: dict[tuple[int, int], pa.Table] = {}
+    wanted = (0, 0)
+    for table in tables:
+        early[_numbers(table, _PART)] = table
+        while (table := early.pop(wanted, None)) is not None:
+            following = _numbers(table, _NEXT)
+            if following[0] > wanted[0]:
+                make_room()
+            yield table
+            wanted = following
+
+
+def _pickled(files: RangeFiles) -> bytes:
+    """Serialize the open files' store and columns, once for all ranges.
+
+    Petastorm itself uses plain pickle, which takes neither lambdas nor classes of a script.
+
+    Raises
+    ------
+    ReaderError
+        If the store cannot be serialized.
+    """
+    try:
+        return cloudpickle.dumps(files)
+    except Exception as error:
+        raise ReaderError(
+            "reader_pool_type: 'process' sends the store to worker processes with cloudpickle, "
+            f"which fails: {type(error).__name__}: {error}. Set reader_pool_type='thread', or "
+            "let the store open what cannot be pickled when it is needed."
+        ) from error
+
+
+def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
+    sequence, part = table.schema.metadata[key].split()
+    return int(sequence), int(part)
+
+
+class _PlannedReader(Reader):
+    """Petastorm's reader with the plan's row ranges instead of its own sharding."""
+
+    def __init__(
+        self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any
+    ) -> None:
+        self._items = items
+        self._one_at_a_time = one_at_a_time
+        super().__init__(*args, **kwargs)
+
+    def _filter_row_groups(
+        self, dataset: Any, row_groups: Sequence[Any], *args: Any
+    ) -> tuple[list[int], None]:
+        return list(range(len(row_groups))), None
+
+    def _create_ventilator(self, *args: Any) -> _RangeVentilator:
+        in_flight = 1 if self._one_at_a_time else self._workers_pool.workers_count + 2
+        self.ventilator = _RangeVentilator(self._workers_pool.ventilate, self._items, in_flight)
+        return self.ventilator
+
+
+class _RangeVentilator(Ventilator):
+    """Hands row ranges to the workers, a bounded number of them ahead of the consumer."""
+
+    def __init__(
+        self,
+        ventilate: Any,
+        items: Iterator[dict[str, Any]],
+        in_flight: int,
+    ) -> None:
+        super().__init__(ventilate)
+        self._items = items
+        self._room = threading.Semaphore(in_flight)
+        self._stopping = False
+        self._ventilated = 0
+        self._processed = 0
+        self._all_ventilated = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(
+            target=self._run, name="hvd_estimators row ranges", daemon=True
+        )
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def processed_item(self) -> None:
+        self._processed += 1
+
+    def make_room(self) -> None:
+        """Let one more range be read."""
+        self._room.release()
+
+    def completed(self) -> bool:
+        """Return whether all ranges were read; raise what ended the thread.
+
+        Pools that are out of work ask this, and stop reading if it is so. They may have asked
+        before they got the last range, which must be processed as well.
+        """
+        if self._error is not None:
+            raise self._error
+        return self._all_ventilated and self._processed == self._ventilated
+
+    def stop(self) -> None:
+        self._stopping = True
+        self._room.release()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            self._hand_out()
+        except BaseException as error:
+            self._error = error
+
+    def _hand_out(self) -> None:
+        upcoming = next(self._items, None)
+        self._all_ventilated = upcoming is None
+        while (item := upcoming) is not None:
+            upcoming = next(self._items, None)
+            self._room.acquire()
+            if self._stopping:
+                return
+            self._ventilated += 1
+            # Before it goes out: once it is processed, nobody waits for another.
+            self._all_ventilated = upcoming is None
+            self._ventilate_fn(**item)
+
+
+class _RangeWorker(ArrowReaderWorker):
+    """Reads row ranges as Arrow tables."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._files: RangeFiles | None = None
+
+    @staticmethod
+    def new_results_queue_reader() -> _TableQueueReader:
+        return _TableQueueReader()
+
+    def process(self, **item: Any) -> None:
+        try:
+            self._process(**item)
+        except WorkerTerminationRequested:
+            raise
+        except BaseException as error:
+            # Petastorm loses the traceback, takes `queue.Empty` for a lack of work, and waits
+            # forever for a thread that raises anything but an `Exception`.
+            self.publish_func(Failure(error))
+
+    def _process(
+        self,
+        files: RangeFiles | bytes,
+        tails: Mapping[str, bytes],
+        bundles: Sequence[Bundle],
+        threads: int,
+        sequence: int,
+    ) -> None:
+        if self._files is None:
+            self._files = pickle.loads(files) if isinstance(files, bytes) else files
+        self._files.footers.add(tails)
+        upcoming = iter(bundles)
+        if threads and isinstance(self._local_cache, NullCache):
+            upcoming = self._files.ahead(upcoming)
+        tables = in_turns(upcoming, self._read, threads)
+        with contextlib.closing(tables):
+            table, path = next(tables)
+            for part, following in enumerate(itertools.chain(tables, [None])):
+                after = (sequence + 1, 0) if following is None else (sequence, part + 1)
+                metadata = {
+                    _FILE: path,
+                    _PART: f"{sequence} {part}",
+                    _NEXT: f"{after[0]} {after[1]}",
+                }
+                self.publish_func(table.replace_schema_metadata(metadata))
+                if following is not None:
+                    table, path = following
+
+    def _read(self, slices: Slices) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+        """Yield the tables of a range and its path, and whether each ends a slice."""
+        row_range = slices.row_range
+        tables = self._read_tables(slices)
+        with contextlib.closing(tables):
+            position = 0
+
+            def read_up_to(part: int) -> tuple[pa.Table, bool, bool]:
+                nonlocal position
+                skipped, position = part - position, part + 1
+                return next(itertools.islice(tables, skipped, None))
+
+            is_last = False
+            for part in itertools.count():
+                if is_last:
+                    return
+                where = (row_range.file, row_range.row_group, row_range.start, slices.rows, part)
+                fill = functools.partial(read_up_to, part)
+                table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
+                yield (table, row_range.file), ends_slice
+
+    def _read_tables(self, slices: Slices) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+        """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
+        assert self._files is not None
+        with self._files.open(slices) as file:
+            tables = range_tables(file, slices, self._files.specs)
+            table, ends_slice = next(tables)
+            for following in tables:
+                yield table, ends_slice, False
+                table, ends_slice = following
+            yield table, ends_slice, True
+
+
+class _TableQueueReader:
+    """Takes tables from the pool as they are; Petastorm would go through pandas."""
+
+    batched_output = True
+
+    def read_next(self, workers_pool: Any, schema: Any, ngram: Any) -> pa.Table:
+        try:
+            found = workers_pool.get_results()
+        except EmptyResultError:
+            raise StopIteration from None
+        if isinstance(found, Failure):
+            raise found.as_error()
+        return found

@@ -1,0 +1,264 @@
+"""Plans of reading: which shard has which rows, and how many in each step. Pure arithmetic.
+
+A shard is what one rank reads, or one of several that a rank plays one after the other where there
+are fewer ranks than the plan was made for. Every rank computes the same numbers from the same plan,
+so nothing has to be exchanged to know how many rows the other ranks see in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hvd_estimators.data.manifest import ColumnSpec, RowGroup
+from hvd_estimators.exceptions import DataError
+
+__all__ = [
+    "MOST_OPEN_GROUPS",
+    "RowRange",
+    "ShardPlan",
+    "batch_sizes",
+    "order_warning",
+    "plan_shards",
+    "played_shards",
+]
+
+_ENOUGH_GROUPS = 8
+
+
+"""The least number of places in the stored order from which a global batch is taken."""
+
+
+def order_warning(
+    row_groups: Sequence[RowGroup],
+    plan: ShardPlan,
+    specs: Sequence[ColumnSpec],
+    buffer_bytes: int,
+) -> str | None:
+    """Return a warning about files whose rows cannot be mixed in the available memory.
+
+    Rows are mixed well if a rank's rows fit into its buffer, or if enough row groups are read at a
+    time by all ranks together. Else rows that are sorted are trained on nearly in that order.
+
+    Parameters
+    ----------
+    row_groups : sequence of RowGroup
+        The training part's row groups.
+    plan : ShardPlan
+        Who reads what.
+    specs : sequence of ColumnSpec
+        The columns.
+    buffer_bytes : int
+        Size of a rank's shuffle buffer.
+
+    Returns
+    -------
+    str or None
+        The warning; None if all is well.
+    """
+    row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
+    rank_bytes = max(map(plan.rows, range(plan.num_shards))) * row_bytes
+    read_together = sum(min(plan.open_groups, len(shard)) for shard in plan.shards)
+    if rank_bytes <= 2 * buffer_bytes or read_together >= _ENOUGH_GROUPS:
+        return None
+    rows = max(group.rows for group in row_groups)
+    return (
+        f"Training rows lie in {len(row_groups)} row groups of up to {rows} rows "
+        f"({_mib(rows * row_bytes)} in memory), of which all ranks together read {read_together} "
+        f"at a time; a rank has {_mib(rank_bytes)} to read, and shuffle_buffer_size is "
+        f"{_mib(buffer_bytes)}. If the rows are sorted, they are trained on nearly in that order. "
+        "Write them again, with hvd_estimators.prepare_data or in smaller row groups (of 16 MiB, "
+        "for example: parquet.block.size in Spark, row_group_size in rows in PyArrow), or set "
+        "shuffle_buffer_size to more bytes."
+    )
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
+
+
+MOST_OPEN_GROUPS = 64
+
+
+"""The most row groups that a rank reads at a time, since each has a file open."""
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """Rows ``start`` (inclusive) to ``stop`` (exclusive) of one row group."""
+
+    file: str
+    row_group: int
+    start: int
+    stop: int
+
+    @property
+    def rows(self) -> int:
+        """Number of rows in the range."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The rows of each shard.
+
+    Attributes
+    ----------
+    shards : tuple of tuple of RowRange
+        Each is what is read of that shard in one pass over the data, in stored order. Together the
+        shards hold every row exactly once, and two of them differ by at most one row.
+    open_groups : int
+        Row groups of a shard that are read at a time where rows are shuffled, some rows of each in
+        turn.
+    """
+
+    shards: tuple[tuple[RowRange, ...], ...]
+    open_groups: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        """Number of (canonical) shards: of the ranks that the plan was made for."""
+        return len(self.shards)
+
+    def rows(self, shard: int) -> int:
+        """Return the number of rows of a shard."""
+        return sum(row_range.rows for row_range in self.shards[shard])
+
+    def steps(self, batch_size: int) -> int:
+        """Return the number of steps, the same for all shards, in which one pass is made."""
+        return -(-max(map(self.rows, range(self.num_shards))) // batch_size)
+
+    def batch_sizes(self, shard: int, batch_size: int) -> list[int]:
+        """Return the rows of each step of one shard; see `batch_sizes`."""
+        return batch_sizes(self.rows(shard), self.steps(batch_size), batch_size)
+
+    def global_batch_sizes(self, batch_size: int) -> list[int]:
+        """Return the rows of each step over all shards."""
+        return self.sizes_of(range(self.num_shards), batch_size)
+
+    def sizes_of(self, shards: Iterable[int], batch_size: int) -> list[int]:
+        """Return the rows of each step over some shards."""
+        per_shard = [self.batch_sizes(shard, batch_size) for shard in shards]
+        return [sum(sizes) for sizes in zip(*per_shard, strict=True)]
+
+
+def played_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
+    """Return the shards that a rank plays in each step, one after the other.
+
+    Parameters
+    ----------
+    num_shards : int
+        Number of shards of the plan.
+    rank, size : int
+        The rank, and the number of ranks.
+
+    Returns
+    -------
+    tuple of int
+        ``rank, rank + size, rank + 2 * size`` and so on: with as many ranks as shards the rank
+        itself. Some ranks have one more than others.
+    """
+    return tuple(range(rank, num_shards, size))
+
+
+def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
+    """Cut rows into a number of batches: full ones first, and none empty if possible.
+
+    Parameters
+    ----------
+    rows : int
+        Rows to cut, at most ``steps * batch_size``.
+    steps : int
+        Number of batches.
+    batch_size : int
+        Rows in a full batch.
+
+    Returns
+    -------
+    list of int
+        ``steps`` sizes, each from 0 to ``batch_size``, that add up to ``rows``.
+    """
+    sizes = []
+    for steps_left in range(steps, 0, -1):
+        size = min(batch_size, max(rows - (steps_left - 1), min(rows, 1)))
+        sizes.append(size)
+        rows -= size
+    return sizes
+
+
+def plan_shards(
+    row_groups: Sequence[RowGroup],
+    num_shards: int,
+    *,
+    allow_empty: bool = False,
+    seed: int | None = None,
+    open_bytes: int = 0,
+) -> ShardPlan:
+    """Cut row groups into shards.
+
+    Shards are contiguous, or, with a seed, each has one of every few neighbouring row groups, so
+    that it is a sample of all rows, however these are sorted. Row groups are cut where a shard
+    ends inside one: the two ranks that meet there both read it and each keeps its part.
+
+    Parameters
+    ----------
+    row_groups : sequence of RowGroup
+        The dataset's row groups in stored order.
+    num_shards : int
+        Number of shards, at least 1: of the ranks with which a run begins.
+    allow_empty : bool
+        Accept fewer rows than shards (validation): some shards then have none.
+    seed : int, optional
+        Deals row groups to shards by chance.
+    open_bytes : int
+        Memory for the row groups of a shard that are read at a time; see `RowGroup.open_bytes`.
+        0: they are read one after another.
+
+    Returns
+    -------
+    ShardPlan
+        Shards whose sizes differ by at most one row.
+
+    Raises
+    ------
+    DataError
+        If there are fewer rows than shards and ``allow_empty`` is not set.
+    """
+    total = sum(group.rows for group in row_groups)
+    if total < num_shards and not allow_empty:
+        raise DataError(
+            f"The dataset has {total} rows, fewer than the {num_shards} ranks that are to train "
+            f"on it: each rank needs at least one. Set num_proc to {max(total, 1)} or less."
+        )
+    bounds = [total * shard // num_shards for shard in range(num_shards + 1)]
+    shards: list[list[RowRange]] = [[] for _ in range(num_shards)]
+    current = offset = 0
+    for group in row_groups if seed is None else _dealt(row_groups, num_shards, seed):
+        start = 0
+        while start < group.rows:
+            while offset == bounds[current + 1]:
+                current += 1
+            stop = min(group.rows, start + bounds[current + 1] - offset)
+            shards[current].append(RowRange(group.file, group.index, start, stop))
+            offset += stop - start
+            start = stop
+    if seed is not None:
+        order = {(group.file, group.index): i for i, group in enumerate(row_groups)}
+        for shard in shards:
+            shard.sort(key=lambda part: order[part.file, part.row_group])
+    largest = max((group.open_bytes for group in row_groups), default=0)
+    open_groups = min(max(open_bytes // max(largest, 1), 1), MOST_OPEN_GROUPS)
+    return ShardPlan(tuple(tuple(shard) for shard in shards), open_groups)
+
+
+def _dealt(row_groups: Sequence[RowGroup], num_shards: int, seed: int) -> list[RowGroup]:
+    """Deal row groups, one to each shard at a time; return them shard by shard."""
+    rng = np.random.default_rng([seed, num_shards])
+    hands: list[list[RowGroup]] = [[] for _ in range(num_shards)]
+    for first in range(0, len(row_groups), num_shards):
+        shards = rng.permutation(num_shards)
+        for shard, group in zip(shards, row_groups[first : first + num_shards], strict=False):
+            hands[shard].append(group)
+    return [group for hand in hands for group in hand]

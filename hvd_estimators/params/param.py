@@ -1,0 +1,467 @@
+"""Declarations of Spark ML params: name, default, conversion, checks and documentation.
+
+All of them raise `ParamError` for what they do not accept. Run on the driver.
+
+A class derived from `DeclaredParams` writes ``name = declare(...)``; the Param itself, its getter
+and its setter come from that line. Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from typing import Any, ClassVar
+
+import numpy as np
+from pyspark.ml.param import Param, Params
+from typing_extensions import Self
+
+from hvd_estimators._util.to_python import plain
+from hvd_estimators.exceptions import (
+    HvdEstimatorsError,
+    ParamError,
+    WorkerFailedError,
+    did_you_mean,
+)
+
+__all__ = [
+    "Converter",
+    "DeclaredParams",
+    "boolean",
+    "declare",
+    "functions",
+    "integer",
+    "names",
+    "number",
+    "numbers",
+    "objects",
+    "one_of",
+    "places",
+    "shapes",
+    "text",
+    "type_names",
+]
+
+Converter = Callable[[str, Any], Any]
+
+
+def integer(minimum: int | None = None) -> Converter:
+    """Return a converter to an integer that is not below a minimum."""
+
+    def convert(name: str, value: Any) -> int:
+        if isinstance(value, bool) or int(value) != value:
+            raise ParamError(f"{name}: expected a whole number, found {value!r}.")
+        if minimum is not None and value < minimum:
+            raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
+        return int(value)
+
+    return _guarded(convert, "a whole number")
+
+
+def number(minimum: float | None = None) -> Converter:
+    """Return a converter to a finite float that is not below a minimum."""
+
+    def convert(name: str, value: Any) -> float:
+        if minimum is not None and value < minimum:
+            raise ParamError(f"{name}: expected {minimum} or more, found {value!r}.")
+        if not math.isfinite(float(value)):
+            raise ParamError(f"{name}: expected a finite number, found {value!r}.")
+        return float(value)
+
+    return _guarded(convert, "a number")
+
+
+def boolean(name: str, value: Any) -> bool:
+    """Accept True and False."""
+    if not isinstance(value, bool):
+        raise ParamError(f"{name}: expected True or False, found {value!r}.")
+    return value
+
+
+def text(name: str, value: Any) -> str:
+    """Accept a string."""
+    if not isinstance(value, str):
+        raise ParamError(f"{name}: expected a string, found {value!r}.")
+    return value
+
+
+def names(name: str, value: Any) -> list[str]:
+    """Accept a list of column names, or one of them."""
+    if isinstance(value, (Set, Mapping)):
+        # A set has an order of its own in each process.
+        raise ParamError(
+            f"{name}: expected a list of column names, whose order counts, found {value!r}."
+        )
+    single = isinstance(value, str) or not isinstance(value, Iterable)
+    values = [value] if single else list(value)
+    for entry in values:
+        if not isinstance(entry, str):
+            raise ParamError(f"{name}: expected names of columns, found {entry!r}.")
+    repeated = sorted({entry for entry in values if values.count(entry) > 1})
+    if repeated:
+        raise ParamError(f"{name}: found {', '.join(map(repr, repeated))} more than once.")
+    return values
+
+
+def places(name: str, value: Any) -> list[int | str]:
+    """Accept a list of positions and names, or one of them."""
+    if isinstance(value, (Set, Mapping)):
+        raise ParamError(f"{name}: expected a list, whose order counts, found {value!r}.")
+    single = isinstance(value, str) or not isinstance(value, Iterable)
+    values = [value] if single else list(value)
+    for entry in values:
+        is_position = isinstance(entry, int) and not isinstance(entry, bool) and entry >= 0
+        if not is_position and not isinstance(entry, str):
+            raise ParamError(
+                f"{name}: expected positions (0 or more) or names of outputs, found {entry!r}."
+            )
+    if not values or len(set(values)) < len(values):
+        raise ParamError(f"{name}: expected one or more different outputs, found {value!r}.")
+    return values
+
+
+def type_names(name: str, value: Any) -> list[str | None]:
+    """Accept a list of Spark's types, as DDL strings, as objects, or None; or one of them."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    found: list[str | None] = []
+    for entry in values:
+        entry = entry() if isinstance(entry, type) else entry
+        described = getattr(entry, "simpleString", None)
+        if not (entry is None or isinstance(entry, str) or callable(described)):
+            raise ParamError(
+                f"{name}: expected types as 'double' or 'array<float>', found {entry!r}."
+            )
+        found.append(described() if callable(described) else entry)
+    return found
+
+
+def numbers(name: str, value: Any) -> list[float]:
+    """Accept a list of numbers, or one of them."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    values = value if isinstance(value, (list, tuple)) else [value]
+    convert = number()
+    return [convert(name, entry) for entry in values]
+
+
+def functions(name: str, value: Any) -> list[Any]:
+    """Accept a list of callables, or one of them."""
+    values = list(value) if isinstance(value, (list, tuple)) else [value]
+    for entry in values:
+        if not callable(entry):
+            raise ParamError(f"{name}: expected callables, found {entry!r}.")
+    return values
+
+
+def objects(name: str, value: Any) -> list[Any]:
+    """Accept a list of objects, or anything else that holds several in an order."""
+    if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
+        raise ParamError(f"{name}: expected a list, found {value!r}. Set [...], also for one.")
+    return list(value)
+
+
+def one_of(*choices: str) -> Converter:
+    """Return a converter that accepts some strings only."""
+
+    def convert(name: str, value: Any) -> str:
+        if value not in choices:
+            raise ParamError(
+                f"{name}: expected one of {', '.join(map(repr, choices))}, found {value!r}."
+            )
+        return str(value)
+
+    return convert
+
+
+def shapes(name: str, value: Any) -> list[list[int]]:
+    """Accept a list of shapes, of a row each, or of a batch with -1 for its rows first.
+
+    Returns them with the -1: ``[2]`` and ``[-1, 2]`` are the same, and so are ``[]`` (a number
+    per row) and ``[-1]``.
+    """
+    try:
+        if isinstance(value, (Set, Mapping)):
+            raise TypeError("no order")
+        given = [[operator.index(size) for size in shape] for shape in value]
+    except TypeError:
+        given = [[0]]
+    converted = [shape if shape[:1] == [-1] else [-1, *shape] for shape in given]
+    for _, *row in converted:
+        if any(size < 1 and size != -1 for size in row) or row.count(-1) > 1:
+            raise ParamError(
+                f"{name}: expected a list of shapes, of one row each, such as [[8]], or with -1 "
+                f"for the rows of a batch first, such as [[-1, 8]], found {value!r}."
+            )
+    return converted
+
+
+def _guarded(convert: Converter, expected: str) -> Converter:
+    def guarded(name: str, value: Any) -> Any:
+        try:
+            return convert(name, value)
+        except (TypeError, ValueError, OverflowError) as error:
+            if isinstance(error, ParamError):
+                raise
+            raise ParamError(f"{name}: expected {expected}, found {value!r}.") from None
+
+    return guarded
+
+
+class declare:
+    """One param: the only place where anything about it is written.
+
+    Parameters
+    ----------
+    doc : str
+        What it means, for ``explainParams()`` and the class's docstring.
+    default : object
+        Its value where none is set; an explicit None also means this.
+    convert : callable, optional
+        ``convert(name, value)`` returns the value as it is kept, or raises `ParamError`.
+    accessor : str, optional
+        What follows ``get`` and ``set``. Default: the name in camel case.
+    aliases : iterable of str
+        Further accessors, which other packages are known to call.
+    saved : bool
+        Whether its value is saved with the object.
+    stands_for : str, optional
+        The param of which this is another name: what is set in one is found in both.
+    """
+
+    def __init__(
+        self,
+        doc: str,
+        default: Any = None,
+        convert: Converter | None = None,
+        accessor: str | None = None,
+        aliases: Iterable[str] = (),
+        saved: bool = True,
+        stands_for: str | None = None,
+    ) -> None:
+        self.doc = doc
+        self.default = default
+        self.convert = convert
+        self.accessor = accessor
+        self.aliases = tuple(aliases)
+        self.saved = saved
+        self.stands_for = stands_for
+
+
+_CLASS_LEVEL = Params._dummy().uid
+
+
+"""Parent of a Param that is taken from the class: ``TorchEstimator.epochs``."""
+
+
+class DeclaredParams(Params):
+    """Base of everything that declares its params with `declare`."""
+
+    _declarations: ClassVar[dict[str, declare]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        found = {name: value for name, value in vars(cls).items() if isinstance(value, declare)}
+        inherited = [getattr(base, "_declarations", {}) for base in reversed(cls.__mro__[1:])]
+        cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
+        for name, declaration in found.items():
+            _install(cls, name, declaration)
+        _prefer_others(cls)
+        if "__init__" in vars(cls) or found or vars(cls).get("__doc__"):
+            _describe(cls)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(**{name: plain(d.default) for name, d in self._declarations.items()})
+
+    def setParams(self, **kwargs: Any) -> Self:
+        """Set several params by name.
+
+        Raises
+        ------
+        ParamError
+            If there is no param of that name, or a value is not usable.
+        """
+        return self._set(**kwargs)
+
+    def set(self, param: Param[Any], value: Any) -> None:
+        """Set a param of this object, as `setParams` does; readers and users of Spark ML call it.
+
+        Raises
+        ------
+        ParamError
+            If the value is not usable, or the param is another object's.
+        """
+        if param.parent != self.uid or not self.hasParam(param.name):
+            raise ParamError(f"{param.name}: {param} does not belong to {self}. Set its own.")
+        self._set(**{param.name: value})
+
+    def _set(self, **kwargs: Any) -> Self:
+        for name, value in kwargs.items():
+            if not self.hasParam(name):
+                hint = did_you_mean(name, self._declarations)
+                raise ParamError(f"{type(self).__name__} has no parameter {name!r}.{hint}")
+            if value is None:
+                self.clear(self.getParam(name))
+                continue
+            param = self.getParam(name)
+            value = plain(value)
+            if name in self._declarations:
+                value = self._converted(name, value)
+            else:
+                # A Param that a subclass has made as Spark's own classes do.
+                try:
+                    value = param.typeConverter(value)
+                except TypeError as error:
+                    raise ParamError(f"{name}: {error}") from error
+            self._paramMap[param] = value
+        return self
+
+    def getOrDefault(self, param: Any) -> Any:
+        """Return a param's value, by whichever of its names it was set, or its default.
+
+        Lists and dicts are copies: what is done to one of them changes no param.
+        """
+        return plain(self._value_or_default(param))
+
+    def _value_or_default(self, param: Any) -> Any:
+        name = param if isinstance(param, str) else param.name
+        if name in self._declarations and not self.isSet(name):
+            for other, target in self._other_names():
+                if name == target and self.isSet(other):
+                    return self._converted(target, super().getOrDefault(other))
+                if name == other and self.isSet(target):
+                    value = super().getOrDefault(target)
+                    if not isinstance(value, list):
+                        return value
+                    return value[0] if len(value) == 1 else None
+        return super().getOrDefault(param)
+
+    def _check_other_names(self) -> None:
+        """Make sure that params that stand for each other say the same.
+
+        Raises
+        ------
+        ParamError
+            If they do not.
+        """
+        for other, target in self._other_names():
+            if not (self.isSet(other) and self.isSet(target)):
+                continue
+            given, meant = super().getOrDefault(other), super().getOrDefault(target)
+            if self._converted(target, given) != meant:
+                raise ParamError(
+                    f"{other}={given!r} and {target}={meant!r} are two names of one parameter. "
+                    "Set one of them."
+                )
+
+    @contextlib.contextmanager
+    def _naming_as_set(self) -> Iterator[None]:
+        """Let errors name params as the caller set them: featuresCol, not feature_cols.
+
+        The only place that knows. What is advised for several columns stays, since a name for a
+        single one does not take them.
+        """
+        try:
+            yield
+        except WorkerFailedError:
+            raise  # its message is the ranks' output
+        except HvdEstimatorsError as error:
+            if error.args and isinstance(error.args[0], str):
+                error.args = (self._as_set(error.args[0]), *error.args[1:])
+            raise
+
+    def _as_set(self, message: str) -> str:
+        for other, target in self._other_names():
+            if self.isSet(other) and not self.isSet(target):
+                message = re.sub(rf"(?<![\w.]){target}\b(?!=)", other, message)
+        return message
+
+    def _other_names(self) -> list[tuple[str, str]]:
+        return [(n, d.stands_for) for n, d in self._declarations.items() if d.stands_for]
+
+    def _converted(self, name: str, value: Any) -> Any:
+        convert = self._declarations[name].convert
+        return value if convert is None else convert(name, value)
+
+    def copy(self, extra: Any = None) -> Self:
+        """Return a copy with some values replaced.
+
+        Parameters
+        ----------
+        extra : dict, optional
+            Param (or its name) to value. Params of other objects are left out, as Spark does: a
+            pipeline hands one dict to all its stages, and a fitted model gets its estimator's.
+            Where a param has two names, the one in ``extra`` replaces what is set by the other.
+        """
+        values = {
+            key if isinstance(key, str) else key.name: value
+            for key, value in (extra or {}).items()
+            if isinstance(key, str) or key.parent in (self.uid, _CLASS_LEVEL)
+        }
+        copied = super().copy()
+        for pair in self._other_names():
+            # Code that knows Spark's names, such as OneVsRest, overrides what is set by ours.
+            for name, other in (pair, pair[::-1]):
+                if values.get(name) is not None and other not in values:
+                    copied.clear(copied.getParam(other))
+        return copied._set(**values)
+
+
+def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None:
+    setattr(cls, name, Param(Params._dummy(), name, declaration.doc))
+    accessor = declaration.accessor or "".join(part.capitalize() for part in name.split("_"))
+
+    def getter(self: DeclaredParams) -> Any:
+        return self.getOrDefault(self.getParam(name))
+
+    def setter(self: DeclaredParams, value: Any) -> DeclaredParams:
+        return self._set(**{name: value})
+
+    getter.is_declared = setter.is_declared = True  # type: ignore[attr-defined]
+    getter.__doc__ = f"Return ``{name}``: {declaration.doc}"
+    setter.__doc__ = f"Set ``{name}``: {declaration.doc}"
+    for spelling in (accessor, *declaration.aliases):
+        for prefix, function in (("get", getter), ("set", setter)):
+            if f"{prefix}{spelling}" not in vars(cls):
+                setattr(cls, f"{prefix}{spelling}", function)
+
+
+def _prefer_others(cls: type[DeclaredParams]) -> None:
+    """Let accessors of a subclass's other bases take the place of ours of the same name.
+
+    Packages have params of their own, such as ``label_col`` beside our ``labelCol``, in classes
+    that come after ours among the bases, and know nothing of ours.
+    """
+    for base in cls.__mro__[1:]:
+        if issubclass(base, DeclaredParams) or base.__module__.partition(".")[0] == "pyspark":
+            continue
+        for name, accessor in vars(base).items():
+            if name.startswith(("get", "set")) and callable(accessor):
+                ours = inspect.getattr_static(cls, name, None)
+                if getattr(ours, "is_declared", False):
+                    setattr(cls, name, accessor)
+
+
+def _describe(cls: type[DeclaredParams]) -> None:
+    """Give the constructor a signature, and the class a Parameters section, from the table."""
+    init = inspect.signature(cls.__init__)
+    if not any(p.kind is p.VAR_KEYWORD for p in init.parameters.values()):
+        # A constructor of the user's own: not that of the base, which would be inherited.
+        own = list(init.parameters.values())[1:]
+        cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        return
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    cls.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [
+            inspect.Parameter(name, keyword, default=declaration.default)
+            for name, declaration in cls._declarations.items()
+        ]
+    )
+    lines = ["", "", "Parameters", "----------"]
+    for name, declaration in cls._declarations.items():
+        lines += [f"{name} : default {declaration.default!r}", f"    {declaration.doc}"]
+    cls.__doc__ = inspect.cleandoc(cls.__doc__ or "") + "\n".join(lines)

@@ -1,0 +1,388 @@
+"""Write a dataset in one Spark job, which also converts, checks, splits and measures the rows.
+
+By default a task has one file open, so that Spark sorts rows by the column that says where they
+go. With a file for each side that sort, and that of shuffled rows by two columns, is not needed.
+
+Runs on the driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from py4j.protocol import Py4JJavaError  # type: ignore[import-untyped]
+from pyspark.sql import Column, DataFrame, Observation, SparkSession
+from pyspark.sql import functions as F
+
+from hvd_estimators.data.discovery import complete_shapes, read_split
+from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest
+from hvd_estimators.exceptions import DataError, StoreError
+from hvd_estimators.prepare.catalog import manifest_path, split_path
+from hvd_estimators.prepare.connectors import spark_url
+from hvd_estimators.prepare.schema import StoredColumn, quoted, unused_name
+from hvd_estimators.store import Store
+from hvd_estimators.store.registry import scheme_of
+
+__all__ = ["ROW_GROUP_BYTES", "Shuffle", "Validation", "several_open_files", "write_dataset"]
+
+_OPTION = "spark.sql.maxConcurrentOutputFileWriters"
+
+
+class _Setting:
+    """What the option was before the first of several threads set it, and how many use it."""
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.before: str | None = None
+
+
+_lock = threading.Lock()
+
+
+_settings: dict[int, _Setting] = {}
+
+
+@contextlib.contextmanager
+def several_open_files(session: SparkSession, files: int) -> Iterator[None]:
+    """Let a task write several files at a time until the block ends.
+
+    It is an option of the session, which other threads share: the last of them that needs it puts
+    it back. A larger number of the user's stays.
+
+    Parameters
+    ----------
+    session : SparkSession
+        That of the DataFrame which is written.
+    files : int
+        How many.
+    """
+    conf: Any = session.conf
+    with _lock:
+        setting = _settings.setdefault(id(session), _Setting())
+        setting.users += 1
+        if setting.users == 1:
+            setting.before = conf.get(_OPTION, None)
+        if int(conf.get(_OPTION, None) or 0) < files:
+            conf.set(_OPTION, str(files))
+    try:
+        yield
+    finally:
+        with _lock:
+            setting.users -= 1
+            if not setting.users:
+                del _settings[id(session)]
+                if setting.before is None:
+                    conf.unset(_OPTION)
+                else:
+                    conf.set(_OPTION, setting.before)
+
+
+ROW_GROUP_BYTES = 16 * 2**20
+
+
+"""Target size of a row group: the unit that readers fetch and shuffle."""
+
+
+_HASHED = 128
+
+
+"""How many elements of an array are hashed, at each of two places, to identify a row."""
+
+
+_SPLIT = "is_validation"
+
+
+"""Column that says on which side of a split a row is; Spark names folders by it."""
+
+
+_SIDES = 3
+
+
+"""Values of that column; null is one."""
+
+
+_EMPTY = "The DataFrame is empty: there are no rows to train on."
+
+
+_COPYING = frozenset({"s3", "s3a", "s3n", "gs", "wasb", "wasbs", "oss", "cosn", "obs"})
+
+
+"""Schemes of object stores on which Hadoop renames a file by copying it."""
+
+
+_KEY_SEEDS = 2**32
+
+
+"""Keeps the seeds of keys apart from a split's, to which Spark adds the partition's number."""
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Which rows to validate on.
+
+    Attributes
+    ----------
+    condition : Column
+        True for these rows.
+    by_position : bool
+        Whether the condition depends on a row's position.
+    """
+
+    condition: Column
+    by_position: bool = False
+
+
+@dataclass(frozen=True)
+class Shuffle:
+    """How rows are put in random order.
+
+    Attributes
+    ----------
+    seed : int
+        Decides the order, together with the rows of each partition.
+    files : int
+        Files that are written (for each side of a split); there are fewer if rows are few.
+    """
+
+    seed: int
+    files: int
+
+
+def write_dataset(
+    store: Store,
+    index: str,
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    shuffle: Shuffle | None = None,
+    *,
+    in_order: bool = False,
+    check_finite: bool,
+) -> DatasetManifest:
+    """Write a DataFrame's columns, and the manifest last, which names the files.
+
+    One job of Spark's writes both sides of a split, so that a row is on one side, even if a task
+    that is run again would decide otherwise. Each side is then moved to the path that the store
+    reports for it.
+
+    Parameters
+    ----------
+    store : Store
+        Where to write.
+    index : str
+        Index of the dataset.
+    df : DataFrame
+        The rows; unless they are shuffled, one file is written for each of its partitions, and for
+        each side of the split.
+    columns : sequence of StoredColumn
+        What to write.
+    validation : Validation, optional
+        How to split.
+    shuffle : Shuffle, optional
+        Puts the rows in random order, those of each side of the split.
+    in_order : bool
+        Whether rows come in the same order each time. If they do not, and something depends on the
+        order, they are sorted first, so that the same rows give the same files, and a task that
+        runs a second time gives the same rows.
+    check_finite : bool
+        Refuse NaN and infinity.
+
+    Raises
+    ------
+    DataError
+        If there are no rows (to train on, or to validate on), nulls, ragged arrays, or numbers
+        that are not finite and not wanted.
+    StoreError
+        If this process does not see what Spark has written.
+    """
+    frame, observation = _frame(df, columns, validation, shuffle, in_order, check_finite)
+    writer = frame.write.option("parquet.block.size", str(ROW_GROUP_BYTES))
+    if shuffle is not None and scheme_of(store.spark_url(store.get_train_data_path())) in _COPYING:
+        # Tasks put their files in place, and the driver does not move each once more. What that
+        # lacks, that files of a failed job are seen, is what the manifest is for; and a task that
+        # runs again reads what was shuffled, so that it writes the same files over those.
+        writer = writer.option("mapreduce.fileoutputcommitter.algorithm.version", "2")
+    if validation is None:
+        train_path, val_path = store.get_train_data_path(index), None
+        writer.parquet(spark_url(df.sparkSession, store, train_path))
+        observed = _told(observation)
+    else:
+        path, split = split_path(store, index), _own_name(_SPLIT, columns)
+        sides = f"{path}/{split}=false", f"{path}/{split}=true"
+        with several_open_files(df.sparkSession, _SIDES):
+            writer.partitionBy(split).parquet(spark_url(df.sparkSession, store, path))
+        observed = _told(observation)
+        if observed["split_nulls"]:
+            raise DataError(
+                f"validation: its column holds {observed['split_nulls']} nulls or NaN; set "
+                "true or false, or a number, in every row."
+            )
+        if _has_rows(observed) and not any(map(store.exists, sides)):
+            raise _not_found(path)
+        for side, purpose in zip(sides, ("to train on", "to validate on"), strict=True):
+            if not store.exists(side):
+                raise DataError(
+                    f"validation: there are no rows {purpose}. Choose a fraction or a column that "
+                    "leaves rows on both sides."
+                )
+        train_path, val_path = _moved(store, index, sides)
+    specs = [_measured(column.spec, i, observed) for i, column in enumerate(columns)]
+    if validation is None and _has_rows(observed) and not store.exists(train_path):
+        raise _not_found(train_path)
+    train = read_split(store, train_path, specs)
+    if not train.rows:
+        raise DataError(_EMPTY)
+    val = read_split(store, val_path, specs) if val_path is not None else None
+    shapes = complete_shapes(store, train, specs)
+    content = str(observed["content"])
+    manifest = DatasetManifest(shapes, train, val, shuffle is not None, content)
+    store.write_text(manifest_path(store, index), manifest.to_json())
+    return manifest
+
+
+def _moved(store: Store, index: str, sides: tuple[str, str]) -> tuple[str, str]:
+    """Move both sides of a split to the paths that the store reports, and return these."""
+    targets = store.get_train_data_path(index), store.get_val_data_path(index)
+    for side, target in zip(sides, targets, strict=True):
+        store.move_folder(side, target)
+    store.delete(split_path(store, index))
+    return targets
+
+
+def _frame(
+    df: DataFrame,
+    columns: Sequence[StoredColumn],
+    validation: Validation | None,
+    shuffle: Shuffle | None,
+    in_order: bool,
+    check_finite: bool,
+) -> tuple[DataFrame, Observation]:
+    """Return what is to be written, and the observation of what is measured on the way."""
+    split, key = _own_name(_SPLIT, columns), _own_name("__key", columns)
+    given = [expression for column in columns for expression in column.expressions]
+    lengths = {
+        _own_name(f"__length_{i}", columns): column.length
+        for i, column in enumerate(columns)
+        if column.length is not None
+    }
+    given += [length.alias(name) for name, length in lengths.items()]
+    drawn: list[Column] = []
+    measures = [*_measures(columns, check_finite), _content(columns, validation is not None)]
+    if validation is not None:
+        (drawn if validation.by_position else given).append(validation.condition.alias(split))
+        measures.append(F.count_if(F.col(split).isNull()).alias("split_nulls"))
+    if shuffle is not None:
+        drawn.append(F.rand(shuffle.seed + _KEY_SEEDS).alias(key))
+    frame = df.select(*given)
+    if drawn:
+        if not in_order:
+            frame = frame.sortWithinPartitions(F.xxhash64(*map(quoted, frame.columns)))
+        frame = frame.select("*", *drawn)
+    observation = Observation()
+    frame = frame.observe(observation, *measures).drop(*lengths)
+    if shuffle is not None:
+        # The hash of a row's key decides its file, and the key its place there.
+        frame = frame.repartition(shuffle.files, key).sortWithinPartitions(key).drop(key)
+    return frame, observation
+
+
+def _own_name(wanted: str, columns: Sequence[StoredColumn]) -> str:
+    """Return a name for a column of our own that no written column has."""
+    return unused_name(wanted, [name for column in columns for name in column.spec.stored_names])
+
+
+def _measures(columns: Sequence[StoredColumn], check_finite: bool) -> list[Column]:
+    """Return the aggregates that find nulls, ragged rows and, if asked for, NaN and infinity."""
+    measures = []
+    for i, column in enumerate(columns):
+        if column.length is not None:
+            length = F.col(_own_name(f"__length_{i}", columns))
+            # The size of a null is null under ANSI rules and -1 otherwise.
+            measures += [
+                F.min(F.when(length >= 0, length)).alias(f"min_{i}"),
+                F.max(length).alias(f"max_{i}"),
+                F.count_if(length.isNull() | (length < 0)).alias(f"nulls_{i}"),
+            ]
+        not_finite = column.is_not_finite() if check_finite else None
+        if not_finite is not None:
+            measures.append(F.count_if(not_finite).alias(f"not_finite_{i}"))
+    return measures
+
+
+def _content(columns: Sequence[StoredColumn], is_split: bool) -> Column:
+    """Return the aggregate that identifies the rows, whatever their order."""
+    parts = [F.col(quoted(_own_name(_SPLIT, columns)))] if is_split else []
+    for column in columns:
+        depth = len(column.spec.shape)
+        for name in column.spec.stored_names:
+            value = F.col(quoted(name))
+            if not depth:
+                parts.append(value)
+                continue
+            # Long arrays: only the beginning and the middle, since hashing takes as long as
+            # writing.
+            middle = F.greatest(F.lit(1), F.floor(F.size(value) / 2).cast("int"))
+            length = F.lit(_HASHED if depth == 1 else 1)
+            parts += [F.slice(value, F.lit(1), length), F.slice(value, middle, length)]
+            parts.append(F.size(value))
+    # Half of the hash, so that the sum of 2**32 rows does not overflow.
+    return F.sum(F.shiftright(F.xxhash64(*parts), 32)).alias("content")
+
+
+def _told(observation: Observation) -> dict[str, Any]:
+    """Return what was measured on the way."""
+    try:
+        observed = observation.get
+    except Py4JJavaError as error:
+        # Spark 4 asserts that something was measured. Nothing was if its optimizer saw that there
+        # can be no rows, and planned an empty frame instead.
+        if error.java_exception.getClass().getName() != "java.lang.AssertionError":
+            raise
+        raise DataError(_EMPTY) from error
+    if not observed:
+        # So says Spark Connect of the same.
+        raise DataError(_EMPTY)
+    return observed
+
+
+def _has_rows(observed: dict[str, Any]) -> bool:
+    # The sum over no rows is null.
+    return observed["content"] is not None
+
+
+def _not_found(path: str) -> StoreError:
+    return StoreError(
+        f"Spark has written rows to {path!r}, and this process does not find them: they are on a "
+        "disk of another machine, with Spark Connect that of the server. Set the store's "
+        "prefix_path to a folder that this process, the server and all executors share, or to a "
+        "URL such as s3://bucket/experiments."
+    )
+
+
+def _measured(spec: ColumnSpec, i: int, observed: dict[str, int]) -> ColumnSpec:
+    """Check a column against what was observed while writing, and set an array's length."""
+    if observed.get(f"not_finite_{i}"):
+        raise DataError(
+            f"Column {spec.name!r} holds NaN or infinity (as {spec.dtype}) in "
+            f"{observed[f'not_finite_{i}']} rows; fill or drop them, or set check_finite=False."
+        )
+    if not spec.shape:
+        return spec
+    if observed[f"nulls_{i}"]:
+        raise DataError(
+            f"Column {spec.name!r} holds {observed[f'nulls_{i}']} nulls; fill or drop them "
+            "before training."
+        )
+    shortest, longest = observed[f"min_{i}"], observed[f"max_{i}"]
+    if shortest is None:
+        return spec
+    if shortest != longest:
+        raise DataError(
+            f"Column {spec.name!r} is ragged: its arrays have from {shortest} to {longest} "
+            "elements. Pad or cut them to one length."
+        )
+    return replace(spec, shape=(int(longest), *spec.shape[1:]))

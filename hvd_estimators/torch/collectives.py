@@ -1,0 +1,246 @@
+"""Collectives of torch ranks: objects, tensors, numbers and statistics."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from hvd_estimators.launch.gpus import check_gpus, describe_gpus, gpu_index, own_gpu
+from hvd_estimators.store.base import RunPaths
+from hvd_estimators.training.object_collectives import Bytes, ObjectExchange
+from hvd_estimators.training.progress import tell_driver
+from hvd_estimators.training.weight_digests import check_equal_weights
+
+__all__ = [
+    "CARRIED_AS",
+    "PendingSum",
+    "average_batch_norm",
+    "batch_norm_statistics",
+    "broadcast_tensors",
+    "check_same_weights",
+    "choose_device",
+    "exchange",
+    "gather_numbers",
+    "not_finite",
+    "sum_over_ranks",
+    "sum_tensor",
+    "weight_digests",
+]
+
+
+def gather_numbers(value: int, name: str) -> list[int]:
+    """Return an integer, or a flag, of every rank, in the order of the ranks."""
+    gathered: Sequence[int] = hvd.allgather(
+        torch.tensor([value], dtype=torch.int64), name=name
+    ).tolist()
+    return list(gathered)
+
+
+def _gather_bytes(document: Bytes, name: str) -> Bytes:
+    own = torch.from_numpy(document.copy())
+    gathered: Bytes = hvd.allgather(own, name=name).numpy()
+    return gathered
+
+
+exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
+
+
+def average_batch_norm(module: torch.nn.Module) -> None:
+    """Set the running statistics of batch normalization to their mean over the ranks."""
+    statistics = batch_norm_statistics(module)
+    if statistics and hvd.size() > 1:
+        hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
+
+
+def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Return the running statistics of a module's batch normalization."""
+    return [
+        buffer
+        for layer in module.modules()
+        if isinstance(layer, torch.nn.modules.batchnorm._NormBase)
+        for buffer in (layer.running_mean, layer.running_var)
+        if buffer is not None
+    ]
+
+
+def not_finite(
+    module: torch.nn.Module, losses: Iterable[torch.Tensor | None]
+) -> tuple[float | None, list[str]]:
+    """Return a loss that is NaN or infinite, if any, and the names of such parameters.
+
+    Reads each parameter once, and waits for a GPU once where all is well.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        Its parameters are looked at.
+    losses : iterable of torch.Tensor or None
+        Scalars.
+    """
+    given = [loss for loss in losses if loss is not None]
+    sums = [_sum(tensor.detach()) for tensor in (*given, *module.parameters())]
+    if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
+        return None, []
+    # A sum may overflow where none of the values is infinite.
+    loss = next((float(loss) for loss in given if not torch.isfinite(loss).all()), None)
+    named = module.named_parameters()
+    return loss, [name for name, value in named if not bool(torch.isfinite(value).all())]
+
+
+def _sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum that is finite only if all values are."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if tensor.is_floating_point() and tensor.element_size() < 4:
+        return tensor.sum(dtype=torch.float32).double()
+    return tensor.sum().double()
+
+
+CARRIED_AS = {
+    torch.bfloat16: torch.float32,
+    torch.bool: torch.int32,
+    torch.uint8: torch.int32,
+    torch.int8: torch.int32,
+    torch.int16: torch.int32,
+}
+
+
+"""Dtypes that Horovod does not support, or cannot add up, and what their tensors travel as."""
+
+
+def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
+    """Return this rank's GPU, or the CPU if no rank has a GPU. Called by all ranks.
+
+    Parameters
+    ----------
+    use_gpu : bool
+        Whether to use GPUs.
+    verbose : int
+        With 1 and above rank 0 tells the driver which GPUs there are.
+
+    Raises
+    ------
+    GpuError
+        If some ranks have a GPU and others have none, or if two share one and NCCL is to reduce.
+    """
+    visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
+    index = gpu_index(visible, hvd.local_rank())
+    has_gpu = gather_numbers(index is not None, "cuda")
+    check_gpus([bool(has) for has in has_gpu])
+    if index is None:
+        return torch.device("cpu")
+    torch.cuda.set_device(index)
+    gpus = exchange.gather(own_gpu(index), "hvd_estimators.gpus")
+    line = describe_gpus(gpus, torch.cuda.get_device_name(index), bool(hvd.nccl_built()))
+    if hvd.rank() == 0:
+        tell_driver(line, verbose)
+    return torch.device("cuda", index)
+
+
+def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
+    """Overwrite tensors with those of rank 0, whatever their dtypes and strides.
+
+    Called by all ranks.
+
+    Parameters
+    ----------
+    tensors : mapping
+        By name, such as a ``state_dict()``; what is no tensor is left alone.
+    """
+    if hvd.size() == 1:
+        return
+    given = {
+        name: torch.view_as_real(value.detach()) if value.is_complex() else value.detach()
+        for name, value in tensors.items()
+        if isinstance(value, torch.Tensor)
+    }
+    carried = {
+        name: t.to(CARRIED_AS.get(t.dtype, t.dtype)).contiguous() for name, t in given.items()
+    }
+    hvd.broadcast_parameters(carried, root_rank=0)
+    for name, tensor in given.items():
+        if carried[name] is not tensor:
+            tensor.copy_(carried[name])
+
+
+def sum_over_ranks(value: float, name: str = "step_weight") -> float:
+    """Add up a number of each rank, exactly in 64 bits. Called by all ranks.
+
+    Parameters
+    ----------
+    value : float
+        This rank's.
+    name : str
+        What is added up; the same on all ranks.
+    """
+    own = torch.tensor([value], dtype=torch.float64)
+    return float(hvd.allreduce(own, name=name, op=hvd.Sum))
+
+
+def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Add up a tensor of each rank, on its device. Called by all ranks.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's, of the same shape and dtype on all ranks.
+    name : str
+        What is added up; the same on all ranks.
+    """
+    # A dry run on the driver is no rank.
+    if not hvd.is_initialized() or hvd.size() == 1:
+        return tensor
+    total: torch.Tensor = hvd.allreduce(tensor, name=name, op=hvd.Sum)
+    return total
+
+
+class PendingSum:
+    """A tensor that is being added up over the ranks. Made by all ranks.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        This rank's, of the same shape and dtype on all ranks.
+    name : str
+        What is added up; the same on all ranks.
+    """
+
+    def __init__(self, tensor: torch.Tensor, name: str) -> None:
+        self._handle = (
+            None if hvd.size() == 1 else hvd.allreduce_async(tensor, name=name, op=hvd.Sum)
+        )
+        self._total: torch.Tensor = tensor
+
+    def value(self) -> torch.Tensor:
+        """Wait for the sum, and return it."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._total = hvd.synchronize(handle)
+        return self._total
+
+
+def weight_digests(module: torch.nn.Module) -> dict[str, str]:
+    """Return a digest of each parameter, by name, which is equal if all its bits are."""
+    return {name: _digest(parameter) for name, parameter in module.named_parameters()}
+
+
+def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> None:
+    """Reject weights that differ between ranks, after the first epoch. Called by all ranks.
+
+    Raises
+    ------
+    HvdEstimatorsError
+        If they do.
+    """
+    if hvd.size() > 1:
+        gathered = exchange.gather(weight_digests(module), "hvd_estimators.weights")
+        check_equal_weights(gathered, epoch, run)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]

@@ -1,0 +1,608 @@
+"""Dry runs on the driver: whether columns, model, loss and labels fit each other.
+
+Functions and classes of scripts and notebooks are copied with the globals that they use, as for the
+ranks, so that a trial changes none of the user's objects. cloudpickle alone would not copy such a
+class in the process that made it: it would overwrite the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+import io
+import logging
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+
+from hvd_estimators.data.arrays import Columns
+from hvd_estimators.exceptions import DataError, ParamError, ShapeError
+from hvd_estimators.fitting.dry_run import leave_to_ranks, log_untried, traceless
+from hvd_estimators.loading.spec import DataSpec
+from hvd_estimators.torch.learning_rate import set_optimizer_mode
+from hvd_estimators.torch.loss import Loss, StatedDenominators, StepShare
+from hvd_estimators.torch.objective import JointLoss, Objective
+from hvd_estimators.torch.pickling import Pickler
+from hvd_estimators.torch.serialization import without_compile_notes
+from hvd_estimators.torch.tensors import Batch, Selected, TensorSpec, require_tensors
+
+__all__ = [
+    "check_batches",
+    "check_fit",
+    "check_modes",
+    "check_one_row",
+    "check_own_step",
+    "copied",
+    "output_shapes",
+    "takes_one_row",
+    "torch_traceless",
+]
+
+T = TypeVar("T")
+
+
+def copied(value: T) -> T:
+    """Return a copy of objects that may refer to each other, as a whole.
+
+    Unlike `copy.deepcopy` this copies functions, modules with tensors that were computed from
+    others (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
+
+    Raises
+    ------
+    Exception
+        If an object cannot be pickled; of any kind.
+    """
+    buffer = io.BytesIO()
+    copier = _Copier(buffer)
+    copier.dump(value)
+    buffer.seek(0)
+    loaded: T = _Loader(buffer, copier.kept).load()
+    return loaded
+
+
+class _Copier(Pickler):
+    """Pickles references to copies of tensors."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.kept: list[Any] = []
+        self._positions: dict[int, int] = {}
+        self._alive: list[Any] = []
+        self._memo: dict[int, Any] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        """Return the position in ``kept`` of what is not pickled; called by pickle."""
+        if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
+            return None
+        known = self._positions.get(id(obj))
+        if known is not None:
+            return known
+        for original, replacement in self._copies(obj):
+            self._positions[id(original)] = len(self.kept)
+            self.kept.append(replacement)
+            # As long as it lives no other object has its id.
+            self._alive.append(original)
+        return self._positions[id(obj)]
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Return how an object is pickled; called by pickle."""
+        if isinstance(obj, torch.optim.Optimizer):
+            # The class's own way leaves out what subclasses hold. A scheduler wraps step().
+            held = {name: value for name, value in vars(obj).items() if name != "step"}
+            return object.__new__, (type(obj),), held
+        return super().reducer_override(obj)
+
+    def _copies(self, obj: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield an object and its copy; of a script its parameters, too."""
+        if isinstance(obj, torch.Tensor):
+            # torch copies no tensors that were computed from others.
+            is_leaf = obj.is_leaf
+            yield obj, copy.deepcopy(obj, self._memo) if is_leaf else obj.detach().clone()
+        else:
+            script = copy.deepcopy(obj)
+            yield obj, script
+            yield from zip(obj.parameters(), script.parameters(), strict=True)
+
+
+class _Loader(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, kept: list[Any]) -> None:
+        super().__init__(file)
+        self._kept = kept
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._kept[pid]
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        if found in _MAKING_CLASSES:
+            return functools.partial(_new_class, found)
+        return found
+
+
+_MAKING_CLASSES = (
+    cloudpickle.cloudpickle._make_skeleton_class,
+    cloudpickle.cloudpickle._make_skeleton_enum,
+)
+
+
+def _new_class(make: Any, *arguments: Any) -> Any:
+    """Make a class of a pickle, and not the one of this process with the same tracker id."""
+    *given, _, extra = arguments
+    return make(*given, None, extra)
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def torch_traceless() -> Iterator[None]:
+    """Be `traceless` with torch's random numbers too, and without gradients."""
+    with traceless(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        yield
+
+
+def check_modes(module: torch.nn.Module) -> None:
+    """Make sure that torch can set the mode of a module and its parts: training or evaluation.
+
+    Raises
+    ------
+    ParamError
+        If ``train`` or ``eval`` is a method of the user's that needs other arguments.
+    """
+    for name, part in module.named_modules():
+        for method, arguments in (("train", ()), ("train", (False,)), ("eval", ())):
+            if getattr(type(part), method) is getattr(torch.nn.Module, method):
+                continue
+            signature = inspect.signature(getattr(part, method))
+            try:
+                signature.bind(*arguments)
+            except TypeError:
+                raise ParamError(
+                    f"model: {type(part).__name__}.{method}{signature}"
+                    f"{f' of its part {name!r}' if name else ''} takes the place of "
+                    f"torch.nn.Module.{method}, which sets the mode of a module and is called "
+                    f"with{' mode' if method == 'train' else 'out arguments'}. Rename it."
+                ) from None
+
+
+def output_shapes(
+    module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
+) -> list[tuple[int, ...]]:
+    """Return the shape of one row of each of a module's outputs. Leaves the module as it is.
+
+    Raises
+    ------
+    ShapeError
+        If the module cannot take the inputs.
+    """
+    try:
+        module = _copy(module)
+        with torch_traceless():
+            module.eval()
+            raw = tensors.call(module, inputs)
+    except Exception as error:
+        raise ShapeError(
+            f"{_not_taken(error, tensors, inputs)} Or set output_shapes, such as [[1]] for a "
+            "model with one output of one number, where it cannot run on the driver."
+        ) from error
+    return [tuple(output.shape[1:]) for output in tensors.select(raw)]
+
+
+def _not_taken(error: Exception, tensors: TensorSpec, inputs: Sequence[torch.Tensor]) -> str:
+    given = _tensors_of(Batch(list(inputs), [], None), replace(tensors, label_cols=()))
+    return (
+        f"The model cannot take the feature columns. It was called with {given} and raised "
+        f"{type(error).__name__}: {error}. Set feature_cols in the order of the model's inputs, "
+        "input_shapes (such as [[-1, 1]]) where it expects other shapes, or column_dtypes (such "
+        "as {'features': 'float64'}) where it expects other types; input_form='dict' or 'keyword' "
+        "gives it the columns by name."
+    )
+
+
+def check_fit(
+    module: torch.nn.Module, loss: Loss | JointLoss | None, tensors: TensorSpec, columns: Columns
+) -> list[tuple[int, ...]]:
+    """Run a few rows through copies of a model and its loss.
+
+    What cannot run in this process, which is no rank and may have no GPU, is left to the ranks with
+    a warning.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model; left as it is.
+    loss : Loss, JointLoss or None
+        The loss; None if it is made on the ranks.
+    tensors : TensorSpec
+        How columns become tensors.
+    columns : Columns
+        A few rows.
+
+    Returns
+    -------
+    list of tuple of int
+        Shape of one row of each output; empty for a model that cannot run here.
+
+    Raises
+    ------
+    ShapeError
+        If the columns do not fit the shapes that are set, the model cannot take them, its
+        outputs are not as many as the labels, or the loss cannot take outputs and labels.
+    """
+    batch = _batch(tensors, columns)
+    try:
+        module = _copy(module)
+    except Exception as error:
+        log_untried(error)
+        return []
+    try:
+        with torch_traceless():
+            module.eval()
+            raw = tensors.call(module, batch.inputs)
+    except Exception as error:
+        if leave_to_ranks(error):
+            return []
+        raise ShapeError(_not_taken(error, tensors, batch.inputs)) from error
+    outputs = require_tensors(tensors.select(raw), raw)
+    labels = tensors.label_cols
+    if tensors.pairs and len(outputs) != len(labels):
+        raise ShapeError(
+            f"label_cols: the model has {len(outputs)} outputs, and there are {len(labels)} label "
+            f"columns: {', '.join(labels)}. Set one label column per output, outputs to those "
+            "that have labels, such as [0], or loss_form='joint' for one loss of all outputs."
+        )
+    if not outputs:
+        raise ShapeError(f"outputs: the model returns {type(raw).__name__} without a tensor.")
+    for place, output in enumerate(outputs):
+        if output.dim() == 0 or len(output) != batch.rows:
+            which = f"for label {labels[place]!r}" if tensors.pairs else f"at position {place}"
+            raise ShapeError(
+                f"The model's output {which} has shape {tuple(output.shape)} for {batch.rows} "
+                "rows. Its first dimension must count the rows; outputs can leave out others."
+            )
+    if isinstance(loss, JointLoss):
+        _check_joint_loss(loss, raw, batch, tensors)
+    elif loss is not None:
+        _check_loss(loss, outputs, batch, tensors)
+    return [tuple(output.shape[1:]) for output in outputs]
+
+
+def check_own_step(
+    module: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    objective: Objective,
+    columns: Columns,
+    passes_per_step: int,
+) -> list[tuple[int, ...]]:
+    """Run the user's training step on some rows, with copies of all that it refers to.
+
+    Parameters
+    ----------
+    module, optimizer
+        What is trained; left as they are.
+    objective : Objective
+        The step, and the loss that it can call.
+    columns : Columns
+        As many rows as the step is to take.
+    passes_per_step : int
+        Batches of a step of the optimizer.
+
+    Returns
+    -------
+    list of tuple of int
+        Shape of one row of each output; empty if only the ranks can tell.
+
+    Raises
+    ------
+    ShapeError
+        If the columns do not fit the shapes that are set, or the step fails.
+    """
+    batch = _batch(objective.tensors, columns)
+    device = torch.device("cpu")
+    try:
+        module = without_compile_notes(module)
+        module, optimizer, objective = copied((module, optimizer, objective))
+        with torch_traceless(), torch.enable_grad():
+            on_rank = objective.on_rank(
+                device, model=module, optimizer=optimizer, rank=0, size=1, spec=None
+            )
+    except Exception as error:
+        log_untried(error)
+        return []
+    try:
+        with torch_traceless(), torch.enable_grad():
+            set_optimizer_mode(optimizer, training=True)
+            evaluation = on_rank.run_minibatch(
+                module.train(),
+                optimizer,
+                batch,
+                share=StepShare(batch.rows, 1.0, passes_per_step),
+                passes_per_step=passes_per_step,
+                index=0,
+                denominators=StatedDenominators(),
+            )
+    except Exception as error:
+        if leave_to_ranks(error):
+            return []
+        raise ShapeError(
+            f"train_minibatch_fn failed on a batch of {_tensors_of(batch, objective.tensors)} with "
+            f"{type(error).__name__}: {error}. Set feature_cols, label_cols, input_shapes or "
+            "column_dtypes (such as {'label': 'int64'}) to what it expects."
+        ) from error
+    outputs: Sequence[Any] = evaluation.outputs
+    if all(isinstance(o, torch.Tensor) and o.dim() and len(o) == batch.rows for o in outputs):
+        return [tuple(output.shape[1:]) for output in outputs]
+    return []
+
+
+def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool | None:
+    """Return whether a batch of one row can train; None if that is not known.
+
+    Batch normalization cannot, unless a row has several values of a channel, as images have.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model; left as it is.
+    call : callable
+        Runs a copy of the module, in training mode, on one row.
+    """
+    if not _batch_norms(module):
+        return True
+    try:
+        trial = copied(without_compile_notes(module))
+        with torch_traceless():
+            call(trial.train())
+    except Exception as error:
+        return False if "Expected more than 1 value per channel" in str(error) else None
+    return True
+
+
+def _batch_norms(module: torch.nn.Module) -> list[torch.nn.Module]:
+    kind = torch.nn.modules.batchnorm._BatchNorm
+    return [layer for layer in module.modules() if isinstance(layer, kind)]
+
+
+def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
+    """Make sure that no rank trains on a batch of one row if the model cannot.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    data : DataSpec
+        What is planned; an epoch holds each row once.
+    one_row : bool or None
+        See `takes_one_row`; if that is not known, batch normalization is taken to need more.
+
+    Raises
+    ------
+    DataError
+        If it cannot.
+    """
+    sizes = _batch_sizes(data)
+    if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
+        raise DataError(
+            "Batch normalization cannot train on a batch of one row, and "
+            f"batch_size={data.batch_size} leaves one on some rank ({sum(sizes)} rows, "
+            f"{data.train_plan.num_shards} ranks). Set another batch_size."
+        )
+
+
+def _batch_sizes(data: DataSpec) -> list[int]:
+    plan = data.train_plan
+    return [
+        size
+        for shard in range(plan.num_shards)
+        for size in plan.batch_sizes(shard, data.batch_size)
+    ]
+
+
+def check_batches(
+    module: torch.nn.Module,
+    data: DataSpec,
+    own_step: bool,
+    all_rows: bool,
+    one_row: bool | None = None,
+) -> None:
+    """Reject batches that a model or a training function cannot take.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The model.
+    data : DataSpec
+        What is planned.
+    own_step : bool
+        Whether the user's function makes the steps.
+    all_rows : bool
+        Whether an epoch holds each row once, as by default.
+    one_row : bool or None
+        Whether the model can train on one row, see `takes_one_row`.
+
+    Raises
+    ------
+    DataError
+        If a batch has no rows, or one row.
+    ParamError
+        If a rank plays several shards, which this cannot be made to do.
+    """
+    plan = data.train_plan
+    if own_step:
+        data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
+    # Horovod's, which knows ranks only.
+    if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
+        data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
+    sizes = _batch_sizes(data)
+    if own_step and 0 in sizes:
+        raise DataError(
+            "train_minibatch_fn needs a row on every rank in every step, and there are "
+            f"{sum(sizes)} rows for {plan.num_shards} ranks. Set num_proc or batch_size so that "
+            "the rows can be shared out."
+        )
+    if all_rows:
+        check_one_row(module, data, one_row)
+
+
+def _batch(tensors: TensorSpec, columns: Columns) -> Batch:
+    try:
+        return tensors.batch(columns)
+    except RuntimeError as error:
+        raise ShapeError(
+            f"input_shapes, label_shapes: the columns {_describe(columns)} cannot be reshaped to "
+            f"input_shapes={tensors.input_shapes}, label_shapes={tensors.label_shapes} ({error})."
+        ) from error
+
+
+def _check_joint_loss(loss: JointLoss, raw: Any, batch: Batch, tensors: TensorSpec) -> None:
+    try:
+        with torch_traceless():
+            warnings.filterwarnings("error", message="Using a target size")
+            value = copied(loss)(
+                outputs=raw,
+                labels=batch.labels,
+                inputs=tensors.arguments(batch.inputs),
+                sample_weights=batch.weights,
+            )
+    except ParamError:
+        raise
+    except Exception as error:
+        if leave_to_ranks(error):
+            return
+        raise ShapeError(
+            f"The joint loss failed with {type(error).__name__}: {error}. The model returned "
+            f"{_shapes_of(raw)}, for a batch of {_tensors_of(batch, tensors)}. Set label_cols, "
+            "label_shapes or column_dtypes to what the loss expects."
+        ) from error
+    _check_number(value)
+
+
+def _check_number(value: Any) -> None:
+    if not isinstance(value, torch.Tensor) or value.dim() != 0:
+        found = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ShapeError(f"The loss must return a number, found {found}.")
+
+
+def _shapes_of(raw: Any) -> str:
+    """Return what a module returned, with shapes, as text."""
+    if isinstance(raw, torch.Tensor):
+        return f"{tuple(raw.shape)}"
+    if isinstance(raw, dict):
+        return f"{{{', '.join(f'{name!r}: {_shapes_of(value)}' for name, value in raw.items())}}}"
+    if isinstance(raw, (list, tuple)):
+        return f"({', '.join(map(_shapes_of, raw))})"
+    return type(raw).__name__
+
+
+def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec) -> None:
+    aligned, targets = tensors.align(outputs, batch.labels)
+    # Modules may keep state, functions may count in variables of their module.
+    loss = copied(loss)
+    shapes = "; ".join(
+        f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
+        for name, output, target in zip(tensors.label_cols, aligned, targets, strict=True)
+    )
+    try:
+        with torch_traceless():
+            # Labels that only broadcast to the output train on something nobody meant.
+            warnings.filterwarnings("error", message="Using a target size")
+            value = loss(aligned, targets, batch.weights)
+    except ParamError:
+        raise
+    except Exception as error:
+        if leave_to_ranks(error):
+            return
+        reshaped = [
+            f"{name} from {tuple(label.shape)}"
+            for name, label, target in zip(tensors.label_cols, batch.labels, targets, strict=True)
+            if label.shape != target.shape
+        ]
+        hint = ""
+        if reshaped:
+            hint = (
+                f" Labels were brought into the shape of their outputs: {', '.join(reshaped)}. The "
+                "loss can rely on that, and need not index the output (output[:, 0])."
+            )
+        raise ShapeError(
+            f"The loss cannot take outputs and labels ({shapes}): {type(error).__name__}: {error}. "
+            "Set label_cols and the model's outputs to the same shapes, label_shapes, or "
+            f"column_dtypes (such as {{'label': 'int64'}} for class numbers).{hint}"
+        ) from error
+    _check_number(value)
+    if batch.weights is None:
+        _check_reduction(loss, aligned, targets, tensors.label_cols)
+
+
+def _check_reduction(
+    loss: Loss,
+    outputs: Sequence[torch.Tensor],
+    labels: Sequence[torch.Tensor],
+    names: Sequence[str],
+) -> None:
+    """Compare losses that are taken for means over rows with the losses of both halves of the rows.
+
+    Raises
+    ------
+    ParamError
+        If a loss is the sum of those of the halves.
+    """
+    rows = len(labels[0])
+    half = rows // 2
+    if not half:
+        return
+    try:
+        with torch_traceless():
+            whole, *halves = [
+                loss.parts([o[rows_of] for o in outputs], [label[rows_of] for label in labels])
+                for rows_of in (slice(None), slice(half), slice(half, None))
+            ]
+    except Exception:
+        # It takes the whole batch, which is what it is given; nothing is known of its halves.
+        return
+    for name, found, first, second in zip(names, whole, *halves, strict=True):
+        if found.kind != "rows" or not torch.isfinite(found.value):
+            continue
+        mean = (first.value * half + second.value * (rows - half)) / rows
+        if torch.isclose(found.value, mean, rtol=1e-3, atol=1e-6):
+            continue
+        if torch.isclose(found.value, first.value + second.value, rtol=1e-4, atol=1e-6):
+            raise ParamError(
+                f"loss: expected a mean over rows for label {name!r}, found a sum. Return a mean, "
+                "or give a loss of torch with reduction='sum', such as functools.partial("
+                "torch.nn.functional.mse_loss, reduction='sum')."
+            )
+        logger.warning(
+            "loss: for label %r the loss of %d rows, %.6g, is not the mean of the losses of both "
+            "halves, %.6g. Several ranks then do not train as one process. Return {'loss': ..., "
+            "'denominator': ...} if it is a mean over something else than rows. If it compares "
+            "rows with each other, see 'A loss over the rows of all ranks' in the page on torch.",
+            name,
+            rows,
+            float(found.value),
+            float(mean),
+        )
+
+
+def _copy(module: torch.nn.Module) -> torch.nn.Module:
+    """Return a copy for evaluation, which is not compiled: that takes longer than a few rows."""
+    return copied(without_compile_notes(module))
+
+
+def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
+    """Return a batch's tensors by their columns, as text."""
+    names = (*tensors.feature_cols, *tensors.label_cols)
+    return ", ".join(
+        f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        for name, tensor in zip(names, (*batch.inputs, *batch.labels), strict=True)
+    )
+
+
+def _describe(columns: Columns) -> str:
+    return ", ".join(f"{name} {array.shape}" for name, array in columns.items())

@@ -1,0 +1,226 @@
+"""Per-shard state of a torch rank: random streams and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch.nn.parameter import is_lazy
+
+from hvd_estimators.torch.collectives import batch_norm_statistics
+from hvd_estimators.training.buffer_reduction import find_buffers
+from hvd_estimators.training.shard_state import HostStreams, ShardStates
+
+__all__ = ["BufferReducer", "BufferState", "TorchStreams", "reductions_of"]
+
+
+class TorchStreams(HostStreams):
+    """Python's, NumPy's and torch's global generators, that of the rank's device included.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device that the rank trains on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def capture(self) -> dict[str, Any]:
+        """Return the states, as plain values that a checkpoint keeps."""
+        state = {**super().capture(), "torch": torch.get_rng_state().numpy()}
+        if self._device.type == "cuda":
+            state["cuda"] = torch.cuda.get_rng_state(self._device).numpy()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the states that `capture` returned; a run may go on on another kind of device."""
+        super().restore(state)
+        torch.set_rng_state(torch.from_numpy(state["torch"]))
+        if self._device.type == "cuda" and "cuda" in state:
+            torch.cuda.set_rng_state(torch.from_numpy(state["cuda"]), self._device)
+
+
+class BufferState:
+    """The buffers of a module: statistics of batch normalization, counts, averages.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module that is trained.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+
+    def capture(self) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers."""
+        return {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
+
+    def restore(self, state: Any) -> None:
+        """Set the buffers, in place, to what `capture` returned."""
+        with torch.no_grad():
+            for name, buffer in self._module.named_buffers():
+                if name in state and state[name].shape == buffer.shape:
+                    buffer.copy_(state[name])
+
+
+class BufferReducer:
+    """Reduces buffers over the shards, when an epoch ends and before a validation.
+
+    Running statistics of batch normalization become their mean, other buffers stay each rank's
+    own. ``buffer_reduction`` sets another reduction for the buffers that it names. All methods are
+    called by all ranks.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The trained module.
+    shards : ShardStates
+        The shards that the rank runs.
+    reductions : mapping
+        The value of ``buffer_reduction``.
+
+    Attributes
+    ----------
+    bases : dict
+        Values of the summed buffers when they were last reduced, by name: a sum counts what each
+        shard has added since.
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, shards: ShardStates, reductions: Mapping[str, str]
+    ) -> None:
+        self._module = module
+        self._shards = shards
+        self._reductions = reductions_of(module, reductions)
+        self.bases: dict[str, torch.Tensor] = {}
+        self.start()
+
+    def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Start from the buffers as they are, or within an epoch from the bases that were saved."""
+        self.bases = {}
+        for name, buffer in self._named():
+            if self._reductions[name] == "sum" and not is_lazy(buffer):
+                saved = (bases or {}).get(name, buffer)
+                self.bases[name] = saved.detach().cpu().clone()
+
+    def reduce(self) -> None:
+        """Set the buffers of all shards to the reduced values."""
+        self._average_batch_norm()
+        if self._reductions:
+            self._reduce_named()
+            self.start()
+
+    def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, buffer in self._module.named_buffers():
+            if name in self._reductions:
+                yield name, buffer
+
+    def _average_batch_norm(self) -> None:
+        shards, named = self._shards, {id(buffer) for _, buffer in self._named()}
+        shards.enter(0)
+        statistics = [b for b in batch_norm_statistics(self._module) if id(b) not in named]
+        if not statistics:
+            return
+        if shards.passes == 1:
+            if hvd.size() > 1:
+                hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
+            return
+        sums = [torch.zeros_like(value) for value in statistics]
+
+        def add(shard: int) -> None:
+            for total, value in zip(sums, statistics, strict=True):
+                total += value / shards.num_shards
+
+        def set_mean(shard: int) -> None:
+            for value, mean in zip(statistics, sums, strict=True):
+                value.copy_(mean)
+
+        shards.for_each(add)
+        if hvd.size() > 1:
+            hvd.grouped_allreduce_(sums, name="batch_norm", op=hvd.Sum)
+        shards.for_each(set_mean)
+
+    def _reduce_named(self) -> None:
+        own: dict[str, torch.Tensor] = {}
+
+        def combine(shard: int) -> None:
+            for name, buffer in self._named():
+                value, reduction = _in_64_bits(buffer), self._reductions[name]
+                if name in self.bases:
+                    value = value - _in_64_bits(self.bases[name])
+                if reduction == "rank0" and shard:
+                    value = torch.zeros_like(value)
+                own[name] = _COMBINE[reduction](own[name], value) if name in own else value
+
+        self._shards.for_each(combine)
+        reduced = _reduced_over_ranks(own, self._reductions)
+
+        def set_reduced(shard: int) -> None:
+            for name, buffer in self._named():
+                value = reduced[name]
+                if name in self.bases:
+                    value = value + _in_64_bits(self.bases[name])
+                if self._reductions[name] == "mean":
+                    value = value / self._shards.num_shards
+                    if not buffer.is_floating_point() and not buffer.is_complex():
+                        value = value.round()
+                buffer.copy_(torch.view_as_complex(value) if buffer.is_complex() else value)
+
+        with torch.no_grad():
+            self._shards.for_each(set_reduced)
+
+
+_COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": torch.add,
+    "sum": torch.add,
+    "rank0": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def reductions_of(module: torch.nn.Module, reductions: Mapping[str, str]) -> dict[str, str]:
+    """Return buffer to reduction, as `find_buffers` does for the buffers of a module."""
+    if not reductions:
+        return {}
+    kinds = {name: _kind(buffer) for name, buffer in module.named_buffers()}
+    return find_buffers(reductions, kinds, ".")
+
+
+def _kind(buffer: torch.Tensor) -> str:
+    if buffer.is_complex():
+        return "complex"
+    if buffer.dtype == torch.bool:
+        return "bool"
+    return "float" if buffer.is_floating_point() else "int"
+
+
+def _in_64_bits(buffer: torch.Tensor) -> torch.Tensor:
+    value = buffer.detach().cpu()
+    if value.is_complex():
+        value = torch.view_as_real(value.resolve_conj())
+    return value.to(torch.float64 if value.is_floating_point() else torch.int64)
+
+
+def _reduced_over_ranks(
+    own: Mapping[str, torch.Tensor], reductions: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """Return each tensor reduced over the ranks, with one collective for each kind."""
+    if hvd.size() == 1:
+        return dict(own)
+    reduced: dict[str, torch.Tensor] = {}
+    operations = {"max": hvd.Max, "min": hvd.Min}
+    groups: dict[tuple[Any, torch.dtype], list[str]] = {}
+    for name, value in own.items():
+        operation = operations.get(reductions[name], hvd.Sum)
+        groups.setdefault((operation, value.dtype), []).append(name)
+    for (operation, dtype), names in groups.items():
+        flat = torch.cat([own[name].reshape(-1) for name in names])
+        flat = hvd.allreduce(flat, op=operation, name=f"buffers.{operation}.{dtype}")
+        parts = flat.split([own[name].numel() for name in names])
+        reduced.update((n, p.view_as(own[n])) for n, p in zip(names, parts, strict=True))
+    return reduced

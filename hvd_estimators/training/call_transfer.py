@@ -1,0 +1,295 @@
+"""What the driver and the ranks of a fit hand to each other as files in the store, of any size.
+
+Spark sends functions through the driver's disk and collects results through its JVM, which have to
+hold them several times over. Therefore the model that goes to the ranks, and the state that comes
+back, are files in the run's folder, and what Spark itself carries is small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import posixpath
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import IO, Any
+
+import cloudpickle
+from typing_extensions import Self
+
+from hvd_estimators._util.temp_files import LocalFile
+from hvd_estimators._util.unpickling import Unpickler, first_imports
+from hvd_estimators.exceptions import HvdEstimatorsError, ResultsError
+from hvd_estimators.launch.rank.directory import use_own_temporary_folder
+from hvd_estimators.store.base import Store
+from hvd_estimators.store.checkpoints import checkpoint_path, positions
+from hvd_estimators.store.hashing import CHUNK_BYTES, HashingWriter, copy_from, fetch
+from hvd_estimators.store.leases import Fence
+from hvd_estimators.training.horovod_session import gather_timeline
+from hvd_estimators.training.spec import TrainResult, TrainSpec
+
+__all__ = ["Handover", "StoredCall", "Trainer", "train_stored"]
+
+logger = logging.getLogger(__name__)
+
+_PREFIX = "handover-"
+
+Trainer = Callable[[Any], TrainResult]
+"""Trains on one rank, given a `TrainSpec`, and returns the state on rank 0."""
+
+
+@dataclass(frozen=True)
+class StoredCall:
+    """A trainer and its spec, in a file; sent to the ranks.
+
+    Attributes
+    ----------
+    store : Store
+        Holds the file.
+    path : str
+        The file.
+    digest : str
+        SHA-256 of its content, so that nothing else is ever unpickled.
+    state_path : str
+        Where rank 0 writes the state that it has trained.
+    trainer_module : str
+        The module of the trainer, for a launcher that imports it before it starts the ranks.
+    fence : Fence or None
+        Tells ranks whether they are still to write to the run.
+    """
+
+    store: Store
+    path: str
+    digest: str
+    state_path: str
+    trainer_module: str = ""
+    fence: Fence | None = None
+
+
+def train_stored(call: StoredCall) -> TrainResult:
+    """Run a stored trainer, and put the state that it returns into the store. Runs on every rank.
+
+    Returns
+    -------
+    TrainResult
+        What the trainer returned, with the digest of the state's file instead of the state.
+    """
+    use_own_temporary_folder()
+    with tempfile.TemporaryFile() as file:
+        copy_from(call.store, call.path, file, call.digest)
+        file.seek(0)
+        *_, train, spec = _Unpickler(file, call.store, posixpath.dirname(call.path)).load()
+    gather_timeline(spec.store, spec.run.logs_path)
+    if call.fence is not None:
+        spec = replace(spec, checkpoints=replace(spec.checkpoints, fence=call.fence))
+    result: TrainResult = train(spec)
+    state = result.state
+    if state is None:
+        return result
+    with call.store.open_atomic(call.state_path) as stored:
+        writer = HashingWriter(stored)
+        if isinstance(state, LocalFile):
+            with open(state.path, "rb") as local:
+                shutil.copyfileobj(local, writer, CHUNK_BYTES)
+            state.close()
+        else:
+            writer.write(state)
+    return replace(
+        result,
+        state=None,
+        state_digest=writer.digest,
+        state_is_file=isinstance(state, LocalFile),
+    )
+
+
+class Handover:
+    """The files of one fit. Runs on the driver, as a context manager that deletes them.
+
+    What a failure must not take along is a state that was trained where the run keeps no
+    checkpoint: it stays, and the error says where.
+
+    Parameters
+    ----------
+    spec : TrainSpec
+        What the trainer is told.
+    reader : str
+        What opens a trained state, for a user who has to.
+    """
+
+    def __init__(self, spec: TrainSpec, reader: str) -> None:
+        self._spec = spec
+        self._store = spec.store
+        self._reader = reader
+        self._folder = f"{spec.run.run_path}/{_PREFIX}{uuid.uuid4().hex}"
+        self._state_path = f"{self._folder}/state"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        with _logged("The files of a fit could not be deleted"):
+            if exc is None or not self._is_only_copy():
+                self._store.delete(self._folder)
+            else:
+                for name in self._store.names(self._folder):
+                    if name != posixpath.basename(self._state_path):
+                        self._store.delete(f"{self._folder}/{name}")
+
+    def delete_others(self) -> None:
+        """Delete what fits have left that were killed; for a run that has checkpoints."""
+        run_path = self._spec.run.run_path
+        with _logged("The files of earlier fits could not be deleted"):
+            for name in self._store.names(run_path):
+                folder = f"{run_path}/{name}"
+                if name.startswith(_PREFIX) and folder != self._folder:
+                    self._store.delete(folder)
+
+    def put(self, train: Trainer, spec: TrainSpec | None = None) -> StoredCall:
+        """Write the call that every rank is to make; ``spec`` takes the place of an earlier one."""
+        self._spec = spec or self._spec
+        path = f"{self._folder}/call"
+        with self._store.open_atomic(path) as file:
+            writer = HashingWriter(file)
+            _Pickler(writer, self._store, self._folder).dump((*first_imports(), train, self._spec))
+        module = getattr(train, "__module__", "")
+        return StoredCall(self._store, path, writer.digest, self._state_path, module)
+
+    def read(self, results: Sequence[TrainResult]) -> list[TrainResult]:
+        """Return the ranks' results with the state that rank 0 has written."""
+        first = results[0]
+        if not first.state_digest:
+            return list(results)
+        local, _ = fetch(self._store, self._state_path, first.state_digest)
+        if first.state_is_file:
+            return [replace(first, state=local), *results[1:]]
+        with open(local.path, "rb") as file:
+            state = file.read()
+        local.close()
+        return [replace(first, state=state), *results[1:]]
+
+    @contextlib.contextmanager
+    def naming_what_is_kept(self, *, trained: bool) -> Iterator[None]:
+        """Add to errors of the block where the trained state is kept, and how to get at it.
+
+        Parameters
+        ----------
+        trained : bool
+            Whether the ranks have ended. Errors of other packages then become a `ResultsError`;
+            before that they may be a backend's own and are left as they are.
+        """
+        try:
+            yield
+        except HvdEstimatorsError as error:
+            hint = self._hint()
+            if hint:
+                _append(error, hint)
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            hint = self._hint()
+            if hint:
+                logger.warning("%s", hint)
+            raise
+        except Exception as error:
+            if not trained:
+                hint = self._hint()
+                if hint:
+                    logger.error("%s", hint)
+                raise
+            raise ResultsError(
+                "The ranks have trained the model, and the driver could not make it of what they "
+                f"left ({type(error).__name__}: {error}). {self._hint()}".rstrip()
+            ) from error
+
+    def _is_only_copy(self) -> bool:
+        has_checkpoint = bool(positions(self._store, self._spec.run))
+        return not has_checkpoint and self._store.exists(self._state_path)
+
+    def _hint(self) -> str:
+        """Return where the run's state is kept, for a message; empty if nothing is kept."""
+        run = self._spec.run
+        with _logged("The store could not be asked what is kept"):
+            found = positions(self._store, run)
+            if found:
+                return (
+                    f"What was trained is kept as run_id={run.run_id!r} (its checkpoint is "
+                    f"{checkpoint_path(run, found[-1])!r}): fit() with that run_id and otherwise "
+                    "the same params goes on from there and repeats no epoch that was finished; "
+                    f"hvd_estimators.load_checkpoint(store, run_id={run.run_id!r}) opens it."
+                )
+            if self._store.exists(self._state_path):
+                return (
+                    f"What was trained is kept as run_id={run.run_id!r}, in {self._state_path!r}, "
+                    f"which {self._reader} opens. The store keeps no checkpoints "
+                    "(save_runs=False), so that it is the only copy; nothing deletes it but you."
+                )
+        return ""
+
+
+@contextlib.contextmanager
+def _logged(message: str) -> Iterator[None]:
+    """Log what the store raises, so that it does not hide an error that matters more."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s: %s", message, error)
+
+
+def _append(error: HvdEstimatorsError, hint: str) -> None:
+    message = f"{error}\n{hint}"
+    error.args = (message, *error.args[1:])
+    if isinstance(error, ImportError):
+        error.msg = message
+
+
+# The store's options may be secrets. They travel with the call itself, like everything that Spark
+# is given, and not in a file that others may read. Files of the spec become files of the store.
+
+
+class _Pickler(cloudpickle.Pickler):
+    def __init__(self, file: Any, store: Store, folder: str) -> None:
+        super().__init__(file)
+        self._store = store
+        self._folder = folder
+        self._names = {id(store): "store", id(store.storage_options): "storage_options"}
+        self._files: dict[int, tuple[str, str]] = {}
+
+    def persistent_id(self, obj: Any) -> str | tuple[str, str] | None:
+        if isinstance(obj, LocalFile):
+            if id(obj) not in self._files:
+                self._files[id(obj)] = self._put(obj)
+            return self._files[id(obj)]
+        return self._names.get(id(obj))
+
+    def _put(self, local: LocalFile) -> tuple[str, str]:
+        """Copy a file to the store, and return its name there and its digest."""
+        name = f"file-{len(self._files)}"
+        with (
+            open(local.path, "rb") as source,
+            self._store.open_atomic(f"{self._folder}/{name}") as target,
+        ):
+            writer = HashingWriter(target)
+            shutil.copyfileobj(source, writer, CHUNK_BYTES)
+        return name, writer.digest
+
+
+class _Unpickler(Unpickler):
+    def __init__(self, file: IO[bytes], store: Store, folder: str) -> None:
+        super().__init__(file)
+        self._store = store
+        self._folder = folder
+        self._values: dict[Any, Any] = {"store": store, "storage_options": store.storage_options}
+
+    def persistent_load(self, pid: Any) -> Any:
+        if pid not in self._values:
+            name, digest = pid
+            self._values[pid] = fetch(self._store, f"{self._folder}/{name}", digest)[0]
+        return self._values[pid]

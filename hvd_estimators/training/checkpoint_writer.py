@@ -1,0 +1,342 @@
+"""A run's checkpoints as ranks write and restore them."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+from typing_extensions import Self
+
+from hvd_estimators.exceptions import StoreError, StoreUnavailableError
+from hvd_estimators.store.base import RunPaths, Store
+from hvd_estimators.store.checkpoints import (
+    CheckpointInfo,
+    DamagedCheckpoint,
+    best_checkpoint,
+    checkpoint_path,
+    delete_checkpoint,
+    find_whole,
+    list_checkpoints,
+    open_whole,
+    write_pointer,
+)
+from hvd_estimators.store.hashing import CHUNK_BYTES
+from hvd_estimators.store.paths import Position, leftovers, pointed, pointer_of
+from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
+from hvd_estimators.training.object_collectives import ObjectExchange
+from hvd_estimators.training.run_state import RunState, naming, read_archive, write_archive
+from hvd_estimators.training.spec import CheckpointOptions
+
+__all__ = ["CheckpointWriter", "restore"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointWriter:
+    """Writes the checkpoints of a run, and deletes those that are not to be kept. On rank 0.
+
+    What is saved is written to a local file at once, unless it is a copy. The rest (digest, upload,
+    pointer, deleting old ones) is done by a thread while training goes on; the next save waits for
+    it, and so does the end of the block, also by an error. Used as a context manager.
+
+    Parameters
+    ----------
+    store : Store
+        Where they go.
+    run : RunPaths
+        The run.
+    options : CheckpointOptions
+        Which are kept.
+    """
+
+    def __init__(self, store: Store, run: RunPaths, options: CheckpointOptions) -> None:
+        self._store = store
+        self._run = run
+        self._options = options
+        self._stored: dict[Position, CheckpointInfo | None] | None = None
+        self._leftovers: list[str] = []
+        self._thread: concurrent.futures.ThreadPoolExecutor | None = None
+        self._upload: concurrent.futures.Future[None] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.finish()
+        except Exception as error:
+            if exc is None:
+                raise
+            # What ended training matters more.
+            logger.warning("%s", error)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown()
+                self._thread = None
+
+    def save(
+        self,
+        state: RunState,
+        write_model: Callable[[IO[bytes]], None],
+        first: Callable[[], None] | None = None,
+        *,
+        is_copy: bool = False,
+    ) -> None:
+        """Save a state, which may change as soon as this has returned.
+
+        Parameters
+        ----------
+        state : RunState
+            What is added to the framework's file.
+        write_model : callable
+            Writes the framework's file, a zip archive, to a file object.
+        first : callable, optional
+            Called by the thread before there is the checkpoint: uploads what belongs to it.
+        is_copy : bool
+            Whether what ``write_model`` writes is a copy that nobody changes, which the thread may
+            write. ``state`` then has to be one, too.
+
+        Raises
+        ------
+        StoreError
+            If this one cannot be written, or the one before could not be.
+        ParamError
+            If the metric by which the best is kept is not measured. The checkpoint is kept.
+        """
+        self.finish()
+        metrics = measured(state.history[-1]) if state.history and not state.rows else {}
+        path = checkpoint_path(self._run, Position(state.epoch, state.rows))
+        written = None if is_copy else self._write(path, state, write_model)
+        if self._thread is None:
+            self._thread = concurrent.futures.ThreadPoolExecutor(1, "hvd_estimators checkpoint")
+        monitor = monitored(self._options.monitor, metrics)
+        info = CheckpointInfo(
+            path,
+            0,
+            "",
+            state.epoch,
+            state.rows,
+            self._options.framework,
+            metrics,
+            monitor,
+            "min" if monitor is None else mode_of(monitor, self._options.mode),
+        )
+
+        def publish() -> None:
+            self._publish(written or self._write(path, state, write_model), info, first)
+
+        self._upload = self._thread.submit(publish)
+        if metrics:
+            check_monitor(self._options.monitor, metrics)
+
+    def finish(self) -> None:
+        """Wait until what was saved is in the store.
+
+        Raises
+        ------
+        StoreError
+            If it could not be written.
+        """
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            upload.result()
+
+    def _write(
+        self, path: str, state: RunState, write_model: Callable[[IO[bytes]], None]
+    ) -> _Written:
+        with _told(path), contextlib.ExitStack() as stack:
+            target = stack.enter_context(self._store.open_atomic(path))
+            file = target
+            if not (target.seekable() and target.readable()):
+                # As adding to an archive takes. In the end it is copied.
+                file = stack.enter_context(tempfile.TemporaryFile())
+            noting: Any = _NotingErrors(file)
+            try:
+                write_archive(noting, state, write_model)
+            except Exception as error:
+                raise (noting.error or error) from error.__cause__
+            return _Written(stack.pop_all(), file, target)
+
+    def _publish(
+        self, written: _Written, info: CheckpointInfo, first: Callable[[], None] | None
+    ) -> None:
+        opened, file, target = written
+        with _told(info.path):
+            with opened:
+                if first is not None:
+                    self._check_fence()
+                    first()
+                digest, size = hashlib.sha256(), 0
+                file.seek(0)
+                while chunk := file.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    size += len(chunk)
+                if file is not target:
+                    file.seek(0)
+                    shutil.copyfileobj(file, target, CHUNK_BYTES)
+                stored = self._look()
+                # Once more, since other ranks may write a file of this very name.
+                self._check_fence()
+                if info.position in stored:
+                    # Of an earlier part of the run that got further, and was damaged.
+                    self._store.delete(pointer_of(info.path))
+            info = replace(info, size=size, sha256=digest.hexdigest())
+            self._check_fence()
+            write_pointer(self._store, info)
+        stored[info.position] = info
+        try:
+            self._delete_others(stored, info)
+        except OSError as error:
+            logger.warning("Checkpoints that are not needed could not be deleted: %s", error)
+
+    def _check_fence(self) -> None:
+        if self._options.fence is not None:
+            self._options.fence.check(self._store)
+
+    def _look(self) -> dict[Position, CheckpointInfo | None]:
+        """Return the checkpoints that there are; None stands for one that cannot be read.
+
+        Looks into the store once, and deletes what is left there of saves that were not finished.
+        """
+        if self._stored is None:
+            store, run = self._store, self._run
+            directory = run.checkpoints_path
+            assert directory is not None
+            names = store.names(directory)
+            among = pointed(run.checkpoint_filename, names)
+            self._stored = dict.fromkeys(among)
+            self._stored.update({i.position: i for i in list_checkpoints(store, run, among)})
+            self._leftovers = leftovers(run.checkpoint_filename, names)
+        return self._stored
+
+    def _delete_others(
+        self, stored: dict[Position, CheckpointInfo | None], newest: CheckpointInfo
+    ) -> None:
+        """Delete what is not to be kept, now that another one is there.
+
+        What comes after it was found damaged, and will be trained anew.
+        """
+        infos = [
+            info
+            for position, info in sorted(stored.items())
+            if info is not None and position <= newest.position
+        ]
+        best = best_checkpoint(infos)
+        kept = {
+            info.position for info in [*infos[-self._options.keep :], *([best] if best else [])]
+        }
+        for position in stored.keys() - kept:
+            delete_checkpoint(self._store, self._run, position)
+            del stored[position]
+        while self._leftovers:
+            self._store.delete(f"{self._run.checkpoints_path}/{self._leftovers.pop()}")
+
+
+class _Written(NamedTuple):
+    """A local file that is written, and what it goes to when its context ends."""
+
+    opened: contextlib.ExitStack
+    file: IO[bytes]
+    target: IO[bytes]
+
+
+class _NotingErrors:
+    """A file that keeps what its writes raised: torch tells nothing of a disk that is full."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+@contextlib.contextmanager
+def _told(path: str) -> Iterator[None]:
+    """Make a `StoreError` of what prevents a checkpoint from being written."""
+    try:
+        yield
+    except OSError as error:
+        told = f"{error}" if isinstance(error, StoreError) else f"{type(error).__name__}: {error}"
+        lasting = not isinstance(error, StoreUnavailableError)
+        raise (StoreError if lasting else StoreUnavailableError)(
+            f"The checkpoint {path!r} could not be written ({told}). Those before it are kept: "
+            "fit() with the same run_id goes on from the newest."
+        ) from error
+
+
+def restore(
+    store: Store,
+    run: RunPaths,
+    exchange: ObjectExchange,
+    rank: int,
+    load: Callable[[IO[bytes]], None],
+) -> RunState | None:
+    """Load a run's newest checkpoint that is whole, where it has any. Called by all ranks.
+
+    Rank 0 says which that is. Every rank reads it, and looks whether it is the same.
+
+    Parameters
+    ----------
+    store : Store
+        Holds the run.
+    run : RunPaths
+        The run.
+    exchange : ObjectExchange
+        Carries what rank 0 has found to the others.
+    rank : int
+        This rank.
+    load : callable
+        Loads the framework's file from a file object.
+
+    Returns
+    -------
+    RunState or None
+        The state; None if there is no checkpoint.
+
+    Raises
+    ------
+    StoreError
+        If there are checkpoints and none is whole; if the newest that is whole is not one of this
+        version or of this model, or is not the same on all ranks.
+    """
+    with contextlib.ExitStack() as stack:
+        found = None
+        if rank == 0:
+            found = find_whole(
+                store, run, lambda info: stack.enter_context(open_whole(store, info))
+            )
+        info = exchange.broadcast(None if found is None else found[0], "checkpoint")
+        if info is None:
+            return None
+        try:
+            file = stack.enter_context(open_whole(store, info)) if found is None else found[1]
+        except DamagedCheckpoint as error:
+            raise StoreError(
+                f"{info.path!r} is not the same file on rank {rank} and on rank 0 ({error}). Set a "
+                "store of which all machines see the same, and that nobody else changes."
+            ) from error
+        with naming(info.path):
+            state = read_archive(file)
+            load(file)
+    return state

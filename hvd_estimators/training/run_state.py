@@ -1,0 +1,314 @@
+"""State of a run: how far it is, and all that training resumes from, in one file.
+
+The file is the framework's own (``torch.save``'s, ``.keras``), which is a zip archive, with members
+of ours after its own. The framework opens it as any file of its own, and what is ours is read
+without it. Ours are JSON and ``.npy``: reading them runs no code.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
+
+import numpy as np
+
+from hvd_estimators.data.arrays import Array
+from hvd_estimators.exceptions import StoreError
+from hvd_estimators.store.base import Store
+from hvd_estimators.training.spec import EpochMetrics
+
+__all__ = [
+    "RunState",
+    "check_state",
+    "decode",
+    "encode",
+    "has_state",
+    "is_encodable",
+    "naming",
+    "read_archive",
+    "read_state",
+    "reading",
+    "write_archive",
+]
+
+_REGISTERED = 2
+
+
+"""The value of ``dtype.isbuiltin`` for types that other packages have added to NumPy."""
+
+
+def encode(value: Any, arrays: list[Array]) -> Any:
+    """Return a value as JSON can hold it; `decode` gives back the same, with all bits of numbers.
+
+    Parameters
+    ----------
+    value : object
+        None, booleans, numbers, text, bytes, NumPy's arrays and scalars, and lists, tuples and
+        mappings (which come back as dicts) of these.
+    arrays : list of ndarray
+        Arrays are added here; the JSON has their positions.
+
+    Raises
+    ------
+    TypeError
+        If the value, or one that it holds, is of another type.
+    """
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) is list:
+        return [encode(entry, arrays) for entry in value]
+    if type(value) is tuple:
+        return {"tuple": [encode(entry, arrays) for entry in value]}
+    if isinstance(value, Mapping):
+        return {"dict": [[encode(k, arrays), encode(v, arrays)] for k, v in value.items()]}
+    if type(value) is bytes:
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        dtype, array = value.dtype, np.asarray(value)
+        document: dict[str, Any] = {"array": len(arrays), "scalar": isinstance(value, np.generic)}
+        if dtype.isbuiltin == _REGISTERED:
+            # A .npy file does not record types of other packages (bfloat16, for example).
+            document["dtype"] = dtype.name
+            array = array.view(f"u{dtype.itemsize}")
+        arrays.append(array)
+        return document
+    raise TypeError(f"expected plain values, found {type(value).__name__}: {value!r:.80}")
+
+
+def decode(document: Any, arrays: Sequence[Array]) -> Any:
+    """Return what `encode` was given."""
+    if isinstance(document, list):
+        return [decode(entry, arrays) for entry in document]
+    if not isinstance(document, dict):
+        return document
+    if "tuple" in document:
+        return tuple(decode(entry, arrays) for entry in document["tuple"])
+    if "dict" in document:
+        return {decode(k, arrays): decode(v, arrays) for k, v in document["dict"]}
+    if "bytes" in document:
+        return base64.b64decode(document["bytes"])
+    array = arrays[document["array"]]
+    if "dtype" in document:
+        import ml_dtypes  # the frameworks that use these types bring it
+
+        array = array.view(getattr(ml_dtypes, document["dtype"]))
+    return array[()] if document["scalar"] else array
+
+
+def is_encodable(value: Any) -> bool:
+    """Return whether `encode` takes a value."""
+    try:
+        encode(value, [])
+    except TypeError:
+        return False
+    return True
+
+
+_FORMAT = 1
+
+
+_STATE = "hvd_estimators/state.json"
+
+
+_ARRAY = "hvd_estimators/{}.npy"
+
+
+_COPIED_BYTES = 2**24
+
+
+# What zip archives, JSON, .npy files and the frameworks' own raise where they are not whole.
+_UNREADABLE = (
+    zipfile.BadZipFile,
+    zlib.error,
+    pickle.UnpicklingError,
+    EOFError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a run is resumed with, beside what the framework's own file holds.
+
+    Attributes
+    ----------
+    epoch : int
+        Epochs that are done.
+    rows : int
+        Rows, over all shards, of the epoch after these that were trained on; 0 at an epoch's end.
+    canonical_shards : int
+        Shards into which the rows were cut when the run began.
+    history : tuple of EpochMetrics
+        One record per epoch that is done.
+    random : tuple of mapping
+        The states of the random streams, by canonical shard; see `training.randomness`.
+    parts : mapping
+        What else a framework keeps: states of callbacks, for example. Plain values, see `encode`.
+    stopped : bool
+        Whether a callback has ended training after the newest epoch.
+    """
+
+    epoch: int
+    rows: int
+    canonical_shards: int
+    history: tuple[EpochMetrics, ...]
+    random: tuple[Mapping[str, Any], ...] = ()
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    stopped: bool = False
+
+
+def write_archive(
+    file: IO[bytes], state: RunState, write_model: Callable[[IO[bytes]], None]
+) -> None:
+    """Write the framework's file, and add a state to it. Runs on rank 0.
+
+    Parameters
+    ----------
+    file : file
+        Empty, and open for writing and reading.
+    state : RunState
+        What is added.
+    write_model : callable
+        Writes the framework's file, a zip archive, to a file object.
+    """
+    write_model(file)
+    _append(file, state)
+
+
+def read_archive(file: IO[bytes]) -> RunState:
+    """Return the state in a framework's file, which is at its beginning again afterwards."""
+    with zipfile.ZipFile(file) as archive:
+        document = _document(archive)
+        arrays = []
+        for name in document["members"]:
+            with archive.open(name) as member:
+                arrays.append(np.lib.format.read_array(member, allow_pickle=False))
+    file.seek(0)
+    fields = decode(document["state"], arrays)
+    history = tuple(EpochMetrics(**record) for record in fields["history"])
+    return RunState(**{**fields, "history": history})
+
+
+def check_state(store: Store, path: str) -> None:
+    """Make sure that a checkpoint can be gone on from, as far as little of it tells.
+
+    Runs on the driver; the ranks look at all of it.
+
+    Raises
+    ------
+    StoreError
+        If the file is none of this package's checkpoints, or is damaged.
+    """
+    with reading(store, path) as file, zipfile.ZipFile(file) as archive:
+        _document(archive)
+
+
+def read_state(store: Store, path: str) -> RunState:
+    """Return the state in a checkpoint, without reading the model. Runs on both sides.
+
+    Raises
+    ------
+    StoreError
+        If the file is none of this package's checkpoints, or is damaged.
+    """
+    with reading(store, path) as file:
+        return read_archive(file)
+
+
+def has_state(file: IO[bytes]) -> bool:
+    """Return whether a file is an archive with a state in it; leaves it at its beginning."""
+    found = False
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as archive:
+            found = any(name.endswith(_STATE) for name in archive.namelist())
+    file.seek(0)
+    return found
+
+
+@contextlib.contextmanager
+def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
+    """Open a checkpoint; what the block raises because it is not whole becomes a `StoreError`."""
+    with naming(path), store.open(path) as file:
+        yield file
+
+
+_REMEDY = (
+    " Set another run_id, or none, to train anew; or delete the checkpoints of this run to train "
+    "it from its beginning."
+)
+
+
+@contextlib.contextmanager
+def naming(path: str, cannot: str = "be gone on from", remedy: str = _REMEDY) -> Iterator[None]:
+    """Make a `StoreError` of what the block raises because a checkpoint is not what it should be.
+
+    Parameters
+    ----------
+    path : str
+        The checkpoint, for the message.
+    cannot : str
+        What cannot be done with it.
+    remedy : str
+        What to do.
+    """
+    try:
+        yield
+    except StoreError:
+        raise
+    except _UNREADABLE as error:
+        told = f"{type(error).__name__}: {error}".removesuffix(": ")
+        raise StoreError(
+            f"The checkpoint {path!r} cannot {cannot}: it is damaged, of another model, or was not "
+            f"written by this version of hvd_estimators ({told}).{remedy}"
+        ) from error
+
+
+def _append(file: IO[bytes], state: RunState) -> None:
+    arrays: list[Array] = []
+    fields = {**vars(state), "history": [asdict(record) for record in state.history]}
+    state_document = encode(fields, arrays)
+    document = {"format": _FORMAT, "arrays": len(arrays), "state": state_document}
+    with zipfile.ZipFile(file, "a") as archive:
+        folder = _folder(archive.namelist())
+        for number, array in enumerate(arrays):
+            info = zipfile.ZipInfo(folder + _ARRAY.format(number))
+            # It may be large: the best weights that a callback keeps.
+            with archive.open(info, "w", force_zip64=array.nbytes > _COPIED_BYTES) as member:
+                np.save(member, array, allow_pickle=False)
+        # Last, so that whatever has it has all.
+        archive.writestr(zipfile.ZipInfo(folder + _STATE), json.dumps(document))
+
+
+def _folder(names: Sequence[str]) -> str:
+    """Return the folder that all members are in: torch opens no archive that has two."""
+    folders = {name.partition("/")[0] for name in names}
+    if len(folders) == 1 and all("/" in name for name in names):
+        return folders.pop() + "/"
+    return ""
+
+
+def _document(archive: zipfile.ZipFile) -> dict[str, Any]:
+    """Return what is JSON, arrays not read yet."""
+    names = [name for name in archive.namelist() if name.endswith(_STATE)]
+    if len(names) != 1:
+        raise ValueError(f"it has no {_STATE}")
+    document: dict[str, Any] = json.loads(archive.read(names[0]))
+    if document["format"] != _FORMAT:
+        raise ValueError(f"its format is {document['format']}, expected {_FORMAT}")
+    folder = names[0].removesuffix(_STATE)
+    document["members"] = [folder + _ARRAY.format(n) for n in range(document["arrays"])]
+    if not {*document["members"]} <= {*archive.namelist()}:
+        raise ValueError("some of its arrays are missing")
+    return document
