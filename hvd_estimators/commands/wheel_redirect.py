@@ -46,7 +46,7 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") != "1":
         "    hvd_estimators.lightning instead of horovod.spark.lightning (TorchEstimator, "
         "TorchModel),\\n"
         "    hvd_estimators.store instead of horovod.spark.common.store (Store, LocalStore),\\n"
-        "    hvd_estimators.launch.spark_backend instead of horovod.spark.common.backend (SparkBackend),\\n"
+        "    hvd_estimators.launch instead of horovod.spark.common.backend (SparkBackend),\\n"
         "    hvd_estimators instead of horovod.spark.common.util (prepare_data, ...).\\n"
         "docs/migrating.rst of hvd_estimators has the whole table. The frozen package itself can "
         "be imported with HVD_ESTIMATORS_HOROVOD_SPARK=1 in the environment."

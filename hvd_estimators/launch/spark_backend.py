@@ -87,10 +87,10 @@ class SparkBackend(Backend):
         Whether a line of a rank begins with the time at which it came to the driver.
     warm_start : bool
         Whether ranks may be forks of a process on their executor that has imported the framework
-        (`hvd_estimators.launch.warm.client`), which from the second launch on saves the seconds that
-        this takes. It is there from the first launch until the executor ends, or for 10 minutes
-        without another launch, and takes the memory of the imports once. Default: True on Linux,
-        unless the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+        (`hvd_estimators.launch.warm.client`), which from the second launch on saves the seconds
+        that this takes. It is there from the first launch until the executor ends, or for 10
+        minutes without another launch, and takes the memory of the imports once. Default: True on
+        Linux, unless the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     nics : str or iterable of str, optional
         The names of the network interfaces at which ranks on several hosts may meet, as ``"eth1"``
         or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its

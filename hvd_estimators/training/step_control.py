@@ -138,8 +138,8 @@ class StopRequest:
     """Tells all ranks together when one of them is asked to end, as a context manager.
 
     In the block SIGTERM ends the process no more, but is taken as a request, for which a rank of
-    ours has some seconds (`hvd_estimators.launch.rank.graceful_stop`). To be used in the rank's main
-    thread; elsewhere a rank gets no signals, and only hears of the others.
+    ours has some seconds (`hvd_estimators.launch.rank.graceful_stop`). To be used in the rank's
+    main thread; elsewhere a rank gets no signals, and only hears of the others.
 
     Parameters
     ----------

@@ -15,7 +15,8 @@ from pyspark.ml.linalg import Vectors, VectorUDT
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators.inference import broadcast, frame
+from hvd_estimators.inference import broadcast
+from hvd_estimators.inference import frame as frames_of_udfs
 from hvd_estimators.torch import TorchModel
 
 pytestmark = pytest.mark.spark
@@ -68,7 +69,7 @@ def make_model(module: torch.nn.Module, feature: str, **params: Any) -> TorchMod
 def test_batches_of_large_rows_are_bounded_by_bytes(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: str
 ) -> None:
-    monkeypatch.setattr(frame, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 20_000)
     rows, setting = 120, "spark.sql.execution.arrow.maxRecordsPerBatch"
     before = spark.conf.get(setting)
     frame = make_frame(spark, rows)
@@ -106,7 +107,7 @@ def test_batches_of_large_rows_are_bounded_by_bytes(
 def test_rows_that_wait_for_predictions_hold_nothing_large_but_their_own(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frame, "BATCH_BYTES", 20_000)
+    monkeypatch.setattr(frames_of_udfs, "BATCH_BYTES", 20_000)
     model = make_model(Noting(tmp_path / "notes"), "x")
     predicted = model.transform(make_frame(spark, 3)).select("y__output")
     plan = predicted._jdf.queryExecution().executedPlan().toString()

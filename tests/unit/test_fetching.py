@@ -150,9 +150,9 @@ def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
     assert whole.endswith(read_tail(store, path))
     assert len(requests.take()) == 1
     monkeypatch.setattr(footers, "TAIL_BYTES", 100)
-    footers = Footers(store)
+    cache = Footers(store)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(footers.get, [path] * 50))
+        found = list(pool.map(cache.get, [path] * 50))
     length = int.from_bytes(whole[-8:-4], "little") + 8
     assert [request[1:] for request in requests.take()] == [(-100, 100), (-length, length)]
     assert {footer.metadata.num_row_groups for footer in found} == {GROUPS}

@@ -19,52 +19,40 @@ LAYERS = (
     ("estimator",),
     ("training",),
     ("prepare", "loading", "launch"),
-    ("parquet",),
+    ("data",),
     ("store",),
     ("base",),
 )
-"""Rooms from top to bottom. A room imports those below it, and none beside it."""
+"""Packages from top to bottom. A package imports those below it, and none beside it."""
 
 LAUNCH_LAYERS = (
-    ("elastic",),
     ("cluster",),
     ("task",),
-    ("events",),
+    ("service",),
     ("rank",),
-    ("rendezvous",),
-    ("network",),
+    ("warm", "rendezvous"),
 )
 """The folders of ``launch/`` from top to bottom; its files stand above or below all of them."""
 
-ROOMS = {
+PACKAGES = {
     "__init__": "base",
     "__main__": "commands",
+    "_util": "base",
     "exceptions": "base",
-    "first_imports": "base",
     "fitting": "estimator",
     "inference": "estimator",
-    "lazy": "base",
     "model": "estimator",
     "params": "estimator",
-    "owners": "base",
-    "plain": "base",
-    "temporary": "base",
-    "remedies": "base",
-    "triton_import": "base",
     "saving": "estimator",
-    "sessions": "base",
-    "unpickling": "base",
 }
-"""What is not a room of its own: files of the package's root, and the rooms around the recipe."""
+"""Layers of modules at the package's root, and of the packages around the recipe of a fit."""
 
 SPARK = ("pyspark", "py4j")
 SPARK_FILES = (
     "cluster",
-    "elastic.relaunching",
-    "elastic.run",
-    "horovod_runner",
-    "runner",
-    "spark",
+    "relaunch",
+    "api",
+    "spark_backend",
     "task",
 )
 """What Spark's driver and Spark's Python workers run of ``launch/``; ranks run the rest."""
@@ -82,7 +70,7 @@ FRAMEWORKS = {
     "horovod.tensorflow": ("keras", "compat"),
     "horovod.keras": ("keras",),
 }
-"""Each framework and the rooms that may import it, or our room of that name."""
+"""Each framework and the packages that may import it, or our package of that name."""
 
 
 @dataclass(frozen=True)
@@ -161,23 +149,23 @@ def is_of_spark(module: str) -> bool:
     return any(f"{module}.".startswith(f"launch.{name}.") for name in SPARK_FILES)
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     first, _, rest = module.partition(".")
-    if first in ROOMS:
-        return ROOMS[first]
+    if first in PACKAGES:
+        return PACKAGES[first]
     return first if rest or any(first in layer for layer in LAYERS) else "estimator"
 
 
 def upward(imports: Mapping[str, Sequence[Import]]) -> list[str]:
-    """Return the imports of a room that is not below the importing one."""
+    """Return the imports of a package that is not below the importing one."""
     heights = {name: -i for i, layer in enumerate(LAYERS) for name in layer}
     return [
-        f"{found} ({room(module)} is not above {room(found.name)})"
+        f"{found} ({package(module)} is not above {package(found.name)})"
         for module, names in imports.items()
         for found in names
         if found.name in imports
-        and room(found.name) != room(module)
-        and heights[room(found.name)] >= heights[room(module)]
+        and package(found.name) != package(module)
+        and heights[package(found.name)] >= heights[package(module)]
     ]
 
 
@@ -214,15 +202,15 @@ def brought(imports: Mapping[str, Sequence[Import]], module: str) -> list[Import
 
 
 IMPORTS = read_imports(Path(hvd_estimators.__file__).parent)
-RANK_ROOMS = ("launch", "loading", "parquet", "training")
+RANK_PACKAGES = ("launch", "loading", "data", "training")
 RANK_MODULES = [
     module
     for module in IMPORTS
-    if module.endswith(".trainer") or (room(module) in RANK_ROOMS and not is_of_spark(module))
+    if module.endswith(".trainer") or (package(module) in RANK_PACKAGES and not is_of_spark(module))
 ]
 
 
-def test_no_room_imports_one_above_or_beside_it() -> None:
+def test_no_package_imports_one_above_or_beside_it() -> None:
     assert upward(IMPORTS) == []
 
 
@@ -263,13 +251,13 @@ def test_python_workers_predict_without_spark_ml(module: str) -> None:
     assert [str(i) for i in brought(IMPORTS, module) if i.is_of("pyspark.ml")] == []
 
 
-def test_a_framework_is_imported_in_its_own_room() -> None:
+def test_a_framework_is_imported_in_its_own_package() -> None:
     found = [
         str(entry)
         for module, entries in IMPORTS.items()
         for entry in entries
         for framework, homes in FRAMEWORKS.items()
-        if entry.is_of(framework) and not entry.for_types and room(module) not in homes
+        if entry.is_of(framework) and not entry.for_types and package(module) not in homes
     ]
     assert found == []
 

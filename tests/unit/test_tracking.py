@@ -13,7 +13,7 @@ import mlflow
 import pytest
 import torch
 
-from hvd_estimators.fitting import mlflow
+from hvd_estimators.fitting import mlflow as tracking
 from hvd_estimators.fitting.mlflow import Tracking, active_run
 from hvd_estimators.torch import TorchEstimator
 
@@ -165,7 +165,7 @@ def test_a_server_that_does_not_answer_is_not_waited_for(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     answer = threading.Event()
-    monkeypatch.setattr(mlflow, "_SECONDS_AT_END", 0.01)
+    monkeypatch.setattr(tracking, "_SECONDS_AT_END", 0.01)
     monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: answer.wait(30))
     with caplog.at_level(logging.WARNING), mlflow.start_run():
         tracked = Tracking(active_run(), "mine", {"a": 1}, own_run=False)

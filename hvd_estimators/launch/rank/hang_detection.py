@@ -20,8 +20,8 @@ A fit that launches its ranks again where one is lost has such a limit without t
 `PATIENCE_VARIABLE`: as long as no first batch, validation or checkpoint takes, since a hang that is
 never noticed would cost the whole run, and one that is noticed late costs that time.
 
-Where all ranks hang, none holds up another. Of a fit, `hvd_estimators.launch.rank.hang_detection` sees
-that none takes a batch. That is less sure a sign, as of a callback that evaluates for hours on all
+Where all ranks hang, none holds up another. Of a fit, signs of progress show that none takes a
+batch. That is less sure a sign, as of a callback that evaluates for hours on all
 ranks. So the fit's own limit for it is some times as long, and `HANG_VARIABLE` sets another.
 """
 

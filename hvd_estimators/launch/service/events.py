@@ -1,7 +1,7 @@
 """Events from ranks to the driver: progress, epochs, messages and output.
 
-They travel as messages of `hvd_estimators.launch.rendezvous.channel`: both ends prove that they know a
-secret, which ranks get in their environment, so that nobody else's events are taken.
+They travel as messages of `hvd_estimators.launch.rendezvous.channel`: both ends prove that they
+know a secret, which ranks get in their environment, so that nobody else's events are taken.
 """
 
 from __future__ import annotations

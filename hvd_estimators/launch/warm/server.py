@@ -1,9 +1,10 @@
 """A warm process: imports modules, and forks ranks for those who ask. Linux only.
 
-It is started by `hvd_estimators.launch.warm.client`, and has one thread of its own. A fork keeps only
-the thread that forks, so that what modules have started when they were imported must be able to do
-without theirs: OpenBLAS ends its threads before a fork and starts them again when it needs them,
-jemalloc (of PyArrow) has a handler as well. Any other thread means that no rank is forked.
+It is started by `hvd_estimators.launch.warm.client`, and has one thread of its own. A fork keeps
+only the thread that forks, so that what modules have started when they were imported must be
+able to do without theirs: OpenBLAS ends its threads before a fork and starts them again when it
+needs them, jemalloc (of PyArrow) has a handler as well. Any other thread means that no rank is
+forked.
 
 Imports neither PySpark nor a framework by itself.
 """
@@ -70,8 +71,8 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     Parameters
     ----------
     asked : mapping
-        What `hvd_estimators.launch.warm.client.WarmStart` wants: descriptors of the socket to listen
-        on, of its folder, and of the processes to end with; names; seconds.
+        What `hvd_estimators.launch.warm.client.WarmStart` wants: descriptors of the socket to
+        listen on, of its folder, and of the processes to end with; names; seconds.
     """
     if os.fork():
         os._exit(0)

@@ -19,7 +19,7 @@ def default_num_proc() -> int:
 
 
 class SparkBackend(spark_backend.SparkBackend):
-    """`hvd_estimators.launch.spark_backend.SparkBackend` with the attributes that subclasses rely on.
+    """`hvd_estimators.launch.SparkBackend` with the attributes that subclasses rely on.
 
     ``_num_proc`` is the number of ranks, ``_env`` what was given as ``env``, and ``_kwargs`` a dict
     of the further arguments.
