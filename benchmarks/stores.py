@@ -29,11 +29,11 @@ from servers.s3 import S3
 from benchmarks.common import need_baseline
 from benchmarks.figures import compared, parser, show_result, show_table
 from hvd_estimators.data.discovery import read_manifest
-from hvd_estimators.data.footers import Footers
+from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.data.remote_reads import joined
 from hvd_estimators.loading.arrow import ArrowDataModule
-from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.petastorm import PetastormDataModule
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.reader import PlannedDataModule
@@ -182,7 +182,7 @@ def count_requests(place: Place) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for kind in READERS:
         with module(kind, place) as data, counted() as requests:
-            bundles = one_by_one(data.train_plan.shards[0])
+            bundles = one_per_group(data.train_plan.shards[0])
             counts = []
             for _ in range(2):
                 before = len(requests)
@@ -253,7 +253,7 @@ def reading(stack: contextlib.ExitStack, kind: type[PlannedDataModule], place: P
 
 def fetching(place: Place) -> Contender:
     """Fetch the same bytes, in the same requests, a file after another, and decode nothing."""
-    store, footers = place.store, Footers(place.store)
+    store, footers = place.store, FooterCache(place.store)
 
     def run() -> tuple[int, float]:
         started = time.perf_counter()

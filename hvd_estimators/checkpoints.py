@@ -18,12 +18,12 @@ from hvd_estimators.store.checkpoints import (
     DamagedCheckpoint,
     UnreadableCheckpoint,
     best_checkpoint,
-    find_whole,
+    find_newest_valid,
     info_at,
     list_checkpoints,
-    open_whole,
+    open_valid,
 )
-from hvd_estimators.training.run_state import has_state, naming, read_archive
+from hvd_estimators.training.run_state import describing_damage, has_state, read_archive
 
 __all__ = ["Checkpoint", "load_checkpoint"]
 
@@ -109,7 +109,10 @@ def load_checkpoint(
     >>> best = load_checkpoint(store, run_id="line", which="best")    # doctest: +SKIP
     >>> net.load_state_dict(best.content["model"])                    # doctest: +SKIP
     """
-    with _opened(store, run_id, which) as (path, info, file), naming(path, "be read", ""):
+    with (
+        _opened(store, run_id, which) as (path, info, file),
+        describing_damage(path, "be read", ""),
+    ):
         framework = _framework(file) if info is None else info.framework
         state = read_archive(file) if has_state(file) else None
         content = None
@@ -152,7 +155,7 @@ def _opened(
         path = store.get_full_path(which)
         found = info_at(store, path)
         try:
-            opened = store.open(path) if found is None else open_whole(store, found)
+            opened = store.open(path) if found is None else open_valid(store, found)
             yield path, found, stack.enter_context(opened)
         except DamagedCheckpoint as error:
             raise StoreError(f"The checkpoint {path!r} is damaged: {error}.") from error
@@ -166,10 +169,10 @@ def _of_run(
     """Open the newest or the best checkpoint of a run that is whole."""
 
     def look(info: CheckpointInfo) -> IO[bytes]:
-        return stack.enter_context(open_whole(store, info))
+        return stack.enter_context(open_valid(store, info))
 
     if which == "newest":
-        newest = find_whole(store, run, look)
+        newest = find_newest_valid(store, run, look)
         if newest is not None:
             return newest
     infos = list_checkpoints(store, run) if which == "best" else []

@@ -22,7 +22,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.fitting.hooks import EstimatorHooks
 from hvd_estimators.fitting.progress import show_progress
-from hvd_estimators.fitting.record import RunRecord, begun
+from hvd_estimators.fitting.record import RunRecord, start_note
 from hvd_estimators.fitting.restarts import (
     Launch,
     Restarts,
@@ -32,8 +32,8 @@ from hvd_estimators.fitting.restarts import (
 )
 from hvd_estimators.fitting.run import (
     FoundRun,
-    HeldRun,
-    RowOrder,
+    ReadOrder,
+    RunLock,
     RunResults,
     check_reading,
     check_run,
@@ -47,10 +47,10 @@ from hvd_estimators.launch.foreign_backends import as_backend
 from hvd_estimators.launch.gpus import HIDDEN
 from hvd_estimators.model import HorovodModel
 from hvd_estimators.prepare.dataframe import load_manifest, prepare_data
-from hvd_estimators.prepare.datasets import column_metadata, hold
+from hvd_estimators.prepare.datasets import column_metadata, pin
 from hvd_estimators.prepare.schema import known_columns, require_columns, require_frame
 from hvd_estimators.store import Store
-from hvd_estimators.store.checkpoints import CheckpointInfo, check_whole, find_whole
+from hvd_estimators.store.checkpoints import CheckpointInfo, check_valid, find_newest_valid
 from hvd_estimators.training.call_transfer import Handover
 from hvd_estimators.training.spec import TrainSpec
 
@@ -118,7 +118,7 @@ class HorovodEstimator(EstimatorHooks):
                     allow_text=self._allowed_text(),
                 )
             return self._train(manifest, backend)
-        with hold(store, dataset_idx):
+        with pin(store, dataset_idx):
             manifest = load_manifest(store, dataset_idx)
             if validation and manifest.validation is None:
                 raise ParamError(
@@ -161,12 +161,12 @@ class HorovodEstimator(EstimatorHooks):
         )
         store, given = self.getOrDefault("store"), self.getOrDefault("random_seed")
         seed = secrets.randbits(31) if given is None else given
-        with HeldRun(store, run, patient=self.getOrDefault("max_restarts") > 0) as held:
+        with RunLock(store, run, patient=self.getOrDefault("max_restarts") > 0) as held:
             found = find_run(store, run)
             check_run(found)
             self._check_found(found, tried)
 
-            order = found.row_order or RowOrder(backend.num_processes(), seed)
+            order = found.row_order or ReadOrder(backend.num_processes(), seed)
 
             def spec_for(num_ranks: int) -> TrainSpec:
                 common = self._common_spec(manifest, num_ranks, run, order)
@@ -201,17 +201,17 @@ class HorovodEstimator(EstimatorHooks):
             try:
                 self._check_checkpoint(info.path, trial)
             except StoreError:
-                check_whole(store, info)
+                check_valid(store, info)
                 raise
 
-        find_whole(store, found.run, look, found.checkpoints)
+        find_newest_valid(store, found.run, look, found.checkpoints)
 
     def _run(
         self,
         backend: Backend,
         spec_for: Callable[[int], TrainSpec],
         trial: Trial,
-        held: HeldRun,
+        held: RunLock,
         found: FoundRun,
     ) -> HorovodModel:
         """Run the trainer on every rank, showing progress, and make the model of the results.
@@ -263,7 +263,7 @@ class HorovodEstimator(EstimatorHooks):
                     return model
 
     def _restarts(
-        self, spec: TrainSpec, held: HeldRun, record: RunRecord, found: FoundRun
+        self, spec: TrainSpec, held: RunLock, record: RunRecord, found: FoundRun
     ) -> Restarts:
         """Return what decides on further launches of the ranks."""
         limit, least = (self.getOrDefault(name) for name in ("max_restarts", "min_num_proc"))
@@ -272,9 +272,9 @@ class HorovodEstimator(EstimatorHooks):
 
     def _record(self, spec: TrainSpec, found: FoundRun) -> RunRecord:
         """Return what notes this fit while the ranks train."""
-        order = RowOrder(spec.data.num_shards, spec.data.random_seed)
+        order = ReadOrder(spec.data.num_shards, spec.data.random_seed)
         data = spec.data
-        document = begun(
+        document = start_note(
             *(self, self._framework, spec.run, order, data.columns, data.num_ranks),
             found.notes,
             reading_identity(data),

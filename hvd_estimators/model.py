@@ -19,15 +19,15 @@ from pyspark.sql import functions as F
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.inference.arrow_batches import sees_arrow, takes_arrow, vector_parts
-from hvd_estimators.inference.batch import Inference, is_scalar, known_sizes
-from hvd_estimators.inference.broadcast import Document, SharedBytes
+from hvd_estimators.inference.batch import BatchPredictor, is_scalar, known_sizes
+from hvd_estimators.inference.broadcast import Payload, SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.frame import (
     as_rows,
     first_null,
-    flagged,
-    spread,
-    with_opaque,
+    null_tracked,
+    pad_large_rows,
+    with_barrier_column,
     without_null,
     without_nulls,
 )
@@ -35,7 +35,7 @@ from hvd_estimators.inference.output_columns import OutputType, output_columns, 
 from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
 from hvd_estimators.inference.udf import make_udf
 from hvd_estimators.inference.worker import Predictor
-from hvd_estimators.params import declare, names, type_names
+from hvd_estimators.params import column_names, param, type_names
 from hvd_estimators.params.model import (
     ClassificationParams,
     HistoryParams,
@@ -65,29 +65,31 @@ class HorovodModel(
 ):
     """Base of the fitted models."""
 
-    model = declare("The trained model.")
-    run_id = declare("Name of the run that trained it.")
-    feature_columns = declare("Input columns, in the order of the model's inputs.", convert=names)
-    label_columns = declare(
+    model = param("The trained model.")
+    run_id = param("Name of the run that trained it.")
+    feature_columns = param(
+        "Input columns, in the order of the model's inputs.", convert=column_names
+    )
+    label_columns = param(
         "Label columns, in the order of the model's outputs.",
-        convert=names,
+        convert=column_names,
         aliases=["LabelColoumns"],
     )
-    outputCols = declare(
+    outputCols = param(
         "Names of the columns that transform() adds, in the order of the model's outputs. Default: "
         "<label>__output; without labels output, or output_<position> for several.",
-        convert=names,
+        convert=column_names,
         accessor="OutputCols",
     )
-    output_shapes = declare(
+    output_shapes = param(
         "Shape of one row of each output: () for a number, None for a size that only a batch has."
     )
-    output_types = declare(
+    output_types = param(
         "Spark type of each output column, as DDL strings, where it is not to be a double (a "
         "number), an ML vector (one dimension) or nested arrays of doubles.",
         convert=type_names,
     )
-    _metadata = declare("The columns that were trained on, see `column_metadata`: name to a dict.")
+    _metadata = param("The columns that were trained on, see `column_metadata`: name to a dict.")
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__()
@@ -116,7 +118,7 @@ class HorovodModel(
         return self.getOrDefault(name) if self.hasParam(name) else None
 
     @abc.abstractmethod
-    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         """Return a document for the executors, and the function that makes a predictor of it."""
 
     @abc.abstractmethod
@@ -213,7 +215,7 @@ class HorovodModel(
             dataset = without_nulls(dataset, inference.columns)
         document, load = self._make_predictor()
         items = sum(math.prod(known_sizes(shape)) for shape in inference.fields.values())
-        spread_out = spread(dataset, inference.columns, self._known_sizes(), items)
+        spread_out = pad_large_rows(dataset, inference.columns, self._known_sizes(), items)
         if spread_out is not None:
             dataset = spread_out.frame
         elif takes_arrow():
@@ -241,7 +243,7 @@ class HorovodModel(
         made = f"__predicted_{uuid.uuid4().hex}"
         # Otherwise the model would run in a filter on a prediction, and once more.
         with_made = (
-            with_opaque(dataset, predicted, made)
+            with_barrier_column(dataset, predicted, made)
             if spread_out is None
             else spread_out.without_empty_rows(predicted, made)
         )
@@ -252,14 +254,14 @@ class HorovodModel(
             columns[name] = column if is_made else _as_default(column, shape)
         return with_made.withColumns(columns).drop(made)
 
-    def _output_types(self, inference: Inference) -> dict[str, OutputType | None]:
+    def _output_types(self, inference: BatchPredictor) -> dict[str, OutputType | None]:
         """Return the names of the columns that are added to their types; None for the default."""
         outputs = self.getOutputCols()
         kinds = output_types(self.getOrDefault("output_types"), outputs, inference.shapes)
         of_classes = dict.fromkeys(self._class_columns().values())
         return {**dict(zip(outputs, kinds, strict=True)), **of_classes}
 
-    def _given_columns(self, dataset: DataFrame, inference: Inference) -> list[Column]:
+    def _given_columns(self, dataset: DataFrame, inference: BatchPredictor) -> list[Column]:
         """Return what the UDF is called with: its columns, and where there are nulls in some."""
         given = []
         for name in inference.columns:
@@ -273,7 +275,7 @@ class HorovodModel(
             given.append(column)
         return [*given, first_null(inference.flagged)] if inference.flagged else given
 
-    def _inference(self, dataset: DataFrame | None) -> Inference:
+    def _inference(self, dataset: DataFrame | None) -> BatchPredictor:
         """Return what is to be done with a batch of rows, of a DataFrame or of any."""
         shapes, outputs = self._output_shapes_on(dataset), self.getOutputCols()
         if len(shapes) != len(outputs):
@@ -289,14 +291,14 @@ class HorovodModel(
         return replace(
             inference,
             # Arrow tells nulls from NaN.
-            flagged=() if sees_arrow() else flagged(dataset, inference.columns, keeps),
+            flagged=() if sees_arrow() else null_tracked(dataset, inference.columns, keeps),
             keeps_nulls=keeps,
             shapes=tuple(map(tuple, shapes)),
             batch_rows=self.getOrDefault("inference_batch_size"),
             scores=self._class_scores(shapes),
         )
 
-    def _applied(self, dataset: DataFrame | None, features: list[str]) -> Inference:
+    def _applied(self, dataset: DataFrame | None, features: list[str]) -> BatchPredictor:
         """Return what comes before the forward pass: the columns, and what is made of them.
 
         Without a DataFrame the columns are the features alone.
@@ -305,12 +307,12 @@ class HorovodModel(
         if self.getOrDefault("apply_transformation"):
             transformation = self._make_transformation(features, self._text_features())
         if transformation is None:
-            return Inference(tuple(features), tuple(features))
+            return BatchPredictor(tuple(features), tuple(features))
         known = self._get_metadata() or {}
         there = dataset.columns if dataset is not None else []
         others = [n for n in known if n not in features and n in there]
         dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
-        return Inference(
+        return BatchPredictor(
             (*features, *others), tuple(features), transformation=transformation, dtypes=dtypes
         )
 

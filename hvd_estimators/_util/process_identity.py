@@ -14,11 +14,11 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Owner", "is_dead", "is_here", "this_process"]
+__all__ = ["ProcessIdentity", "is_dead", "is_here", "this_process"]
 
 
 @dataclass(frozen=True)
-class Owner:
+class ProcessIdentity:
     """A process.
 
     Attributes
@@ -43,12 +43,12 @@ class Owner:
         return f"process {self.pid} on {self.host or 'an unknown host'}"
 
 
-def this_process() -> Owner:
+def this_process() -> ProcessIdentity:
     """Return this process as an owner."""
-    return Owner(_machine(), os.getpid(), _started(os.getpid()), socket.gethostname())
+    return ProcessIdentity(_machine(), os.getpid(), _started(os.getpid()), socket.gethostname())
 
 
-def is_dead(owner: Owner | None) -> bool:
+def is_dead(owner: ProcessIdentity | None) -> bool:
     """Return whether a process is certainly gone: it was one of this machine, and is no more."""
     if owner is None or not is_here(owner):
         return False
@@ -58,7 +58,7 @@ def is_dead(owner: Owner | None) -> bool:
         return True
 
 
-def is_here(owner: Owner) -> bool:
+def is_here(owner: ProcessIdentity) -> bool:
     """Return whether an owner runs, or ran, where its PID means the same as here."""
     return bool(owner.machine) and owner.machine == _machine()
 

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import IO
 
-from hvd_estimators._util.process_identity import Owner, is_dead, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 
 __all__ = ["LazyFile", "LocalFile", "folder_prefix", "sweep"]
 
@@ -98,7 +98,7 @@ def sweep(parent: str) -> None:
                 if (
                     entry.is_dir(follow_symlinks=False)
                     and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                    and is_dead(Owner(machine, int(named[2]), named[3]))
+                    and is_dead(ProcessIdentity(machine, int(named[2]), named[3]))
                 ):
                     shutil.rmtree(entry, ignore_errors=True)
 

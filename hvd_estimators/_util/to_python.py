@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["plain"]
+__all__ = ["to_python"]
 
 
-def plain(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Return a value with Python's numbers for NumPy's scalars, in lists, tuples and dicts, too.
 
     Lists, tuples and dicts are copied, so that later changes of the given ones are not seen. What
@@ -23,7 +23,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, (np.bool_, np.number, np.str_)):
         return value.item()
     if type(value) is dict:
-        return {plain(key): plain(entry) for key, entry in value.items()}
+        return {to_python(key): to_python(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(plain, value))
+        return type(value)(map(to_python, value))
     return value

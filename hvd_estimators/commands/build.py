@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from hvd_estimators._util.install_hints import BUILD_HOROVOD
-from hvd_estimators.commands.source_patches import mend_source, unpack_source
+from hvd_estimators.commands.source_patches import patch_source, unpack_source
 from hvd_estimators.commands.toolchain import (
     NCCL_LIBRARY,
     BuildRecipe,
@@ -332,7 +332,7 @@ def _fetch_source(
     if archive is None:
         raise BuildError(f"pip ended well but downloaded no source of Horovod {recipe.horovod}.")
     source = unpack_source(archive, unpacked)
-    mend_source(source)
+    patch_source(source)
     return source
 
 

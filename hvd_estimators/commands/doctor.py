@@ -35,7 +35,7 @@ from hvd_estimators._util.install_hints import BUILD_HOROVOD, INSTALL, INSTALL_A
 from hvd_estimators.commands.toolchain import DISTRIBUTIONS, cuda_of, installed_version
 from hvd_estimators.commands.wheel_redirect import installed_horovod_spark
 from hvd_estimators.exceptions import HvdEstimatorsError
-from hvd_estimators.launch.versions import MENDS_REVISION, REQUIRED_MENDS, installed_mends
+from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES, installed_patches
 
 __all__ = [
     "Facts",
@@ -254,7 +254,7 @@ def collect() -> Facts:
         versions=versions,
         import_errors={name: text for name, future in imports.items() if (text := future.result())},
         horovod=builds,
-        horovod_mends=installed_mends(),
+        horovod_mends=installed_patches(),
         horovod_spark=installed_horovod_spark(),
         allreduce=_try_allreduce(works) if works else None,
         gpus=_gpu_facts(),
@@ -474,10 +474,10 @@ def _horovod(facts: Facts) -> Iterator[Row]:
         elif "gloo" not in build.features:
             found = f"{version}, built without Gloo"
             yield Row(component, found, Status.PROBLEM, f"{BUILD_HOROVOD} --force")
-        elif facts.horovod_mends < REQUIRED_MENDS:
+        elif facts.horovod_mends < REQUIRED_PATCHES:
             found = f"{version}, built without what ranks need to listen where others reach them"
             yield Row(component, found, Status.PROBLEM, BUILD_HOROVOD)
-        elif facts.horovod_mends < MENDS_REVISION:
+        elif facts.horovod_mends < PATCHES_REVISION:
             found = f"{version}, does not notice ranks that hold up the others"
             yield Row(component, found, Status.WARNING, BUILD_HOROVOD)
         else:

@@ -29,19 +29,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hvd_estimators.exceptions import BuildError
-from hvd_estimators.launch.versions import ADDRESS_VARIABLE, MARKER, MENDS_REVISION, TOKEN_VARIABLE
+from hvd_estimators.launch.versions import (
+    ADDRESS_VARIABLE,
+    MARKER,
+    PATCHES_REVISION,
+    TOKEN_VARIABLE,
+)
 
-__all__ = ["MENDS", "Mend", "mend_source", "unpack_source"]
+__all__ = ["MENDS", "SourcePatch", "patch_source", "unpack_source"]
 
 _MARKER_TEXT = f'''\
 """Written by hvd-estimators build-horovod: the changes that this wheel was compiled with."""
 
-REVISION = {MENDS_REVISION}
+REVISION = {PATCHES_REVISION}
 '''
 
 
 @dataclass(frozen=True)
-class Mend:
+class SourcePatch:
     """A change of one place in Horovod's source.
 
     Parameters
@@ -64,7 +69,7 @@ _TENSORFLOW_OPS = "horovod/tensorflow/mpi_ops.cc"
 _SIGN = "// Changed by hvd-estimators build-horovod"
 
 MENDS = (
-    Mend(
+    SourcePatch(
         _CONTEXT,
         "int ParseNextInt(std::stringstream& ss) {\n",
         f"""\
@@ -84,7 +89,7 @@ static attr ListeningAttributes(const std::string& iface) {{
 int ParseNextInt(std::stringstream& ss) {{
 """,
     ),
-    Mend(
+    SourcePatch(
         _CONTEXT,
         """\
   gloo_iface_ = gloo_iface;
@@ -99,7 +104,7 @@ int ParseNextInt(std::stringstream& ss) {{
   attr device_attr = ListeningAttributes(gloo_iface_);
 """,
     ),
-    Mend(
+    SourcePatch(
         _CONTEXT,
         """\
   }
@@ -117,7 +122,7 @@ int ParseNextInt(std::stringstream& ss) {{
 """,
     ),
     *(
-        Mend(
+        SourcePatch(
             _DEVICE.format(kind=kind),
             """\
   auto rv = getaddrinfo(attr.hostname.data(), nullptr, &hints, &result);
@@ -131,7 +136,7 @@ int ParseNextInt(std::stringstream& ss) {{
         )
         for kind in ("tcp", "uv")
     ),
-    Mend(
+    SourcePatch(
         _STORE,
         "// Perform http request to rendezvous server with retry logic\n",
         f"""\
@@ -147,18 +152,18 @@ static std::vector<std::string> AuthorizationHeaders() {{
 // Perform http request to rendezvous server with retry logic
 """,
     ),
-    Mend(
+    SourcePatch(
         _STORE,
         "request.send(method, body);",
         "request.send(method, body, AuthorizationHeaders());",
     ),
-    Mend(
+    SourcePatch(
         "horovod/common/gloo/gloo_controller.cc",
         "  global_ranks_.reserve(size_);\n",
         f"  {_SIGN}\n  global_ranks_.resize(size_);\n",
     ),
-    Mend(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
-    Mend(
+    SourcePatch(_STORE, "#include <cstring>\n", "#include <cstdlib>\n#include <cstring>\n"),
+    SourcePatch(
         _TENSORFLOW_OPS,
         """\
 // Forward declaration of AsGpuStreamValue
@@ -170,7 +175,7 @@ GpuStreamHandle AsGpuStreamValue(Stream* stream);
 """,
         "",
     ),
-    Mend(
+    SourcePatch(
         _TENSORFLOW_OPS,
         """\
 #include "tensorflow/stream_executor/stream.h"
@@ -190,7 +195,7 @@ static GpuStreamHandle AsGpuStreamValue(Stream* stream) {{
 }} // namespace stream_executor
 """,
     ),
-    Mend(
+    SourcePatch(
         "cmake/Modules/FindPytorch.cmake",
         """\
 execute_process(COMMAND ${PY_EXE} -c "import torch; \
@@ -203,7 +208,7 @@ execute_process(COMMAND ${{PY_EXE}} -c "import os, torch; \
 print(torch.version.cuda is not None and 'HOROVOD_GPU_OPERATIONS' in os.environ)"
 """,
     ),
-    Mend(
+    SourcePatch(
         "third_party/flatbuffers/include/flatbuffers/stl_emulation.h",
         """\
   FLATBUFFERS_CONSTEXPR_CPP14 span &operator=(const span &other)
@@ -249,7 +254,7 @@ def unpack_source(archive: Path, folder: Path) -> Path:
     return found.parent
 
 
-def mend_source(source: Path) -> None:
+def patch_source(source: Path) -> None:
     """Change Horovod's source, and let what is built from it say so.
 
     Parameters

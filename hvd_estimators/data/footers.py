@@ -32,7 +32,7 @@ __all__ = [
     "DataFile",
     "FileFooter",
     "Footer",
-    "Footers",
+    "FooterCache",
     "data_files",
     "leaf_positions",
     "read_footers",
@@ -340,7 +340,7 @@ class FileFooter:
         return _chunk_ranges(self.metadata, row_group, positions)
 
 
-class Footers:
+class FooterCache:
     """The footers of a store's files, each read once, whoever asks, and when.
 
     They are held for as long as a run may need them: a few parsed, the others as they are stored,
@@ -357,7 +357,7 @@ class Footers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process reads for itself, or is told by `add`.
-        return Footers, (self._store,)
+        return FooterCache, (self._store,)
 
     def get(self, path: str) -> FileFooter:
         """Return a file's footer; several threads may ask for it.

@@ -8,7 +8,7 @@ from hvd_estimators.data.arrays import Columns
 from hvd_estimators.data.discovery import first_rows
 from hvd_estimators.data.manifest import DatasetManifest
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.run import RowOrder, RunParams, find_run
+from hvd_estimators.fitting.run import ReadOrder, RunParams, find_run
 from hvd_estimators.fitting.trial import DRY_RUN_ROWS
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.loading.plan import ShardPlan, order_warning, plan_shards
@@ -97,7 +97,7 @@ class TrainPlanning(
             )
 
     def _common_spec(
-        self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, order: RowOrder
+        self, manifest: DatasetManifest, num_ranks: int, run: RunPaths, order: ReadOrder
     ) -> TrainSpec:
         """Return what the trainers of all frameworks are told.
 

@@ -29,7 +29,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.fitting.mlflow import Tracking
 from hvd_estimators.fitting.progress import EpochFeed
-from hvd_estimators.fitting.run import RowOrder, as_json, named
+from hvd_estimators.fitting.run import ReadOrder, as_json, named
 from hvd_estimators.launch.service.events import Event, Handler, RankEpoch
 from hvd_estimators.params import DeclaredParams
 from hvd_estimators.store import RunPaths, Store
@@ -37,7 +37,7 @@ from hvd_estimators.store.runs import history_text, read_history, run_file
 from hvd_estimators.store.storage_errors import redacted
 from hvd_estimators.training.spec import EpochMetrics, HistoryRow
 
-__all__ = ["RunRecord", "begun", "ended", "is_interrupt", "noted_params", "now", "versions"]
+__all__ = ["RunRecord", "end_note", "is_interrupt", "noted_params", "now", "start_note", "versions"]
 
 _PACKAGES = (
     *("horovod", "keras", "lightning", "numpy", "pandas", "petastorm", "pyarrow", "pyspark"),
@@ -57,11 +57,11 @@ _MOST_ENTRIES = 100
 _MOST_CHARACTERS = 1000
 
 
-def begun(
+def start_note(
     estimator: DeclaredParams,
     framework: str,
     run: RunPaths,
-    order: RowOrder,
+    order: ReadOrder,
     columns: Sequence[ColumnSpec],
     num_ranks: int,
     before: Mapping[str, Any] | None,
@@ -118,7 +118,9 @@ def begun(
     return document
 
 
-def ended(document: Mapping[str, Any], error: BaseException | None, store: Store) -> dict[str, Any]:
+def end_note(
+    document: Mapping[str, Any], error: BaseException | None, store: Store
+) -> dict[str, Any]:
     """Return what is noted when a fit has ended, given what was noted when it began."""
     state: dict[str, Any] = {"state": "finished", "ended": now()}
     if error is not None:
@@ -205,7 +207,7 @@ class RunRecord:
     run : RunPaths
         The run.
     document : mapping
-        What is noted of it when training begins, see `hvd_estimators.fitting.record.begun`.
+        What is noted of it when training begins, see `hvd_estimators.fitting.record.start_note`.
     goes_on : bool
         Whether an earlier fit has left a history.
     tracking : Tracking, optional
@@ -248,7 +250,7 @@ class RunRecord:
         if self._store.saving_runs():
             self._feed.close(_PATIENCE)
             with self._warned():
-                self._write("metadata", _json(ended(self._document, exc, self._store)))
+                self._write("metadata", _json(end_note(self._document, exc, self._store)))
         if self._tracking is not None and exc is not None:
             self._tracking.fail()
 

@@ -34,8 +34,8 @@ from hvd_estimators.launch.service.events import Event, Handler, RankEpoch, Rank
 from hvd_estimators.launch.validation import seconds_given
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
-from hvd_estimators.store.leases import Fence
-from hvd_estimators.store.paths import Position, leftovers, pointer_of
+from hvd_estimators.store.leases import FencingToken
+from hvd_estimators.store.paths import Position, manifest_of, orphans
 from hvd_estimators.training.call_transfer import Handover, StoredCall, Trainer, train_stored
 from hvd_estimators.training.spec import TrainSpec
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Launch",
-    "Reached",
+    "ProgressAcrossLaunches",
     "Restarts",
     "comes_back",
     "ending_by_sigterm",
@@ -86,7 +86,7 @@ class Launch:
     call: StoredCall
     env: Mapping[str, str | None]
     handler: Handler
-    fence: Callable[[int], Fence | None] = lambda launch: None
+    fence: Callable[[int], FencingToken | None] = lambda launch: None
     number: int = 0
 
     def __call__(self, backend: Backend) -> list[Any]:
@@ -114,7 +114,7 @@ def warming_up(
     return backend.warming_up(train_stored, (call,), env)
 
 
-class Reached:
+class ProgressAcrossLaunches:
     """Follows what ranks tell, and keeps from others what they have been told before.
 
     Ranks that were launched again train anew what came after the checkpoint that they go on from.
@@ -222,7 +222,7 @@ def without_leftovers(store: Store, run: RunPaths, is_lost: Callable[[], bool]) 
         directory = run.checkpoints_path
         if directory is not None and not is_lost():
             try:
-                for name in leftovers(run.checkpoint_filename, store.names(directory)):
+                for name in orphans(run.checkpoint_filename, store.names(directory)):
                     store.delete(f"{directory}/{name}")
             except OSError as error:
                 logger.warning("What ranks have left could not be deleted: %s", error)
@@ -297,7 +297,7 @@ class Restarts:
     is_lost: Callable[[], bool]
     note: Callable[[Mapping[str, Any]], None]
     newest: Position | None = None
-    reached: Reached = field(default_factory=Reached)
+    reached: ProgressAcrossLaunches = field(default_factory=ProgressAcrossLaunches)
     failures: list[WorkerFailedError] = field(default_factory=list)
     _deadline: float = math.inf
 
@@ -400,7 +400,7 @@ class Restarts:
             lost["step"] = spec.data.batches_before(position.epoch, position.rows)
             written = None
             with contextlib.suppress(OSError):  # the ranks will see whether the store is there
-                written = spec.store.modified(pointer_of(checkpoint_path(spec.run, position)))
+                written = spec.store.modified(manifest_of(checkpoint_path(spec.run, position)))
             if written is not None:
                 moment = datetime.datetime.now(datetime.timezone.utc)
                 lost["seconds"] = min(launched, max((moment - written).total_seconds(), 0.0))

@@ -25,18 +25,18 @@ from pyspark.ml import Estimator
 from pyspark.sql import DataFrame
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.manifest import DatasetManifest, Split
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError, ResultsError
 from hvd_estimators.fitting.mlflow import Tracking, TrackingRun, active_run
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import boolean, declare, text
+from hvd_estimators.params import boolean, param, string
 from hvd_estimators.params.estimator import ColumnParams
 from hvd_estimators.store import RunPaths, Store
 from hvd_estimators.store.base import require_store
 from hvd_estimators.store.checkpoints import checkpoint_path, positions
-from hvd_estimators.store.leases import Fence, RunLease
+from hvd_estimators.store.leases import FencingToken, Lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata, run_file
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
@@ -45,8 +45,8 @@ from hvd_estimators.training.weight_digests import named_weights, unequal_weight
 __all__ = [
     "Fits",
     "FoundRun",
-    "HeldRun",
-    "RowOrder",
+    "ReadOrder",
+    "RunLock",
     "RunParams",
     "RunResults",
     "as_json",
@@ -126,7 +126,7 @@ _OTHER_STATE = re.compile(
 
 
 @dataclass(frozen=True)
-class RowOrder:
+class ReadOrder:
     """What the order of a run's rows depends on beside its data: fixed when the run begins.
 
     Attributes
@@ -160,13 +160,13 @@ class FoundRun:
     notes: Mapping[str, Any] | None = None
 
     @property
-    def row_order(self) -> RowOrder | None:
+    def row_order(self) -> ReadOrder | None:
         """The order of rows of a run that is gone on with; None for one that begins.
 
         None, too, for a run of a version that did not note it.
         """
         order = (self.notes or {}).get("row_order")
-        return None if order is None else RowOrder(**order)
+        return None if order is None else ReadOrder(**order)
 
 
 def find_run(store: Store, run: RunPaths) -> FoundRun:
@@ -218,7 +218,7 @@ def _advice(differing: Sequence[str], run: RunPaths) -> str:
     return f"To resume it all the same, delete {path!r}."
 
 
-class HeldRun:
+class RunLock:
     """Keeps other fits from a run until the block ends: those of all processes.
 
     Parameters
@@ -239,7 +239,7 @@ class HeldRun:
     def __init__(self, store: Store, run: RunPaths, *, patient: bool = False) -> None:
         self._store = store
         self._run = run
-        self._lease = RunLease(store, run, patient=patient) if store.saving_runs() else None
+        self._lease = Lease(store, run, patient=patient) if store.saving_runs() else None
 
     def __enter__(self) -> Self:
         if self._lease is not None:
@@ -260,7 +260,7 @@ class HeldRun:
             except OSError as error:
                 logger.warning("What a fit has left could not be deleted: %s", error)
 
-    def fence(self, launch: int) -> Fence | None:
+    def fence(self, launch: int) -> FencingToken | None:
         """Return what tells the ranks of a launch, from 0, whether they are still to write.
 
         Those of earlier launches are not from now on.
@@ -269,15 +269,15 @@ class HeldRun:
             return None
         if launch:
             self._lease.note_launch(launch)
-        return Fence(self._lease.path, self._lease.token, launch)
+        return FencingToken(self._lease.path, self._lease.token, launch)
 
     @property
     def lost(self) -> bool:
-        """See `RunLease.lost`."""
+        """See `Lease.lost`."""
         return self._lease is not None and self._lease.lost
 
     def confirm(self) -> None:
-        """See `RunLease.confirm`."""
+        """See `Lease.confirm`."""
         if self._lease is not None:
             self._lease.confirm()
 
@@ -309,7 +309,7 @@ def data_identity(manifest: DatasetManifest, columns: Sequence[str]) -> dict[str
 
 def named(value: Any) -> Any:
     """Return what a value that JSON cannot hold is told by: names of functions and of classes."""
-    value = plain(value)
+    value = to_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
@@ -355,7 +355,7 @@ def _files(split: Split) -> list[Any]:
 
 def as_json(fingerprint: Mapping[str, Any]) -> Any:
     """Return a fingerprint as it is found again in a file."""
-    return json.loads(json.dumps(plain(dict(fingerprint)), default=named))
+    return json.loads(json.dumps(to_python(dict(fingerprint)), default=named))
 
 
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
@@ -398,12 +398,12 @@ class RunParams(Estimator[HorovodModel], ColumnParams):
     _grid_index: int | None = None
     _grid_tracking: TrackingRun | None = None
 
-    store = declare("Store that keeps datasets, checkpoints and logs. Required.")
-    run_id = declare(
-        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=text
+    store = param("Store that keeps datasets, checkpoints and logs. Required.")
+    run_id = param(
+        "Name of the run; one that the store holds is resumed. Default: a new name.", convert=string
     )
 
-    log_to_mlflow = declare(
+    log_to_mlflow = param(
         "Whether params, what is measured in each epoch, while training goes on, and the fitted "
         "model are logged to the active run of MLflow, where there is one in the thread that calls "
         "fit(). Each fit of a grid gets a run below it, without its model.",

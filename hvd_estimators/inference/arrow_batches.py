@@ -22,7 +22,7 @@ from pyspark.sql import functions as F
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.data.types import without_decimals
-from hvd_estimators.inference.batch import Inference, has_nulls, is_ragged
+from hvd_estimators.inference.batch import BatchPredictor, has_nulls, is_ragged
 from hvd_estimators.inference.output_columns import to_column
 from hvd_estimators.inference.sql import DENSE, VECTOR, check_count, is_no_number
 
@@ -135,7 +135,7 @@ _ANY_SIZE = (-1,)
 
 
 def to_arrays(
-    inference: Inference, columns: Sequence[pa.Array], is_row: Array | None = None
+    inference: BatchPredictor, columns: Sequence[pa.Array], is_row: Array | None = None
 ) -> tuple[dict[str, Array], Array | None]:
     """Return the columns of a batch, and which of its rows these are; None for all of them.
 

@@ -16,7 +16,7 @@ from hvd_estimators.inference.classification import ClassScores
 from hvd_estimators.loading.transform import Transformation
 
 __all__ = [
-    "Inference",
+    "BatchPredictor",
     "Predictor",
     "check_outputs",
     "has_nulls",
@@ -33,7 +33,7 @@ Predictor = Callable[[list[Array]], list[Array]]
 
 
 @dataclass(frozen=True)
-class Inference:
+class BatchPredictor:
     """What the UDF does with a batch of rows.
 
     Attributes
@@ -206,7 +206,7 @@ def one_ahead(begun: Iterable[Callable[[], Result]], predictor: Predictor) -> It
     Parameters
     ----------
     begun : iterable of callable
-        What `Inference.begin` returned, or calls that.
+        What `BatchPredictor.begin` returned, or calls that.
     predictor : callable
         What it was called with.
     """

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Digests",
-    "Document",
     "Parts",
+    "Payload",
     "Sent",
     "SharedBytes",
     "as_bytes",
@@ -47,7 +47,7 @@ __all__ = [
     "received",
 ]
 
-Document = Union[bytes, "os.PathLike[str]"]
+Payload = Union[bytes, "os.PathLike[str]"]
 
 
 """What a predictor is made of: bytes, or a file that holds them."""

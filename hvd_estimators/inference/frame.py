@@ -30,15 +30,15 @@ from hvd_estimators.prepare.schema import clashing, quoted, stored_column, vecto
 
 __all__ = [
     "BATCH_BYTES",
-    "Spread",
+    "PaddedFrame",
     "as_rows",
     "computed_here",
     "first_null",
-    "flagged",
     "known_shapes",
+    "null_tracked",
+    "pad_large_rows",
     "rows_of_zeros",
-    "spread",
-    "with_opaque",
+    "with_barrier_column",
     "without_null",
     "without_nulls",
 ]
@@ -134,7 +134,7 @@ _FLOATS = (T.FloatType, T.DoubleType, T.DecimalType)
 _EXACT = (T.ByteType, T.ShortType, T.IntegerType, T.LongType, T.BooleanType)
 
 
-def flagged(dataset: DataFrame | None, names: Iterable[str], keeps: bool) -> tuple[str, ...]:
+def null_tracked(dataset: DataFrame | None, names: Iterable[str], keeps: bool) -> tuple[str, ...]:
     """Return the columns whose nulls `first_null` has to tell, as pandas cannot.
 
     To pandas NaN and null are the same; and integers with nulls among them are floats to it.
@@ -210,7 +210,7 @@ _COLUMNAR = {
 }
 
 
-def with_opaque(frame: DataFrame, column: Column, name: str) -> DataFrame:
+def with_barrier_column(frame: DataFrame, column: Column, name: str) -> DataFrame:
     """Return a DataFrame with a further column; filters on it stay above it.
 
     Spark pushes a filter below a projection with the column's expression in it: a UDF would run in
@@ -240,7 +240,7 @@ def computed_here(frame: DataFrame) -> DataFrame:
     rows then wait for its results with what the column is made of.
     """
     name = f"__{uuid.uuid4().hex}"
-    return with_opaque(frame, F.lit(0), name).drop(name)
+    return with_barrier_column(frame, F.lit(0), name).drop(name)
 
 
 def as_rows(frame: DataFrame) -> DataFrame:
@@ -290,7 +290,7 @@ _TEXT = (T.StringType, T.BinaryType)
 
 
 @dataclass(frozen=True)
-class Spread:
+class PaddedFrame:
     """A DataFrame with empty rows in it.
 
     Attributes
@@ -319,24 +319,24 @@ class Spread:
         """
         hidden, is_row = f"{name}_hidden", f"{name}_is_row"
         frame = self.frame.select("*", column.alias(hidden))
-        frame = with_opaque(frame, self.is_row, is_row)
-        frame = with_opaque(frame, F.col(hidden), name)
+        frame = with_barrier_column(frame, self.is_row, is_row)
+        frame = with_barrier_column(frame, F.col(hidden), name)
         shown = {}
         for index, field in enumerate(self.emptied):
             made = f"{name}_{index}"
-            frame = with_opaque(frame, F.col(quoted(field.name)), made)
+            frame = with_barrier_column(frame, F.col(quoted(field.name)), made)
             shown[field.name] = F.col(made).alias(field.name, metadata=field.metadata)
         frame = frame.withColumns(shown) if shown else frame
         made_names = [f"{name}_{index}" for index in range(len(shown))]
         return frame.where(is_row).drop(self.marker, hidden, is_row, *made_names)
 
 
-def spread(
+def pad_large_rows(
     dataset: DataFrame,
     columns: Sequence[str],
     known_sizes: Mapping[str, int | None],
     output_items: int,
-) -> Spread | None:
+) -> PaddedFrame | None:
     """Return a DataFrame with empty rows in it; None where rows are small.
 
     Parameters
@@ -367,7 +367,7 @@ def spread(
     marker = f"__empty_{uuid.uuid4().hex}"
     numbers = F.sequence(F.lit(0), F.greatest(count, F.lit(1)).cast("int") - 1)
     frame = dataset.select("*", F.explode(numbers).alias(marker))
-    is_row = Spread(frame, marker).is_row
+    is_row = PaddedFrame(frame, marker).is_row
     large = [
         field
         for field in dataset.schema
@@ -384,7 +384,7 @@ def spread(
     nested = tuple(field for field in large if not isinstance(field.dataType, _TEXT))
     if emptied:
         frame = computed_here(frame.withColumns(emptied))
-    return Spread(frame, marker, nested)
+    return PaddedFrame(frame, marker, nested)
 
 
 _MAX_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"

@@ -10,14 +10,14 @@ import pandas as pd
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.inference.batch import Inference, has_nulls, is_ragged
+from hvd_estimators.inference.batch import BatchPredictor, has_nulls, is_ragged
 from hvd_estimators.inference.sql import in_columns_form as arguments
 
 __all__ = ["arguments", "to_arrays", "to_result"]
 
 
 def to_arrays(
-    inference: Inference, series: Sequence[pd.Series], is_row: Array | None = None
+    inference: BatchPredictor, series: Sequence[pd.Series], is_row: Array | None = None
 ) -> tuple[dict[str, Array], Array | None]:
     """Return the columns of a batch, and which of its rows these are; None for all of them.
 
@@ -26,8 +26,8 @@ def to_arrays(
     inference : Inference
         Says which they are, and whether rows with nulls are left out.
     series : sequence of pd.Series
-        The columns, and where `Inference.flagged` names some the position of the first of these
-        that is null in each row, or -1.
+        The columns, and where `BatchPredictor.flagged` names some the position of the first of
+        these that is null in each row, or -1.
     is_row : array, optional
         Which rows are none of the empty ones.
 
@@ -88,7 +88,7 @@ def to_result(columns: Mapping[str, pa.Array]) -> pd.Series | pd.DataFrame:
 
 
 def _valid_rows(
-    inference: Inference, series: Sequence[pd.Series], is_row: Array | None = None
+    inference: BatchPredictor, series: Sequence[pd.Series], is_row: Array | None = None
 ) -> Array | None:
     """Return which rows of a batch are predicted on; None for all of them.
 

@@ -24,7 +24,7 @@ from hvd_estimators.exceptions import (
 )
 from hvd_estimators.inference.arrow_batches import to_array, valid_rows
 from hvd_estimators.inference.batch import (
-    Inference,
+    BatchPredictor,
     Predictor,
     has_nulls,
     is_ragged,
@@ -44,7 +44,7 @@ from hvd_estimators.inference.worker import Resources
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved
 
-__all__ = ["Rows", "SavedPredictor", "on_device", "read_rows", "resources_of"]
+__all__ = ["InputTable", "SavedPredictor", "on_device", "read_table", "resources_of"]
 
 Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 
@@ -53,7 +53,7 @@ Predicted = Mapping[str, tuple[Array, tuple[int, ...], OutputType]]
 
 
 @dataclass(frozen=True)
-class Rows:
+class InputTable:
     """Columns of rows that hold no null.
 
     Attributes
@@ -107,13 +107,13 @@ class Rows:
         return self.give(pa.table(columns), left)
 
 
-def read_rows(
+def read_table(
     given: Any,
     features: Sequence[str],
     others: Sequence[str],
     text: Collection[str] | None,
     dimensions: Mapping[str, int] | None = None,
-) -> Rows:
+) -> InputTable:
     """Return rows as arrays.
 
     Parameters
@@ -160,7 +160,7 @@ def read_rows(
         array = to_array(_readable(column), name) if isinstance(column, pa.Array) else column
         _check_type(array, name, text is None or name in text)
         arrays[name] = array
-    return Rows(arrays, len(next(iter(arrays.values()))), valid, null_column, give, as_arrow)
+    return InputTable(arrays, len(next(iter(arrays.values()))), valid, null_column, give, as_arrow)
 
 
 def _columns(
@@ -505,7 +505,7 @@ class SavedPredictor:
         """
         inference = self._inference
         with naming_transformation(self._get):
-            given = read_rows(
+            given = read_table(
                 rows,
                 self.feature_columns,
                 inference.columns[len(self.feature_columns) :],
@@ -529,7 +529,7 @@ class SavedPredictor:
                 f"[{{{self.feature_columns[0]!r}: ...}}]."
             ) from error
 
-    def _predict(self, given: Rows) -> Any:
+    def _predict(self, given: InputTable) -> Any:
         inference = replace(self._inference, columns=tuple(given.columns))
         if given.count and self._shapes is None:
             self._shapes = self._found_shapes(inference, given)
@@ -560,27 +560,27 @@ class SavedPredictor:
             keeps=self._on_nulls == "keep",
         )
 
-    def _found_shapes(self, inference: Inference, given: Rows) -> list[tuple[int, ...]]:
+    def _found_shapes(self, inference: BatchPredictor, given: InputTable) -> list[tuple[int, ...]]:
         # Of a single row a model may drop the dimension that counts rows.
         first = {name: array[:2] for name, array in given.columns.items()}
         return [output.shape[1:] for output in inference.predict(self._predictor, first)]
 
-    def _made_inference(self, text: tuple[str, ...]) -> Inference:
+    def _made_inference(self, text: tuple[str, ...]) -> BatchPredictor:
         features = self.feature_columns
         transformation = None
         if self._get("apply_transformation"):
             transformation = make_transformation(self._get, features, text)
         if transformation is None:
-            return Inference(features, features)
+            return BatchPredictor(features, features)
         known = self._get("_metadata") or {}
         others = (name for name in known if name not in features)
         dtypes = {n: entry["dtype"] for n, entry in known.items() if entry["dtype"] != "object"}
-        return Inference(
+        return BatchPredictor(
             (*features, *others), features, transformation=transformation, dtypes=dtypes
         )
 
 
-def _default_rows(given: Rows) -> int:
+def _default_rows(given: InputTable) -> int:
     row_bytes = sum(array.nbytes for array in given.columns.values()) // max(given.count, 1)
     return max(min(_MOST_ROWS, _MOST_BYTES // max(row_bytes, 1)), 1)
 

@@ -24,8 +24,8 @@ from hvd_estimators._util.unpickling import first_imports, loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference import arrow_batches, pandas_batches
 from hvd_estimators.inference.arrow_batches import ARROW_UDF, sees_arrow, takes_arrow, unconverted
-from hvd_estimators.inference.batch import Inference, Predictor, known_sizes, one_ahead
-from hvd_estimators.inference.broadcast import Document, Hashed, Sent, as_bytes, received
+from hvd_estimators.inference.batch import BatchPredictor, Predictor, known_sizes, one_ahead
+from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, received
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
 from hvd_estimators.inference.sql import SqlForm, spark_type
 from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
@@ -38,8 +38,8 @@ Send = Callable[[str, Hashed], Sent]
 
 def make_udf(
     document: bytes | LocalFile,
-    load: Callable[[Document], Predictor],
-    inference: Inference,
+    load: Callable[[Payload], Predictor],
+    inference: BatchPredictor,
     send: Send,
     has_empty_rows: bool = False,
     form: SqlForm | None = None,
@@ -150,7 +150,7 @@ def _are_arrows(columns: Sequence[Any]) -> bool:
 
 
 def _begin(
-    inference: Inference, predictor: Predictor, arrays: dict[str, Array]
+    inference: BatchPredictor, predictor: Predictor, arrays: dict[str, Array]
 ) -> Callable[[], list[Array]]:
     if len(next(iter(arrays.values()))):
         return inference.begin(predictor, arrays)

@@ -19,13 +19,13 @@ import cloudpickle
 
 from hvd_estimators.exceptions import GpuError
 from hvd_estimators.inference.batch import Predictor
-from hvd_estimators.inference.broadcast import Document, Hashed, Sent, received
+from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, received
 from hvd_estimators.inference.errors import naming_missing_modules
 from hvd_estimators.launch.gpus import VISIBLE_VARIABLE, assigned_gpus, visible_gpus
 
 __all__ = [
     "FRAMEWORKS_CHOICE",
-    "Document",
+    "Payload",
     "Predictor",
     "Resources",
     "cached_predictor",
@@ -159,7 +159,7 @@ def _number(address: str, env: MutableMapping[str, str]) -> int | None:
     return visible.index(address) if address in visible else 0
 
 
-def predictor_key(hashed: Hashed, load: Callable[[Document], Predictor]) -> str:
+def predictor_key(hashed: Hashed, load: Callable[[Payload], Predictor]) -> str:
     """Return what tells a predictor from others: a digest of all that it is made of.
 
     Of one document, models with other settings make other predictors: ``load`` is pickled with all

@@ -16,10 +16,10 @@ from hvd_estimators.keras.model_file import WEIGHTS, rewritten_variables, write_
 from hvd_estimators.store import Store
 from hvd_estimators.store.hashing import CHUNK_BYTES
 
-__all__ = ["KeptModel"]
+__all__ = ["BestModel"]
 
 
-class KeptModel:
+class BestModel:
     """The model that the user's checkpoint callback keeps. Rank 0 only.
 
     Parameters

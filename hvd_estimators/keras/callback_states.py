@@ -24,9 +24,9 @@ __all__ = [
     "ModelCopy",
     "ScalarState",
     "callback_state",
-    "copied",
     "restore_callback",
     "save_file",
+    "snapshot",
 ]
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class _Written(threading.local):
 _written = _Written()
 
 
-def copied(model: keras.Model) -> ModelCopy | None:
+def snapshot(model: keras.Model) -> ModelCopy | None:
     """Return a copy of what a model's file holds; None where that cannot be had.
 
     It cannot where a layer saves files of its own, or can write to Keras's own kind of store alone.

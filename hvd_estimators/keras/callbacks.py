@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.backend import inner_optimizers
 from hvd_estimators.keras.collectives import broadcast_variables, exchange, sum_arrays
 from hvd_estimators.keras.gradients import is_distributed
-from hvd_estimators.keras.metrics import added_variables, merge_states, merged_metrics
+from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
 from hvd_estimators.keras.shard_state import split_seed_states
 from hvd_estimators.launch.service.events import log_to_driver
 
@@ -235,12 +235,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
             # Where all ranks have the same mean, it is also theirs together.
             if isinstance(metric, keras.metrics.Mean):
                 self._means[prefix + metric.name] = _plain(metric.result())
-        variables = added_variables(self.model)
+        variables = summed_variables(self.model)
         shares = [_share(variable) for variable in variables]
         own = [v.numpy() * share for v, share in zip(variables, shares, strict=True)]
         for variable, total in zip(variables, sum_arrays(own, f"metrics_{stage}"), strict=True):
             variable.assign(total)
-        merged = merged_metrics(self.model)
+        merged = metrics_with_merge_state(self.model)
         if merged:
             states = [[variable.numpy() for variable in metric.variables] for metric in merged]
             ranks = exchange.gather(states, f"hvd_estimators.metrics_{stage}.merged")

@@ -19,17 +19,17 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
-from hvd_estimators.keras.best_model import KeptModel
-from hvd_estimators.keras.callback_states import CallbackStates, copied, save_file
+from hvd_estimators.keras.best_model import BestModel
+from hvd_estimators.keras.callback_states import CallbackStates, save_file, snapshot
 from hvd_estimators.keras.collectives import exchange
 from hvd_estimators.keras.loop import RankCallbacks, StatisticsCallback
-from hvd_estimators.keras.metrics import added_variables, merge_states, merged_metrics
+from hvd_estimators.keras.metrics import merge_states, metrics_with_merge_state, summed_variables
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
-from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import captured, of_shards
+from hvd_estimators.training.shard_state import capture_by_shard, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = [
@@ -169,7 +169,7 @@ def _restore_metrics(
     if not own:
         return
     places = {id(variable): place for place, variable in enumerate(variables)}
-    for variable in added_variables(model):
+    for variable in summed_variables(model):
         values = [state[places[id(variable)]] for state in own]
         kind = getattr(variable, "aggregation", "sum")
         if len(values) == 1 and (kind != "mean" or size == len(of_ranks)):
@@ -181,7 +181,7 @@ def _restore_metrics(
             variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
         else:
             variable.assign(values[0])
-    for metric in merged_metrics(model):
+    for metric in metrics_with_merge_state(model):
         merge_states(metric, [[state[places[id(v)]] for v in metric.variables] for state in own])
 
 
@@ -190,7 +190,7 @@ def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
 
     Each shard counts its own rows, until an epoch is over.
     """
-    own = captured(turns.shards, turns.variables.capture)
+    own = capture_by_shard(turns.shards, turns.variables.capture)
     digests = {shard: list(map(_digest, values)) for shard, values in own.items()}
     gathered = _of_shards(digests, turns, "checkpoint.digests")
     unequal = [
@@ -212,7 +212,7 @@ def _digest(value: Array) -> bytes:
 
 
 def restore_run(
-    spec: TrainSpec, model: keras.Model, rank: int, kept: KeptModel | None
+    spec: TrainSpec, model: keras.Model, rank: int, kept: BestModel | None
 ) -> RunState | None:
     """Load the newest checkpoint of the run on all ranks, where there is one."""
 
@@ -260,8 +260,8 @@ class RunSaver:
         model: keras.Model,
         rank: int,
         checkpoints: CheckpointWriter,
-        kept: KeptModel | None,
-        logs: RunDirectory,
+        kept: BestModel | None,
+        logs: SyncedDirectory,
         states: CallbackStates,
         streams: RandomStreams,
         turns: Turns,
@@ -323,7 +323,7 @@ class RunSaver:
         if self._spec.run.checkpoints_path is None:
             return
         data, model = self._spec.data, self._model
-        own = captured(self._turns.shards, self._streams.capture)
+        own = capture_by_shard(self._turns.shards, self._streams.capture)
         gathered = exchange.gather((own, self._states.own(), partial), "checkpoint.streams")
         variables = None if partial is None else unequal_variables(self._turns)
         if self._rank != 0:
@@ -348,7 +348,7 @@ class RunSaver:
             parts,
             stopped,
         )
-        made = None if partial is None else copied(model)
+        made = None if partial is None else snapshot(model)
         if made is None:
             self._checkpoints.save(state, lambda file: save_file(model, file), upload)
             return

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError, ShapeError
-from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.outputs import Outputs, per_output
 
 __all__ = ["CompileSettings", "check_classes", "class_weights", "class_weights_of_tensor", "losses"]
@@ -109,7 +109,7 @@ class CompileSettings:
         In the place of the optimizer's.
     """
 
-    optimizer: OptimizerDocument | None
+    optimizer: OptimizerPayload | None
     compiled: Mapping[str, Any]
     given: Mapping[str, Any]
     label_cols: Sequence[str]

@@ -19,13 +19,13 @@ from hvd_estimators.keras.backend import model_optimizers
 from hvd_estimators.keras.collectives import reductions_of
 from hvd_estimators.keras.compile_args import CompileSettings, check_classes
 from hvd_estimators.keras.dry_run import DryRun, check_batches
-from hvd_estimators.keras.fingerprint import model_identity
+from hvd_estimators.keras.fingerprint import model_fingerprint
 from hvd_estimators.keras.inputs import input_keys, input_structure, kept_random_state
 from hvd_estimators.keras.model import KerasModel
 from hvd_estimators.keras.model_file import load_weights
 from hvd_estimators.keras.outputs import Outputs
 from hvd_estimators.keras.params import KerasParams
-from hvd_estimators.keras.serialization import ModelDocument
+from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.trainer import KerasTrainSpec, train
 from hvd_estimators.training.call_transfer import Trainer
 from hvd_estimators.training.run_state import check_state
@@ -119,7 +119,7 @@ class KerasEstimator(KerasParams):
 
     def _model_identity(self, trial: Any) -> dict[str, Any]:
         other_rate = self.getOrDefault("learning_rate") is not None
-        identity = model_identity(trial.dry_run.model, other_rate)
+        identity = model_fingerprint(trial.dry_run.model, other_rate)
         model, columns = trial.dry_run.model, self.getOrDefault("feature_cols")
         if input_structure(model, columns) != input_structure(model, columns, by_name=False):
             # A run of an earlier version, which notes no names, went by position.
@@ -146,7 +146,7 @@ class KerasEstimator(KerasParams):
         return KerasTrainSpec(
             **vars(common),
             # After the dry run, which builds a model that was not built.
-            model=ModelDocument(trial.dry_run.model, get("custom_objects")),
+            model=ModelPayload(trial.dry_run.model, get("custom_objects")),
             tensors=trial.dry_run.tensors,
             weight_by_samples=self._weights_by_samples(trial.settings),
             checkpoint_callback=get("checkpoint_callback"),

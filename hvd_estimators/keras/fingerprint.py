@@ -9,10 +9,10 @@ import keras
 from hvd_estimators.fitting.run import named
 from hvd_estimators.keras.backend import all_layers, model_optimizers
 
-__all__ = ["model_identity"]
+__all__ = ["model_fingerprint"]
 
 
-def model_identity(model: keras.Model, other_rate: bool) -> dict[str, Any]:
+def model_fingerprint(model: keras.Model, other_rate: bool) -> dict[str, Any]:
     """Return layers, shapes of weights and optimizers, without the names, which Keras numbers.
 
     Parameters

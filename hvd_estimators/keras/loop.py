@@ -13,7 +13,7 @@ from hvd_estimators.keras.callback_states import CallbackStates
 from hvd_estimators.keras.collectives import StatisticsAverager, sum_arrays
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.launch.rank.hang_detection import made_progress
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
@@ -96,7 +96,7 @@ class StepEnd:
         spec: TrainSpec,
         save: Callable[[int, int], None],
         stop_request: StopRequest,
-        finite: FiniteCheck,
+        finite: NanCheck,
         long_validation: LongValidation,
     ) -> None:
         self.long_validation = long_validation

@@ -29,7 +29,7 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.custom_objects import constructing
 from hvd_estimators.keras.model_file import WEIGHTS, loads_plainly, variable_value
-from hvd_estimators.keras.model_metadata import Traits, same_bits
+from hvd_estimators.keras.model_metadata import ModelMetadata, same_bits
 from hvd_estimators.keras.states import StatePickler
 
 __all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variables"]
@@ -85,7 +85,7 @@ class MappedModel:
 
     config: bytes
     custom_objects: Mapping[str, Any]
-    traits: Traits
+    traits: ModelMetadata
     weights: tuple[_Weight, ...]
 
     def load(self, source: bytes | os.PathLike[str], start: int, aliased: bool) -> keras.Model:
@@ -161,7 +161,7 @@ def mapped_file(
         weights.append(_Weight(offset, value.shape, tf.as_dtype(value.dtype).name))
         offset = _aligned(offset + value.nbytes)
     config = files["config.json"].tobytes()
-    head = MappedModel(config, dict(custom_objects), Traits.of(model), tuple(weights))
+    head = MappedModel(config, dict(custom_objects), ModelMetadata.of(model), tuple(weights))
     if not _makes(head, model):
         return None
     local = LocalFile()

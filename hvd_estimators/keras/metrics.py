@@ -13,13 +13,13 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import ParamError
 
 __all__ = [
-    "added_variables",
     "are_built",
     "build_metrics",
     "check_metrics",
     "leaf_metrics",
     "merge_states",
-    "merged_metrics",
+    "metrics_with_merge_state",
+    "summed_variables",
 ]
 
 logger = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ def build_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     model.reset_metrics()
 
 
-def merged_metrics(model: keras.Model) -> list[Any]:
+def metrics_with_merge_state(model: keras.Model) -> list[Any]:
     """Return the metrics that define how their states are merged: by ``merge_state``."""
     return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]
 
 
-def added_variables(model: keras.Model) -> list[keras.Variable]:
+def summed_variables(model: keras.Model) -> list[keras.Variable]:
     """Return the variables of all other metrics."""
-    merged = {id(v) for metric in merged_metrics(model) for v in metric.variables}
+    merged = {id(v) for metric in metrics_with_merge_state(model) for v in metric.variables}
     return [variable for variable in model.metrics_variables if id(variable) not in merged]
 
 

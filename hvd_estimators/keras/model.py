@@ -12,16 +12,16 @@ import keras
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import DependencyError, ParamError
-from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.keras.backend import require_tensorflow
 from hvd_estimators.keras.inputs import call_on_zeros, input_structure, text_columns
 from hvd_estimators.keras.losses import pairs_labels
 from hvd_estimators.keras.model_file import save_plainly
 from hvd_estimators.keras.predictor import KerasPredictor, of_labels
-from hvd_estimators.keras.serialization import dump, model_document
+from hvd_estimators.keras.serialization import dump, model_payload
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import declare
+from hvd_estimators.params import param
 from hvd_estimators.saving.export import exported, is_installed
 
 __all__ = ["KerasModel"]
@@ -43,18 +43,18 @@ class KerasModel(HorovodModel):
     (as ``model.weights.h5`` where its classes have no ``get_config()``).
     """
 
-    history = declare("What was measured: name to a list of values by epoch, as Keras's History.")
-    custom_objects = declare("Name to custom class or function of the model.", default={})
-    _input_keys = declare(
+    history = param("What was measured: name to a list of values by epoch, as Keras's History.")
+    custom_objects = param("Name to custom class or function of the model.", default={})
+    _input_keys = param(
         "Keys of the feature columns in the dict that the model is called with. Default: what the "
         "model tells."
     )
-    _input_pairing = declare(
+    _input_pairing = param(
         "How inputs of a functional model that are not in a dict pair with feature columns: by "
         "'name', if each input has the name of a column, or always by 'position'.",
         default="name",
     )
-    _floatx = declare("Keras's float type while it was trained.", default="float32")
+    _floatx = param("Keras's float type while it was trained.", default="float32")
 
     def _get_floatx(self) -> str:
         """Return ``_floatx``; as the models of ``horovod.spark`` do."""
@@ -130,7 +130,7 @@ class KerasModel(HorovodModel):
         compares, selection = pairs_labels(model), self.getOrDefault("outputs")
         precision = self.getOrDefault("inference_precision")
 
-        def load(document: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+        def load(document: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
             return KerasPredictor(
                 document,
                 structure,
@@ -143,7 +143,7 @@ class KerasModel(HorovodModel):
                 resources,
             )
 
-        return model_document(model, self.getOrDefault("custom_objects")), load
+        return model_payload(model, self.getOrDefault("custom_objects")), load
 
     def _output_shapes(self) -> list[tuple[int, ...]]:
         known = self.getOrDefault("output_shapes")

@@ -15,7 +15,7 @@ from hvd_estimators.keras.backend import all_layers
 from hvd_estimators.keras.custom_objects import data_attributes, missing_attributes, set_attributes
 from hvd_estimators.keras.model_file import own_variables, variable_value
 
-__all__ = ["Traits", "UnequalCopyError", "same_bits"]
+__all__ = ["ModelMetadata", "UnequalCopyError", "same_bits"]
 
 
 class UnequalCopyError(ValueError):
@@ -23,7 +23,7 @@ class UnequalCopyError(ValueError):
 
 
 @dataclass(frozen=True)
-class Traits:
+class ModelMetadata:
     """Paths and values of variables, types and attributes of layers.
 
     Attributes
@@ -49,11 +49,11 @@ class Traits:
     attributes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
 
     @staticmethod
-    def of(model: keras.Model) -> Traits:
+    def of(model: keras.Model) -> ModelMetadata:
         """Return those of a model, without values."""
         layers = all_layers(model)
         attributes = {number: data_attributes(layer) for number, layer in enumerate(layers)}
-        return Traits(
+        return ModelMetadata(
             [variable.path for variable in model.variables],
             [keras.dtype_policies.serialize(part.dtype_policy) for part in layers],
             [variable.trainable for variable in model.variables],
@@ -61,7 +61,7 @@ class Traits:
             {number: found for number, found in attributes.items() if found},
         )
 
-    def completed(self, model: keras.Model, copy: keras.Model) -> Traits:
+    def completed(self, model: keras.Model, copy: keras.Model) -> ModelMetadata:
         """Return these with the values that a copy of the model lacks, and give the copy those.
 
         Raises

@@ -15,7 +15,7 @@ from hvd_estimators.data.arrays import Array
 from hvd_estimators.keras.custom_objects import find_custom_objects
 from hvd_estimators.keras.states import dump_state, same_optimizer, without_variables
 
-__all__ = ["OptimizerDocument"]
+__all__ = ["OptimizerPayload"]
 
 _ZEROS_BYTES = 2**10
 
@@ -56,7 +56,7 @@ class _Filled(Mapping[str, Any]):
 
 
 @dataclass(frozen=True)
-class OptimizerDocument:
+class OptimizerPayload:
     """An optimizer as plain values, of which another one is made for other variables.
 
     Attributes
@@ -82,18 +82,18 @@ class OptimizerDocument:
     @staticmethod
     def of(
         optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
-    ) -> OptimizerDocument:
+    ) -> OptimizerPayload:
         """Take an optimizer down."""
         state = _State()
         optimizer.save_own_variables(state)
         try:
             found = find_custom_objects([optimizer], custom_objects)
-            document = OptimizerDocument(type(optimizer), optimizer.get_config(), state, found)
+            document = OptimizerPayload(type(optimizer), optimizer.get_config(), state, found)
             if same_optimizer(optimizer, document.make()):
                 return document
         except (NotImplementedError, TypeError, ValueError):
             pass
-        return OptimizerDocument(type(optimizer), {}, state, {}, dump_state(optimizer))
+        return OptimizerPayload(type(optimizer), {}, state, {}, dump_state(optimizer))
 
     def make(self) -> keras.optimizers.Optimizer:
         """Return such an optimizer, without its state."""

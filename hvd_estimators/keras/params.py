@@ -29,9 +29,9 @@ from hvd_estimators.keras.losses import (
     without_reduction,
 )
 from hvd_estimators.keras.model_metadata import UnequalCopyError
-from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import copy_model, dump
-from hvd_estimators.params import declare, integer, number, numbers, objects
+from hvd_estimators.params import integer, number, numbers, objects, param
 
 __all__ = ["KerasParams", "class_weights", "environment", "label_weights"]
 
@@ -93,43 +93,43 @@ def _custom_objects(name: str, value: Any) -> dict[str, Any]:
 class KerasParams(HorovodEstimator):
     """What a Keras model is compiled and trained with."""
 
-    optimizer = declare(
+    optimizer = param(
         "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
         "compiled with."
     )
-    loss = declare(
+    loss = param(
         "A loss for all labels, a list with one per label, or a dict by the names of labels or "
         "outputs. Default: what the model is compiled with; none where it calls add_loss()."
     )
-    loss_weights = declare(
+    loss_weights = param(
         "Weights of the labels' losses, as a list or as a dict like that of loss. Default: 1.",
         convert=label_weights,
     )
-    metrics = declare(
+    metrics = param(
         "A list of Keras metrics; of several labels a list with one, or a list, per label, or a "
         "dict like that of loss. Default: what the model is compiled with, where loss is not set.",
         default=[],
     )
-    callbacks = declare("Keras callbacks.", default=[], convert=_callbacks)
-    custom_objects = declare(
+    callbacks = param("Keras callbacks.", default=[], convert=_callbacks)
+    custom_objects = param(
         "Name to custom class or function of the model, beside those that can be found in it.",
         default={},
         convert=_custom_objects,
     )
-    checkpoint_callback = declare(
+    checkpoint_callback = param(
         "A keras.callbacks.ModelCheckpoint that decides which model is returned, such as "
         "BestModelCheckpoint(monitor='val_loss'). Its path is replaced. Default: the last one."
     )
-    backend_env = declare(
+    backend_env = param(
         "Environment variables of the ranks; None deletes one.", default={}, convert=environment
     )
-    class_weight = declare(
+    class_weight = param(
         "Class number to weight, for a single label of class numbers or one-hot rows: rows count "
         "in training for the weight of their class, times that of sample_weight_col. Classes that "
         "are not named count for 1.",
         convert=class_weights,
     )
-    tensorflow_dataset_prefetch_buffer_size = declare(
+    tensorflow_dataset_prefetch_buffer_size = param(
         "Batches that are ready beforehand, besides some MiB that are to be cut into batches.",
         default=0,
         convert=integer(0),
@@ -309,7 +309,7 @@ class KerasParams(HorovodEstimator):
             settings = CompileSettings(None, compiled, {}, get("label_cols"))
             self._weights_by_samples(settings)
             return settings
-        optimizer = OptimizerDocument.of(self._optimizer(), get("custom_objects"))
+        optimizer = OptimizerPayload.of(self._optimizer(), get("custom_objects"))
         try:
             made = optimizer.make()
         except (TypeError, ValueError) as error:
@@ -353,13 +353,13 @@ class KerasParams(HorovodEstimator):
 
     def _dump_param(self, name: str, value: Any) -> bytes:
         if name == "optimizer" and isinstance(value, keras.optimizers.Optimizer):
-            value = OptimizerDocument.of(value, self.getOrDefault("custom_objects"))
+            value = OptimizerPayload.of(value, self.getOrDefault("custom_objects"))
         return dump(value, self.getOrDefault("custom_objects"))
 
     def _load_params(self, documents: dict[str, bytes]) -> dict[str, Any]:
         values = super()._load_params(documents)
         document = values.get("optimizer")
-        if isinstance(document, OptimizerDocument):
+        if isinstance(document, OptimizerPayload):
             optimizer = values["optimizer"] = document.make()
             model = values.get("model", self.getOrDefault("model"))
             if model is not None and model.built:

@@ -92,7 +92,7 @@ class KerasPredictor:
     Parameters
     ----------
     document : bytes, path or keras.Model
-        What `hvd_estimators.keras.serialization.model_document` returned; or the model, which is
+        What `hvd_estimators.keras.serialization.model_payload` returned; or the model, which is
         then this object's.
     structure : Field, or nested structure of Field
         The model's inputs.

@@ -41,19 +41,19 @@ from hvd_estimators.keras.model_file import (
     uncompiled,
     write_files,
 )
-from hvd_estimators.keras.model_metadata import Traits
-from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.model_metadata import ModelMetadata
+from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.states import StatePickler
 
 __all__ = [
-    "ModelDocument",
+    "ModelPayload",
     "copy_model",
     "dump",
     "dump_model",
     "load",
     "load_model",
     "load_uncompiled",
-    "model_document",
+    "model_payload",
 ]
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
     return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
 
 
-def model_document(
+def model_payload(
     model: keras.Model, custom_objects: Mapping[str, Any] | None = None
 ) -> bytes | LocalFile:
     """Return what `dump_model` returns, or of a large model a file whose weights can be mapped."""
@@ -121,7 +121,7 @@ def model_document(
 
 
 def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
-    """Return what `dump_model` or `model_document` wrote.
+    """Return what `dump_model` or `model_payload` wrote.
 
     It is compiled, where its config did not tell all.
 
@@ -144,7 +144,7 @@ def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
     return _saved_and_loaded(model, custom_objects)[1]
 
 
-class ModelDocument:
+class ModelPayload:
     """A compiled model on its way to the ranks.
 
     What is pickled of it is as what `dump` writes, in parts that are not kept and of which the
@@ -190,15 +190,15 @@ class ModelDocument:
         saved = _saved(model, self._custom_objects)
         compiled, state = _compiled_with(model), None
         if compiled is not None:
-            optimizer = OptimizerDocument.of(model.optimizer, self._custom_objects)
+            optimizer = OptimizerPayload.of(model.optimizer, self._custom_objects)
             state = optimizer.state
             compiled["optimizer"] = replace(optimizer, state={})
         rest = dump((saved.custom_objects, compiled, saved.traits), self._custom_objects)
         return saved.files, rest, state
 
 
-def _make_document(*parts: Any) -> ModelDocument:
-    document = ModelDocument.__new__(ModelDocument)
+def _make_document(*parts: Any) -> ModelPayload:
+    document = ModelPayload.__new__(ModelPayload)
     document._model, document._parts = None, parts
     return document
 
@@ -223,14 +223,14 @@ class _Pickler(StatePickler):
         if isinstance(obj, keras.Model):
             return self._reduce_model(obj)
         if isinstance(obj, keras.optimizers.Optimizer):
-            return _make_optimizer, (OptimizerDocument.of(obj, self._custom_objects),)
+            return _make_optimizer, (OptimizerPayload.of(obj, self._custom_objects),)
         return super().reducer_override(obj)
 
     def _reduce_model(self, model: keras.Model) -> Any:
         saved = _saved(model, self._custom_objects)
         compiled = _compiled_with(model)
         if compiled is not None:
-            compiled["optimizer"] = OptimizerDocument.of(model.optimizer, self._custom_objects)
+            compiled["optimizer"] = OptimizerPayload.of(model.optimizer, self._custom_objects)
         return _load_model, (saved.files, saved.custom_objects, compiled, saved.traits)
 
 
@@ -264,7 +264,7 @@ class _Saved:
 
     files: dict[str, Array]
     custom_objects: dict[str, Any]
-    traits: Traits
+    traits: ModelMetadata
     stored: int
     compiled: dict[str, Any] | None
 
@@ -301,11 +301,11 @@ def _saved_and_loaded(
             stored = stored_variables(os.path.join(directory, WEIGHTS))
             _collect(files)
             found.update(held)
-            traits, compiled = Traits.of(model), None
+            traits, compiled = ModelMetadata.of(model), None
             if has_own_compile(model):
                 compiled = _compiled_with(model)
                 if compiled is not None:
-                    optimizer = OptimizerDocument.of(model.optimizer, custom_objects)
+                    optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
                     compiled["optimizer"] = optimizer
             # A copy has objects of its own.
             document = dump((found, compiled, traits), custom_objects)
@@ -336,7 +336,7 @@ def _collect(files: Mapping[str, Array]) -> None:
 
 
 def _load_folder(
-    directory: str, custom_objects: Mapping[str, Any], traits: Traits | None
+    directory: str, custom_objects: Mapping[str, Any], traits: ModelMetadata | None
 ) -> keras.Model:
     with traits.policy() if traits is not None else contextlib.nullcontext():
         model = load_folder(directory, custom_objects)
@@ -349,7 +349,7 @@ def _load_model(
     document: Any,
     custom_objects: Mapping[str, Any] | None = None,
     compiled: Mapping[str, Any] | None = None,
-    traits: Traits | None = None,
+    traits: ModelMetadata | None = None,
 ) -> keras.Model:
     """Make a model of files, which are given up one by one, or of all its attributes."""
     if custom_objects is None:
@@ -366,7 +366,7 @@ def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
     """Compile a model as it was; a class's own ``compile`` has left attributes, which travel."""
     if compiled is None:
         return
-    optimizer: OptimizerDocument = compiled["optimizer"]
+    optimizer: OptimizerPayload = compiled["optimizer"]
     compile_model = keras.Model.compile if has_own_compile(model) else type(model).compile
     compile_model(model, **{**compiled, "optimizer": optimizer.make()})
     if model.trainable_variables:
@@ -393,11 +393,11 @@ class _Uncompiled(Unpickler):
         document: Any,
         custom_objects: Mapping[str, Any] | None = None,
         compiled: Mapping[str, Any] | None = None,
-        traits: Traits | None = None,
+        traits: ModelMetadata | None = None,
     ) -> keras.Model:
         self.compiled = compiled
         return _load_model(document, custom_objects, None, traits)
 
 
-def _make_optimizer(document: OptimizerDocument) -> keras.optimizers.Optimizer:
+def _make_optimizer(document: OptimizerPayload) -> keras.optimizers.Optimizer:
     return document.make()

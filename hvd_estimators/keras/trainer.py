@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras.backend import choose_devices, model_optimizers, require_tensorflow
-from hvd_estimators.keras.best_model import KeptModel
+from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callback_states import CallbackStates, ScalarState, save_file
 from hvd_estimators.keras.callbacks import (
@@ -46,24 +46,24 @@ from hvd_estimators.keras.loop import (
     StreamsCallback,
 )
 from hvd_estimators.keras.losses import LossDenominators, has_own_step
-from hvd_estimators.keras.serialization import ModelDocument
+from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments
 from hvd_estimators.keras.tensors import TensorSpec
 from hvd_estimators.loading.reader import PlannedDataModule
 from hvd_estimators.loading.readers import DataModule, open_data_module
 from hvd_estimators.loading.spec import DataSpec
-from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.horovod_session import horovod_session
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import TrainResult, TrainSpec
 from hvd_estimators.training.step_control import (
     LongValidation,
     StopRequest,
-    heeding_stop,
     stopped_before,
+    without_further_epochs,
 )
 from hvd_estimators.training.tensorboard import EventWriter
 from hvd_estimators.training.weight_digests import combined_digest
@@ -93,7 +93,7 @@ class KerasTrainSpec(TrainSpec):
         Batches that are ready beforehand, besides some MiB that are to be cut into batches.
     """
 
-    model: ModelDocument
+    model: ModelPayload
     tensors: TensorSpec
     weight_by_samples: bool
     checkpoint_callback: keras.callbacks.ModelCheckpoint | None
@@ -126,16 +126,16 @@ class _Trainer:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
         self.model = spec.model.load()
-        self.kept: KeptModel | None = None
+        self.kept: BestModel | None = None
         logs = spec.run.logs_path if self.rank == 0 else None
-        self.logs = RunDirectory(spec.store, logs)
+        self.logs = SyncedDirectory(spec.store, logs)
         if spec.checkpoint_callback is not None and self.rank == 0:
-            self.kept = KeptModel(
+            self.kept = BestModel(
                 spec.checkpoint_callback, directory, spec.run.checkpoints_path, spec.store
             )
         self.checkpoints = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
         self.restored = restore_run(spec, self.model, self.rank, self.kept)
-        self.spec = spec = heeding_stop(spec, self.restored)
+        self.spec = spec = without_further_epochs(spec, self.restored)
         optimizers = model_optimizers(self.model)
         broadcast_variables(
             [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
@@ -190,7 +190,7 @@ class _Trainer:
                 None if state is None else ScalarState(self.model),
             )
             summing = functools.partial(sum_number, name="not_finite")
-            finite = FiniteCheck(self.rank, self.size, summing, exchange)
+            finite = NanCheck(self.rank, self.size, summing, exchange)
             long_validation = LongValidation(
                 spec.checkpoints, self.size, functools.partial(sum_number, name="validation")
             )

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import HvdEstimatorsError, ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.service.events import Handler, receive_events
@@ -79,7 +79,7 @@ class _Foreign(Backend):
         self._given = given
 
     def num_processes(self) -> int:
-        count = plain(self._given.num_processes())
+        count = to_python(self._given.num_processes())
         if not isinstance(count, int) or count < 1:
             raise ParamError(
                 f"backend: num_processes() of {self._given!r} returned {count!r}; expected the "

@@ -24,11 +24,11 @@ from hvd_estimators.launch.rank.output import Relay
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rank.supervisor import supervise
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
-from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.hosts import LOOPBACK, listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
-from hvd_estimators.launch.service.events import Handler, RankOutput, one_by_one, receive_events
+from hvd_estimators.launch.service.events import Handler, RankOutput, receive_events, serialized
 from hvd_estimators.launch.service.output_sinks import Outlets
 from hvd_estimators.launch.validation import (
     call_of,
@@ -37,7 +37,7 @@ from hvd_estimators.launch.validation import (
     environment_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_mends
+from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import WarmStart, wanted
 from hvd_estimators.launch.warm.modules import modules_of_call
 
@@ -117,7 +117,7 @@ class LocalBackend(Backend):
     ) -> list[Any]:
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
-        require_mends()
+        require_patches()
         environment_given(env or {})
         call = pickle_call(*call_of(fn, args, kwargs))
         warm = None
@@ -136,11 +136,12 @@ class LocalBackend(Backend):
         given = {**os.environ, **self._env, **(env or {})}
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
-        handler = one_by_one(self._outlets.handler(on_event))
+        handler = serialized(self._outlets.handler(on_event))
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(receive_events(handler, self.driver_host()))
             proxies = [
-                stack.enter_context(GlooProxy(LocalLink(store, slot.rank))) for slot in slots
+                stack.enter_context(GlooProxy(LocalRendezvousClient(store, slot.rank)))
+                for slot in slots
             ]
             relays = [
                 stack.enter_context(Relay(_shown_by(handler, slot.rank), one_by_one=True))

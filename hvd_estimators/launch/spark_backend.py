@@ -40,7 +40,7 @@ from hvd_estimators.launch.validation import (
     seconds_given,
     whole_number,
 )
-from hvd_estimators.launch.versions import require_mends
+from hvd_estimators.launch.versions import require_patches
 from hvd_estimators.launch.warm.client import wanted
 from hvd_estimators.launch.warm.modules import modules_of_call
 
@@ -219,7 +219,7 @@ class SparkBackend(Backend):
         """
         cluster = current_cluster(self._resources)
         cluster.check_python()
-        require_mends()
+        require_patches()
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
 
     def check_store(self, store: Store) -> None:

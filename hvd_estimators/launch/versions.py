@@ -26,15 +26,15 @@ from hvd_estimators.exceptions import DependencyError
 __all__ = [
     "ADDRESS_VARIABLE",
     "MARKER",
-    "MENDS_REVISION",
-    "REQUIRED_MENDS",
+    "PATCHES_REVISION",
+    "REQUIRED_PATCHES",
     "TOKEN_VARIABLE",
     "check_builds",
     "differences",
     "horovod_build",
-    "installed_mends",
+    "installed_patches",
     "installed_versions",
-    "require_mends",
+    "require_patches",
 ]
 
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
@@ -49,13 +49,13 @@ TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
 """Environment variable with what a rank shows the rendezvous server, as a bearer token."""
 
 
-MENDS_REVISION = 2
+PATCHES_REVISION = 2
 
 
 """What a wheel says of itself in `MARKER`; raise it when a mend changes what a wheel does."""
 
 
-REQUIRED_MENDS = 1
+REQUIRED_PATCHES = 1
 
 
 """The revision without which ranks do not run. The second lets Horovod notice stalled ranks."""
@@ -67,7 +67,7 @@ MARKER = "horovod/hvd_estimators_mends.py"
 """The file by which a wheel tells that it was compiled with the mends."""
 
 
-def installed_mends() -> int:
+def installed_patches() -> int:
     """Return the revision of the mends of the installed Horovod; 0 without them, or without it.
 
     Imports nothing of Horovod.
@@ -81,7 +81,7 @@ def installed_mends() -> int:
     return 0
 
 
-def require_mends() -> None:
+def require_patches() -> None:
     """Make sure that the installed Horovod was compiled with the mends.
 
     Raises
@@ -89,7 +89,7 @@ def require_mends() -> None:
     DependencyError
         If it was not.
     """
-    if installed_mends() < REQUIRED_MENDS:
+    if installed_patches() < REQUIRED_PATCHES:
         raise DependencyError(
             "The installed Horovod was built without the changes that ranks need: they choose the "
             "address on which they listen, and prove to the rendezvous server who they are. "

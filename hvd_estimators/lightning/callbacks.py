@@ -17,12 +17,12 @@ from hvd_estimators.launch.rank.hang_detection import made_progress
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.collectives import outside_inference_mode
 from hvd_estimators.lightning.loaders import TrainLoader, ValidationLoader
-from hvd_estimators.lightning.package import Callback, Checkpoint, is_lightning, wrapped
+from hvd_estimators.lightning.package import Callback, Checkpoint, is_lightning, patch_method
 from hvd_estimators.lightning.results import results_of
 from hvd_estimators.torch.collectives import not_finite, sum_over_ranks
 from hvd_estimators.torch.loss import as_stated
 from hvd_estimators.torch.shard_state import BufferReducer
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.shard_state import ShardStates
 from hvd_estimators.training.spec import EpochMetrics
@@ -72,12 +72,12 @@ def agree_on_stopping(trainer: Trainer) -> Callable[[], None]:
         wanted, trainer.should_stop = wanted or trainer.should_stop, False
 
     undo = contextlib.ExitStack()
-    undo.enter_context(wrapped(loop.epoch_loop, "on_run_start", after=agree))
+    undo.enter_context(patch_method(loop.epoch_loop, "on_run_start", after=agree))
     undo.enter_context(
-        wrapped(loop.epoch_loop, "on_advance_end", before=agree if each_batch else put_off)
+        patch_method(loop.epoch_loop, "on_advance_end", before=agree if each_batch else put_off)
     )
-    undo.enter_context(wrapped(loop.epoch_loop.val_loop, "run", after=agree))
-    undo.enter_context(wrapped(loop, "on_advance_end", after=agree))
+    undo.enter_context(patch_method(loop.epoch_loop.val_loop, "run", after=agree))
+    undo.enter_context(patch_method(loop, "on_advance_end", after=agree))
     if _HOOK in vars(module) or _is_of_user(module, _HOOK):
         original, own = module.on_train_batch_start, vars(module).get(_HOOK)
 
@@ -298,7 +298,7 @@ class TerminateOnNaN(Callback):
         Asks the other ranks.
     """
 
-    def __init__(self, check: FiniteCheck) -> None:
+    def __init__(self, check: NanCheck) -> None:
         self._check = check
         self._steps = 0
         self._losses: list[torch.Tensor] = []

@@ -21,7 +21,7 @@ import torch
 from hvd_estimators.lightning.adapter import ModuleAdapter
 from hvd_estimators.lightning.callbacks import EpochRecorder, steps_taken
 from hvd_estimators.lightning.loaders import skip_batches
-from hvd_estimators.lightning.package import Callback, Flavor, is_lightning, wrapped
+from hvd_estimators.lightning.package import Callback, Flavor, is_lightning, patch_method
 from hvd_estimators.lightning.results import logged_so_far, restore_logged
 from hvd_estimators.lightning.strategy import PARAMETER_GROUPS
 from hvd_estimators.store.base import RunPaths
@@ -30,7 +30,7 @@ from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.metrics import metric_states, restore_metrics
 from hvd_estimators.torch.serialization import group_names
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
-from hvd_estimators.torch.snapshot import ShardBuffers, copied, fleeting_buffers
+from hvd_estimators.torch.snapshot import ShardBuffers, non_persistent_buffers, snapshot
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.torch.transfer import on_cpu
 from hvd_estimators.training.horovod_session import seed_rank
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from hvd_estimators.lightning.callbacks import EpochRecorder
     from hvd_estimators.lightning.loaders import TrainLoader
 
-__all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot"]
+__all__ = ["BUFFERS", "PARTIAL", "PartialEpoch", "RunCheckpoint", "snapshot_of_run"]
 
 
 class PartialEpoch:
@@ -141,7 +141,7 @@ def repeat_epoch_start(trainer: Trainer) -> None:
     has_hook = not _is_library(getattr(type(module), name))
     if not (callbacks or has_hook):
         return
-    weights = copied({**dict(module.named_buffers()), **module.state_dict()})
+    weights = snapshot({**dict(module.named_buffers()), **module.state_dict()})
     options = [[dict(group) for group in o.param_groups] for o in trainer.optimizers]
     schedulers = [copy.deepcopy(c.scheduler.state_dict()) for c in trainer.lr_scheduler_configs]
     states = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
@@ -333,8 +333,8 @@ class RunCheckpoint(Callback):
             functools.partial(self._end, trainer),
         )
         with (
-            wrapped(loop, "on_run_start", after=begin),
-            wrapped(loop, "on_advance_end", after=saved),
+            patch_method(loop, "on_run_start", after=begin),
+            patch_method(loop, "on_advance_end", after=saved),
         ):
             yield
 
@@ -389,7 +389,7 @@ class RunCheckpoint(Callback):
         self._attributes = AttributeWatch(
             pl_module, known, ignored, is_active=trainer.is_global_zero
         )
-        self._fleeting = fleeting_buffers(pl_module)
+        self._fleeting = non_persistent_buffers(pl_module)
         self.restore_buffers(pl_module)
         self._reducer.start(self._bases)
         _averager(trainer).restore_gradients(self._gradients or {})
@@ -537,7 +537,7 @@ class RunCheckpoint(Callback):
         self._shards.for_each(lambda shard: torch.manual_seed(seed_rank(self._seed, shard, epoch)))
 
 
-def snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def snapshot_of_run(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Return a copy of a checkpoint, which can be written while training goes on.
 
     Returns
@@ -547,7 +547,7 @@ def snapshot(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     bool
         Whether it is a copy.
     """
-    tensors = copied({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
+    tensors = snapshot({name: checkpoint[name] for name in _TENSORS if name in checkpoint})
     try:
         others = copy.deepcopy({n: value for n, value in checkpoint.items() if n not in tensors})
     except Exception as error:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hvd_estimators.lightning.package import is_lightning
-from hvd_estimators.loading.plan import played_shards
+from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.torch.collectives import PendingSum, exchange, sum_over_ranks
@@ -433,7 +433,7 @@ def make_loaders(
         return train, None
     steps = data.validation_steps_per_epoch * turns
     validation = ValidationLoader(module, form, steps, device)
-    of_ranks = [played_shards(data.num_shards, rank, size) for rank in range(size)]
+    of_ranks = [virtual_shards(data.num_shards, rank, size) for rank in range(size)]
     if not all(any(map(data.val_plan.rows, of_rank)) for of_rank in of_ranks):
         validation.lend_rows()
     return train, validation

@@ -17,8 +17,8 @@ from pyspark.sql import types as T
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
-from hvd_estimators.inference.batch import Inference
-from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.batch import BatchPredictor
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
 from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.lightning.package import is_lightning
@@ -31,13 +31,13 @@ from hvd_estimators.lightning.predictor import (
 )
 from hvd_estimators.loading.transform import EditedField
 from hvd_estimators.model import Predictor
-from hvd_estimators.params import boolean, declare
+from hvd_estimators.params import boolean, param
 from hvd_estimators.prepare.schema import quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
 from hvd_estimators.torch.objective import call_with_leading
 from hvd_estimators.torch.onnx import Call
-from hvd_estimators.torch.serialization import module_document, plain_module
+from hvd_estimators.torch.serialization import module_payload, plain_module
 from hvd_estimators.torch.tensors import with_form
 
 __all__ = ["LightningModel", "TorchModel"]
@@ -59,7 +59,7 @@ class LightningModel(torch_model.TorchModel):
     ``apply_transformation`` they are transformed first, as in training.
     """
 
-    use_predict_step = declare(
+    use_predict_step = param(
         "Whether transform() calls the module's predict_step, with a dict of feature column to "
         "tensor as batch, instead of forward.",
         default=False,
@@ -139,16 +139,14 @@ class LightningModel(torch_model.TorchModel):
             return F.col(quoted(name))
         return super()._feature_column(dataset, name)
 
-    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Document], Predictor]]:
+    def _make_predictor(self) -> tuple[bytes | LocalFile, Callable[[Payload], Predictor]]:
         features = list(self.getOrDefault("feature_columns") or [])
-        document = module_document(plain_module(self.getOrDefault("model")))
+        document = module_payload(plain_module(self.getOrDefault("model")))
         precision = self.getOrDefault("inference_precision")
         if self._predicts_rows():
             function = self.get_prediction_fn()
 
-            def load_by_rows(
-                given: Document, resources: Resources = FRAMEWORKS_CHOICE
-            ) -> Predictor:
+            def load_by_rows(given: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
                 return RowPredictor(given, function, features, precision, resources)
 
             return document, load_by_rows
@@ -160,7 +158,7 @@ class LightningModel(torch_model.TorchModel):
             )
         spec = self._transform_spec()
 
-        def load(given: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+        def load(given: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
             return LightningPredictor(given, by_step, spec, precision, resources)
 
         return document, load
@@ -168,9 +166,9 @@ class LightningModel(torch_model.TorchModel):
     def _try_on_zeros(
         self,
         dataset: DataFrame | None,
-        applied: Inference,
+        applied: BatchPredictor,
         document: bytes | LocalFile,
-        load: Callable[[Document], Predictor],
+        load: Callable[[Payload], Predictor],
     ) -> list[tuple[int, ...]] | None:
         """Return the outputs' shapes for rows of zeros; None where the model cannot take any."""
         metadata: dict[str, Any] = self._get_metadata() or {}
@@ -202,9 +200,9 @@ class LightningModel(torch_model.TorchModel):
     def _try_on_first_row(
         self,
         dataset: DataFrame,
-        applied: Inference,
+        applied: BatchPredictor,
         document: bytes | LocalFile,
-        load: Callable[[Document], Predictor],
+        load: Callable[[Payload], Predictor],
     ) -> list[tuple[int, ...]]:
         """Return the outputs' shapes as the first row shows them; it is computed for that."""
         columns = [self._feature_column(dataset, name).alias(name) for name in applied.columns]

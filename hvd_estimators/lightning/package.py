@@ -62,7 +62,7 @@ __all__ = [
     "of_any_flavor",
     "of_flavor",
     "one_flavor",
-    "wrapped",
+    "patch_method",
 ]
 
 T = TypeVar("T")
@@ -244,7 +244,7 @@ def of_any_flavor(kind: Any) -> Any:
 
 
 @contextlib.contextmanager
-def wrapped(
+def patch_method(
     owner: Any,
     name: str,
     before: Callable[[], None] | None = None,

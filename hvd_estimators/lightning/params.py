@@ -18,7 +18,7 @@ from hvd_estimators.lightning.trainer_args import (
     check_trainer_args,
 )
 from hvd_estimators.loading.transform import Transformation
-from hvd_estimators.params import boolean, declare, integer, objects
+from hvd_estimators.params import boolean, integer, objects, param
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.estimator import TorchEstimator
 from hvd_estimators.torch.serialization import (
@@ -58,44 +58,44 @@ def _arguments(name: str, value: Any) -> dict[str, Any]:
 class LightningParams(TorchEstimator):
     """What Lightning's Trainer is given, and the module that it trains."""
 
-    callbacks = declare("Lightning callbacks.", default=[], convert=objects)
-    num_gpus = declare(
+    callbacks = param("Lightning callbacks.", default=[], convert=objects)
+    num_gpus = param(
         "GPUs of a rank: 0 or 1. Default: 1 where there are any.",
         convert=integer(0),
         accessor="NumGPUs",
     )
-    logger = declare(
+    logger = param(
         "Lightning logger, or a list of them; they write to the run's logs. Default: TensorBoard, "
         "or CSV files where it is not installed. False: none. MLflow's does so if it writes to a "
         "folder, and the store is local; other MLflow servers and databases stay as they are."
     )
-    log_every_n_steps = declare(
+    log_every_n_steps = param(
         "Steps between two entries of the loggers.", default=50, convert=integer(1)
     )
-    profiler = declare(
+    profiler = param(
         "Lightning profiler, or 'simple', 'advanced' or 'pytorch'; it writes to the run's logs.",
         convert=_profiler,
     )
-    trainer_args = declare(
+    trainer_args = param(
         "Further arguments of Lightning's Trainer, which replace those that the estimator gives.",
         convert=_arguments,
     )
-    data_module = declare(
+    data_module = param(
         "What reads the rows: 'petastorm', 'arrow', a class derived from "
         "hvd_estimators.loading.readers.DataModule, or a LightningDataModule class. Default: "
         "Petastorm where it can be imported, PyArrow otherwise."
     )
-    loader_num_epochs = declare(
+    loader_num_epochs = param(
         "Passes of a LightningDataModule's reader; it gets this as num_reader_epochs. Default: "
         "without end, as the built-in readers always read.",
         convert=integer(1),
     )
-    debug_data_loader = declare("Passed to a LightningDataModule.", default=False, convert=boolean)
-    train_async_data_loader_queue_size = declare(
+    debug_data_loader = param("Passed to a LightningDataModule.", default=False, convert=boolean)
+    train_async_data_loader_queue_size = param(
         "Passed to a LightningDataModule. The built-in readers read ahead by a bounded number of "
         "bytes."
     )
-    val_async_data_loader_queue_size = declare(
+    val_async_data_loader_queue_size = param(
         "Passed to a LightningDataModule, see train_async_data_loader_queue_size."
     )
 

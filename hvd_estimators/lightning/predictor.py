@@ -71,7 +71,7 @@ class LightningPredictor(ModulePredictor):
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_document` returned.
+        What `hvd_estimators.torch.serialization.module_payload` returned.
     by_step : bool
         Whether to call ``predict_step``, with a dict of column to tensor.
     spec : TensorSpec
@@ -114,7 +114,7 @@ class RowPredictor:
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_document` returned.
+        What `hvd_estimators.torch.serialization.module_payload` returned.
     function : callable
         A module and a row to what is predicted for it.
     features : list of str

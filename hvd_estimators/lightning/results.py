@@ -12,7 +12,7 @@ import torch
 from torchmetrics import Metric
 
 from hvd_estimators.lightning.collectives import gather_objects
-from hvd_estimators.lightning.package import Flavor, ResultCollection, of_flavor, wrapped
+from hvd_estimators.lightning.package import Flavor, ResultCollection, of_flavor, patch_method
 from hvd_estimators.torch.transfer import on_cpu
 
 if TYPE_CHECKING:
@@ -404,8 +404,8 @@ def reduce_results(
         reduce()
 
     undo = contextlib.ExitStack()
-    undo.enter_context(wrapped(connector, "epoch_end_reached", before=reach_end))
+    undo.enter_context(patch_method(connector, "epoch_end_reached", before=reach_end))
     # Hooks log, too. In training, callbacks that monitor a value come between these two.
-    undo.enter_context(wrapped(connector, "on_epoch_end", before=reduce))
-    undo.enter_context(wrapped(module, "on_train_epoch_end", after=reduce))
+    undo.enter_context(patch_method(connector, "on_epoch_end", before=reduce))
+    undo.enter_context(patch_method(module, "on_train_epoch_end", after=reduce))
     return undo.close

@@ -21,7 +21,7 @@ from hvd_estimators.lightning.checkpoint import (
     PARTIAL,
     PartialEpoch,
     RunCheckpoint,
-    snapshot,
+    snapshot_of_run,
 )
 from hvd_estimators.lightning.epoch_ends import EpochEnds, has_epoch_ends, without_epoch_ends
 from hvd_estimators.lightning.loaders import (
@@ -40,11 +40,11 @@ from hvd_estimators.lightning.spec import (
     users_module,
 )
 from hvd_estimators.lightning.trainer_args import trainer_arguments
-from hvd_estimators.lightning.weighted_strategy import ExactStrategy
+from hvd_estimators.lightning.weighted_strategy import WeightedStrategy
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.store.checkpoints import checkpoint_path
 from hvd_estimators.store.paths import Position
-from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.collectives import choose_device, exchange, sum_over_ranks, weight_digests
 from hvd_estimators.torch.serialization import load_module, trained_file
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
@@ -52,16 +52,16 @@ from hvd_estimators.torch.snapshot import ShardBuffers
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.horovod_session import horovod_session
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import ShardStates, captured, of_shards
+from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainResult
 from hvd_estimators.training.step_control import (
     LongValidation,
     StopRequest,
-    heeding_stop,
     stopped_before,
+    without_further_epochs,
 )
 from hvd_estimators.training.weight_digests import combined_digest
 
@@ -108,9 +108,9 @@ class _Trainer:
         self.logged_steps: int | None = None
         self.restored = self._restore()
         self.stopped = stopped_before(spec, self.restored)
-        self.spec = spec = heeding_stop(spec, self.restored)
+        self.spec = spec = without_further_epochs(spec, self.restored)
         # On each rank: profilers write files of each.
-        self.logs = RunDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
+        self.logs = SyncedDirectory(spec.store, spec.run.logs_path, fetch=self.rank == 0)
         self.streams = TorchStreams(self.device)
         parts = (self.streams, BufferState(self.module))
         self.shards = ShardStates(spec.data.num_shards, self.rank, self.size, parts)
@@ -163,7 +163,7 @@ class _Trainer:
             )
             data["train_dataloaders"], data["val_dataloaders"] = loaders
         train_loader, validation_loader = loaders
-        strategy = of_flavor(ExactStrategy, spec.flavor)(
+        strategy = of_flavor(WeightedStrategy, spec.flavor)(
             train_loader,
             validation_loader,
             compression=spec.gradient_compression,
@@ -179,7 +179,7 @@ class _Trainer:
             callbacks.insert(0, of_flavor(EpochEnds, spec.flavor)(self.module))
         if spec.terminate_on_nan:
             not_finite = functools.partial(sum_over_ranks, name="not_finite")
-            check = FiniteCheck(self.rank, self.size, not_finite, exchange)
+            check = NanCheck(self.rank, self.size, not_finite, exchange)
             callbacks.append(of_flavor(TerminateOnNaN, spec.flavor)(check))
         arguments = trainer_arguments(
             spec,
@@ -295,7 +295,7 @@ class _Trainer:
         if self.spec.run.checkpoints_path is None:
             return
         buffers: ShardBuffers = checkpoint[BUFFERS]
-        streams = captured(self.shards, self.streams.capture)
+        streams = capture_by_shard(self.shards, self.streams.capture)
         own = streams, checkpoint.pop(PARTIAL, None), buffers.digests
         of_streams, partials, digests = zip(*exchange.gather(own, "checkpoint"), strict=True)
         checkpoint[BUFFERS] = buffers.unequal(digests)
@@ -304,7 +304,7 @@ class _Trainer:
         random = of_shards(of_streams, data.num_shards)
         is_copy = False
         if batches:
-            checkpoint, is_copy = snapshot(checkpoint)
+            checkpoint, is_copy = snapshot_of_run(checkpoint)
             checkpoint[PARTIAL] = list(partials)
         epoch = len(history)
         state = RunState(

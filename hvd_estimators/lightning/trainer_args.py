@@ -15,7 +15,7 @@ from hvd_estimators.lightning.loaders import is_lightning_data
 from hvd_estimators.lightning.loggers import make_loggers, make_profiler, quiet
 from hvd_estimators.lightning.package import Flavor, is_lightning
 from hvd_estimators.lightning.spec import LightningTrainSpec, TrainerObjects
-from hvd_estimators.lightning.weighted_strategy import ExactStrategy
+from hvd_estimators.lightning.weighted_strategy import WeightedStrategy
 
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule
@@ -34,7 +34,7 @@ def trainer_arguments(
     objects: TrainerObjects,
     module: LightningModule,
     device: torch.device,
-    strategy: ExactStrategy,
+    strategy: WeightedStrategy,
     callbacks: Sequence[Any],
     logs_path: str | None,
     rank: int,

@@ -23,10 +23,10 @@ from hvd_estimators.training.shard_state import ShardStates
 if TYPE_CHECKING:
     from pytorch_lightning import LightningModule, Trainer
 
-__all__ = ["ExactStrategy"]
+__all__ = ["WeightedStrategy"]
 
 
-class ExactStrategy(HorovodStrategy):
+class WeightedStrategy(HorovodStrategy):
     """Weights gradients and logged values by what each rank's batch counts for.
 
     The gradient of a step is that of the mean over the rows of all ranks. What is logged counts by

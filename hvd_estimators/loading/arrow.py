@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from hvd_estimators.data.arrays import Columns, table_to_columns
-from hvd_estimators.loading.interleave import Bundle, Slices, in_turns, range_tables
+from hvd_estimators.loading.interleave import InterleaveGroup, RangeRead, interleave, range_tables
 from hvd_estimators.loading.range_files import RangeFiles
 from hvd_estimators.loading.reader import PlannedDataModule
 
@@ -23,11 +23,11 @@ class ArrowDataModule(PlannedDataModule):
     short_name = "arrow"
 
     def read(
-        self, passes: Iterator[Sequence[Bundle]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges in threads; see `PlannedDataModule.read`."""
 
-        def read(slices: Slices) -> Generator[tuple[Columns, bool], None, None]:
+        def read(slices: RangeRead) -> Generator[tuple[Columns, bool], None, None]:
             with files.open(slices) as file:
                 for table, ends_slice in range_tables(file, slices, self.columns):
                     yield table_to_columns(table, self.columns, slices.row_range.file), ends_slice
@@ -35,6 +35,6 @@ class ArrowDataModule(PlannedDataModule):
         bundles = (bundle for bundles in passes for bundle in bundles)
         with RangeFiles(self.store, self.columns, self.footers) as files:
             if self.reader_pool_type == "dummy":
-                yield from in_turns(bundles, read, 0)
+                yield from interleave(bundles, read, 0)
             else:
-                yield from in_turns(files.ahead(bundles), read, workers)
+                yield from interleave(files.ahead(bundles), read, workers)

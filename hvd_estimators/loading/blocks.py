@@ -14,7 +14,7 @@ import numpy as np
 from hvd_estimators.data.arrays import Array, Columns
 from hvd_estimators.exceptions import DataError
 
-__all__ = ["Layout", "Memory", "Rows", "fresh_buffer", "row_bytes"]
+__all__ = ["BlockLayout", "BufferPool", "Rows", "fresh_buffer", "row_bytes"]
 
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
@@ -29,7 +29,7 @@ _MANY_COLUMNS = 10
 
 
 @dataclass(frozen=True)
-class Layout:
+class BlockLayout:
     """Which columns share a block.
 
     Attributes
@@ -45,16 +45,16 @@ class Layout:
     names: tuple[str, ...]
 
     @staticmethod
-    def of(columns: Columns) -> Layout:
+    def of(columns: Columns) -> BlockLayout:
         """Return the layout of columns: scalars of the same dtype together, others alone."""
         by_dtype: dict[str, list[str]] = {}
         for name, array in columns.items():
             alone = array.ndim != 1 or array.dtype.hasobject
             by_dtype.setdefault(f"column {name}" if alone else str(array.dtype), []).append(name)
-        return Layout(tuple(map(tuple, by_dtype.values())), tuple(columns))
+        return BlockLayout(tuple(map(tuple, by_dtype.values())), tuple(columns))
 
 
-class Memory:
+class BufferPool:
     """Gives out memory for arrays, and uses it again once nobody holds the arrays any more.
 
     A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
@@ -110,18 +110,18 @@ class Rows:
 
     __slots__ = ("blocks", "layout")
 
-    def __init__(self, layout: Layout, blocks: Sequence[Array]) -> None:
+    def __init__(self, layout: BlockLayout, blocks: Sequence[Array]) -> None:
         self.layout = layout
         self.blocks = list(blocks)
 
     @staticmethod
     def of(columns: Columns) -> Rows:
         """Return columns as they are, each as a block of its own."""
-        layout = Layout(tuple((name,) for name in columns), tuple(columns))
+        layout = BlockLayout(tuple((name,) for name in columns), tuple(columns))
         return Rows(layout, list(columns.values()))
 
     @staticmethod
-    def empty(like: Columns, layout: Layout, rows: int, memory: Memory) -> Rows:
+    def empty(like: Columns, layout: BlockLayout, rows: int, memory: BufferPool) -> Rows:
         """Return blocks for a number of rows of such columns, with nothing in them yet."""
         blocks = []
         for group in layout.groups:
@@ -149,7 +149,7 @@ class Rows:
         """Return a view of some rows."""
         return Rows(self.layout, [block[start:stop] for block in self.blocks])
 
-    def take(self, positions: Array, memory: Memory) -> Rows:
+    def take(self, positions: Array, memory: BufferPool) -> Rows:
         """Return a copy of the rows at some positions, in their order; all are in range."""
         taken = []
         for block in self.blocks:
@@ -176,7 +176,7 @@ class Rows:
             for start in range(0, len(block), tile):
                 _pack(columns, group, start, block[start : start + tile])
 
-    def put(self, positions: Array, columns: Columns, memory: Memory) -> None:
+    def put(self, positions: Array, columns: Columns, memory: BufferPool) -> None:
         """Copy columns to the rows at some positions, of which there are as many.
 
         Raises

@@ -26,12 +26,12 @@ from hvd_estimators.loading.plan import RowRange
 
 __all__ = [
     "PART_BYTES",
-    "Bundle",
+    "InterleaveGroup",
     "Prefetch",
-    "Slices",
-    "in_turns",
+    "RangeRead",
+    "interleave",
     "mixed",
-    "one_by_one",
+    "one_per_group",
     "range_tables",
 ]
 
@@ -112,7 +112,7 @@ PART_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class Slices:
+class RangeRead:
     """A row range, to be read some rows at a time.
 
     Attributes
@@ -132,7 +132,7 @@ class Slices:
 
 
 def range_tables(
-    file: parquet.ParquetFile, slices: Slices, specs: Sequence[ColumnSpec]
+    file: parquet.ParquetFile, slices: RangeRead, specs: Sequence[ColumnSpec]
 ) -> Iterator[tuple[pa.Table, bool]]:
     """Yield the rows of a range, in stored order, in tables of at most about `PART_BYTES`.
 
@@ -223,7 +223,7 @@ def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
     return [0, *(np.flatnonzero(np.diff(pieces)) + 1).tolist(), rows.num_rows]
 
 
-Bundle = tuple[Slices, ...]
+InterleaveGroup = tuple[RangeRead, ...]
 
 
 """Row ranges that are read together, a slice of each in turn."""
@@ -241,9 +241,9 @@ _ROUNDS = 4
 """How many times the slices of all open row groups fit into the shuffle buffer."""
 
 
-def one_by_one(ranges: Iterable[RowRange]) -> list[Bundle]:
+def one_per_group(ranges: Iterable[RowRange]) -> list[InterleaveGroup]:
     """Return bundles of one range each."""
-    return [(Slices(row_range),) for row_range in ranges]
+    return [(RangeRead(row_range),) for row_range in ranges]
 
 
 def mixed(
@@ -252,7 +252,7 @@ def mixed(
     row_bytes: int,
     buffer_bytes: int,
     rng: np.random.Generator,
-) -> list[Bundle]:
+) -> list[InterleaveGroup]:
     """Put a rank's row ranges in random order, several at a time.
 
     Each bundle has one of every few neighbours in the stored order, and ends with all of its
@@ -272,7 +272,7 @@ def mixed(
         Source of chance.
     """
     if open_groups == 1 or len(ranges) == 1:
-        return one_by_one(ranges[i] for i in rng.permutation(len(ranges)))
+        return one_per_group(ranges[i] for i in rng.permutation(len(ranges)))
     count = -(-len(ranges) // open_groups)
     bundles: list[list[RowRange]] = [[] for _ in range(count)]
     for first in range(0, len(ranges), count):
@@ -285,13 +285,13 @@ def mixed(
     for bundle in bundles:
         rounds = -(-max(row_range.rows for row_range in bundle) * max(row_bytes, 1) // most)
         order = (bundle[i] for i in rng.permutation(len(bundle)))
-        result.append(tuple(Slices(r, -(-r.rows // rounds), len(bundle)) for r in order))
+        result.append(tuple(RangeRead(r, -(-r.rows // rounds), len(bundle)) for r in order))
     return result
 
 
-def in_turns(
-    bundles: Iterator[Bundle],
-    read: Callable[[Slices], _Stream[T]],
+def interleave(
+    bundles: Iterator[InterleaveGroup],
+    read: Callable[[RangeRead], _Stream[T]],
     threads: int,
 ) -> Generator[T, None, None]:
     """Read bundles one after another, and of each bundle a slice of every range in turn.
@@ -308,11 +308,11 @@ def in_turns(
     """
     if not threads:
         for bundle in bundles:
-            with contextlib.closing(_Ring(bundle, read)) as ring:
+            with contextlib.closing(_Interleaver(bundle, read)) as ring:
                 yield from ring.parts()
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="hvd_estimators reader")
-    rings: deque[_Ring[T]] = deque()
+    rings: deque[_Interleaver[T]] = deque()
     try:
         while True:
             waiting = sum(len(ring.ahead) for ring in rings)
@@ -322,7 +322,7 @@ def in_turns(
                 following = list(itertools.islice(bundles, 1))
                 if not following:
                     break
-                rings.append(_Ring(following[0], read))
+                rings.append(_Interleaver(following[0], read))
                 waiting += rings[-1].read_ahead(pool, threads + 1 - waiting)
             if not rings:
                 return
@@ -338,10 +338,10 @@ def in_turns(
             ring.close()
 
 
-class _Ring(Generic[T]):
+class _Interleaver(Generic[T]):
     """The ranges of a bundle, while they are read."""
 
-    def __init__(self, bundle: Bundle, read: Callable[[Slices], _Stream[T]]) -> None:
+    def __init__(self, bundle: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
         self._waiting = deque(read(slices) for slices in bundle)
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 

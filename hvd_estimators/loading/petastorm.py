@@ -28,7 +28,7 @@ from pyarrow import parquet
 
 from hvd_estimators.data.arrays import Columns, table_to_columns
 from hvd_estimators.exceptions import ReaderError
-from hvd_estimators.loading.interleave import Bundle, Slices, in_turns, range_tables
+from hvd_estimators.loading.interleave import InterleaveGroup, RangeRead, interleave, range_tables
 from hvd_estimators.loading.range_files import RangeFiles
 from hvd_estimators.loading.reader import PlannedDataModule
 
@@ -366,7 +366,7 @@ class PetastormDataModule(PlannedDataModule):
             self._cached_parts.cleanup()
 
     def read(
-        self, passes: Iterator[Sequence[Bundle]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges with a pool of Petastorm workers; see `PlannedDataModule.read`."""
         first = next(passes)
@@ -374,7 +374,7 @@ class PetastormDataModule(PlannedDataModule):
             return
         # Row groups that are read in turns are read by one worker, which has threads of its own.
         together = any(len(bundle) > 1 for bundle in first)
-        work: Iterator[Sequence[Bundle]] = _chain(first, passes)
+        work: Iterator[Sequence[InterleaveGroup]] = _chain(first, passes)
         if not together:
             work = ((bundle,) for bundles in work for bundle in bundles)
         threads = workers if together and self.reader_pool_type != "dummy" else 0
@@ -389,7 +389,7 @@ class PetastormDataModule(PlannedDataModule):
                 reader.join()
 
     def _items(
-        self, work: Iterator[Sequence[Bundle]], files: RangeFiles, threads: int
+        self, work: Iterator[Sequence[InterleaveGroup]], files: RangeFiles, threads: int
     ) -> Iterator[dict[str, Any]]:
         """Return what workers are told; it is drawn from some items ahead."""
         # A worker with threads looks ahead for itself, and what is on disk need not be fetched.
@@ -431,7 +431,9 @@ class PetastormDataModule(PlannedDataModule):
             )
 
 
-def _chain(first: Sequence[Bundle], rest: Iterator[Sequence[Bundle]]) -> Iterator[Sequence[Bundle]]:
+def _chain(
+    first: Sequence[InterleaveGroup], rest: Iterator[Sequence[InterleaveGroup]]
+) -> Iterator[Sequence[InterleaveGroup]]:
     yield first
     yield from rest
 
@@ -593,7 +595,7 @@ class _RangeWorker(ArrowReaderWorker):
         self,
         files: RangeFiles | bytes,
         tails: Mapping[str, bytes],
-        bundles: Sequence[Bundle],
+        bundles: Sequence[InterleaveGroup],
         threads: int,
         sequence: int,
     ) -> None:
@@ -603,7 +605,7 @@ class _RangeWorker(ArrowReaderWorker):
         upcoming = iter(bundles)
         if threads and isinstance(self._local_cache, NullCache):
             upcoming = self._files.ahead(upcoming)
-        tables = in_turns(upcoming, self._read, threads)
+        tables = interleave(upcoming, self._read, threads)
         with contextlib.closing(tables):
             table, path = next(tables)
             for part, following in enumerate(itertools.chain(tables, [None])):
@@ -617,7 +619,7 @@ class _RangeWorker(ArrowReaderWorker):
                 if following is not None:
                     table, path = following
 
-    def _read(self, slices: Slices) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
+    def _read(self, slices: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
         """Yield the tables of a range and its path, and whether each ends a slice."""
         row_range = slices.row_range
         tables = self._read_tables(slices)
@@ -638,7 +640,7 @@ class _RangeWorker(ArrowReaderWorker):
                 table, ends_slice, is_last = self._local_cache.get(" ".join(map(str, where)), fill)
                 yield (table, row_range.file), ends_slice
 
-    def _read_tables(self, slices: Slices) -> Generator[tuple[pa.Table, bool, bool], None, None]:
+    def _read_tables(self, slices: RangeRead) -> Generator[tuple[pa.Table, bool, bool], None, None]:
         """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
         assert self._files is not None
         with self._files.open(slices) as file:

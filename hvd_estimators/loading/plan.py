@@ -22,7 +22,7 @@ __all__ = [
     "batch_sizes",
     "order_warning",
     "plan_shards",
-    "played_shards",
+    "virtual_shards",
 ]
 
 _ENOUGH_GROUPS = 8
@@ -144,7 +144,7 @@ class ShardPlan:
         return [sum(sizes) for sizes in zip(*per_shard, strict=True)]
 
 
-def played_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
+def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
     """Return the shards that a rank plays in each step, one after the other.
 
     Parameters

@@ -18,10 +18,10 @@ from typing import Any
 from pyarrow import parquet
 from typing_extensions import Self
 
-from hvd_estimators.data.footers import FileFooter, Footers
+from hvd_estimators.data.footers import FileFooter, FooterCache
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.data.remote_reads import FETCHED_BYTES, FetchedFile
-from hvd_estimators.loading.interleave import PART_BYTES, Slices
+from hvd_estimators.loading.interleave import PART_BYTES, RangeRead
 from hvd_estimators.store.base import Store
 
 __all__ = ["AHEAD_BYTES", "OPEN_BYTES", "WHOLE_BYTES", "RangeFiles"]
@@ -60,10 +60,10 @@ class RangeFiles:
     """
 
     def __init__(
-        self, store: Store, specs: Sequence[ColumnSpec], footers: Footers | None = None
+        self, store: Store, specs: Sequence[ColumnSpec], footers: FooterCache | None = None
     ) -> None:
         self.specs = specs
-        self.footers = footers or Footers(store)
+        self.footers = footers or FooterCache(store)
         self._store = store
         self._names = [name for spec in specs for name in spec.stored_names]
         # Text stays as it is stored: as a few values that many rows may share.
@@ -72,7 +72,7 @@ class RangeFiles:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._announced: deque[_Announced] = deque()
-        self._ahead: deque[tuple[Slices, FetchedFile]] = deque()
+        self._ahead: deque[tuple[RangeRead, FetchedFile]] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # What is open stays in the process that opened it.
@@ -102,7 +102,7 @@ class RangeFiles:
             pool.shutdown(wait=False, cancel_futures=True)
 
     @contextlib.contextmanager
-    def open(self, slices: Slices) -> Iterator[parquet.ParquetFile]:
+    def open(self, slices: RangeRead) -> Iterator[parquet.ParquetFile]:
         """Open the file of a row range, to read its row group once by `range_tables`."""
         path = slices.row_range.file
         local = self._store.local_path(path)
@@ -129,7 +129,7 @@ class RangeFiles:
                 read_dictionary=self._text,
             )
 
-    def announce(self, slices: Slices) -> None:
+    def announce(self, slices: RangeRead) -> None:
         """Say that a range will be opened, after those that were announced before.
 
         As soon as there is room for it, it is fetched. Does nothing where files are local.
@@ -142,17 +142,17 @@ class RangeFiles:
             self._announced.append(_Announced(slices, footer))
         footer.add_done_callback(lambda _: self._advance())
 
-    def tails(self, ranges: Iterable[Slices]) -> dict[str, bytes]:
-        """Return the ends of the files of some ranges, for `Footers.add` in another process."""
+    def tails(self, ranges: Iterable[RangeRead]) -> dict[str, bytes]:
+        """Return the ends of the files of some ranges, for `FooterCache.add` in another process."""
         paths = dict.fromkeys(slices.row_range.file for slices in ranges)
         remote = [path for path in paths if self._store.local_path(path) is None]
         if not remote:
             return {}
         return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
 
-    def ahead(self, bundles: Iterator[tuple[Slices, ...]]) -> Iterator[tuple[Slices, ...]]:
+    def ahead(self, bundles: Iterator[tuple[RangeRead, ...]]) -> Iterator[tuple[RangeRead, ...]]:
         """Yield bundles of ranges that are opened in their order, and announce some beforehand."""
-        waiting: deque[tuple[Slices, ...]] = deque()
+        waiting: deque[tuple[RangeRead, ...]] = deque()
         for bundle in bundles:
             for slices in bundle:
                 self.announce(slices)
@@ -161,7 +161,7 @@ class RangeFiles:
                 yield waiting.popleft()
         yield from waiting
 
-    def _fetched(self, slices: Slices, footer: FileFooter) -> FetchedFile:
+    def _fetched(self, slices: RangeRead, footer: FileFooter) -> FetchedFile:
         """Return what was fetched of a range beforehand, or begin to fetch it."""
         with self._lock:
             for entry in self._ahead:
@@ -191,7 +191,7 @@ class RangeFiles:
                 # Who opens a file whose footer cannot be read gets the error.
                 self._announced.popleft()
 
-    def _fetch(self, slices: Slices, footer: FileFooter) -> FetchedFile:
+    def _fetch(self, slices: RangeRead, footer: FileFooter) -> FetchedFile:
         return FetchedFile(
             self._store,
             slices.row_range.file,
@@ -201,7 +201,7 @@ class RangeFiles:
             self._pool or self._running(),
         )
 
-    def _chunks(self, slices: Slices, footer: FileFooter) -> list[tuple[int, int]]:
+    def _chunks(self, slices: RangeRead, footer: FileFooter) -> list[tuple[int, int]]:
         group = slices.row_range.row_group
         # Who reads a row group that is no more there gets the error.
         return footer.chunks(group, self._names) if group < footer.metadata.num_row_groups else []
@@ -227,10 +227,10 @@ class RangeFiles:
 class _Announced:
     """A range that will be opened, and the footer of its file, which is being read."""
 
-    slices: Slices
+    slices: RangeRead
     footer: Future[FileFooter]
 
 
-def _share(slices: Slices) -> int:
+def _share(slices: RangeRead) -> int:
     """Return how many bytes of a range are held at a time."""
     return min(WHOLE_BYTES, OPEN_BYTES // slices.together)

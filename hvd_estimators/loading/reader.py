@@ -13,13 +13,24 @@ import numpy as np
 from typing_extensions import Self
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows
-from hvd_estimators.data.footers import Footers
+from hvd_estimators.data.footers import FooterCache
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.loading import shuffle
-from hvd_estimators.loading.blocks import Memory, Rows
-from hvd_estimators.loading.interleave import PART_BYTES, Bundle, Prefetch, mixed, one_by_one
+from hvd_estimators.loading.blocks import BufferPool, Rows
+from hvd_estimators.loading.interleave import (
+    PART_BYTES,
+    InterleaveGroup,
+    Prefetch,
+    mixed,
+    one_per_group,
+)
 from hvd_estimators.loading.plan import RowRange, ShardPlan, batch_sizes
-from hvd_estimators.loading.shuffle import Chunk, cut_chunks, drawn_chunks, hold
+from hvd_estimators.loading.shuffle import (
+    Chunk,
+    read_into_memory,
+    shuffle_in_memory,
+    stream_batches,
+)
 from hvd_estimators.loading.transform import RowFunction, Transformation, Transformed
 from hvd_estimators.store.base import Store
 
@@ -243,7 +254,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.store = store or Store.create(
             self.train_dir, storage_options=dict(self.storage_options or {})
         )
-        self.footers = Footers(self.store)
+        self.footers = FooterCache(self.store)
         self.columns = columns
         self.train_plan = train_plan
         self.val_plan = val_plan
@@ -257,7 +268,7 @@ class PlannedDataModule(ChunkedDataModule):
         self.transformation = transformation
         self.shuffle_buffer_bytes = shuffle_buffer_size or shuffle.SHUFFLE_BUFFER_BYTES
         self._cache: dict[RowRange, list[Columns]] = {}
-        self.memory = Memory()
+        self.memory = BufferPool()
         self._open: set[Generator[Chunk, None, None] | Prefetch[Chunk]] = set()
 
     def __exit__(
@@ -272,7 +283,7 @@ class PlannedDataModule(ChunkedDataModule):
 
     @abstractmethod
     def read(
-        self, passes: Iterator[Sequence[Bundle]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read row ranges, pass after pass, in the given order.
 
@@ -283,7 +294,7 @@ class PlannedDataModule(ChunkedDataModule):
         ----------
         passes : iterator of sequence of Bundle
             What to read in each pass, bundle after bundle, and of each a slice of every range in
-            turn (see `in_turns`); may have no end, and is drawn from as reading goes on.
+            turn (see `interleave`); may have no end, and is drawn from as reading goes on.
         workers : int
             How many readers may work in parallel.
 
@@ -322,36 +333,36 @@ class PlannedDataModule(ChunkedDataModule):
         )
         passes = self._train_passes(first_pass)
         with contextlib.closing(self._parts(passes, self.train_reader_worker_count)) as parts:
-            yield from cut_chunks(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
+            yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
     def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
         """Return the training batches, read once, and shuffled as a whole in each pass."""
-        bundles = one_by_one(self.train_plan.shards[self.cur_shard])
+        bundles = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
         with contextlib.closing(
             self.read(iter([bundles]), self.train_reader_worker_count)
         ) as parts:
-            rows = hold(parts, total, self.memory)
+            rows = read_into_memory(parts, total, self.memory)
         rngs = (self._rng(number, "rows") for number in itertools.count(first_pass))
         if self.transformation is None:
-            yield from drawn_chunks(rows, sizes, rngs, self.memory)
+            yield from shuffle_in_memory(rows, sizes, rngs, self.memory)
             return
         # Each pass is transformed anew, since transformations may be random.
         some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
         parts_drawn = (
-            chunk.rows.columns() for chunk in drawn_chunks(rows, some, rngs, self.memory)
+            chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
         )
         transformed = self._transformed(parts_drawn)
-        yield from cut_chunks(transformed, sizes, itertools.repeat(None), self.memory)
+        yield from stream_batches(transformed, sizes, itertools.repeat(None), self.memory)
 
     def _val_chunks(self) -> Generator[Chunk, None, None]:
         if self.val_plan is None or not self.val_plan.rows(self.cur_shard):
             return
         ranges = self.val_plan.shards[self.cur_shard]
         sizes = self._val_sizes(self.val_plan)
-        passes = iter([one_by_one(ranges)])
+        passes = iter([one_per_group(ranges)])
         with contextlib.closing(self._parts(passes, self.val_reader_worker_count)) as parts:
-            yield from cut_chunks(parts, sizes, memory=self.memory)
+            yield from stream_batches(parts, sizes, memory=self.memory)
 
     def num_val_batches(self) -> int:
         """Return how many validation batches a pass has on this rank, up to the steps of one."""
@@ -385,7 +396,7 @@ class PlannedDataModule(ChunkedDataModule):
             step += 1
 
     def _parts(
-        self, passes: Iterator[Sequence[Bundle]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         read = self._read_cached if self.inmemory_cache_all else self.read
         with contextlib.closing(read(passes, workers)) as parts:
@@ -400,20 +411,20 @@ class PlannedDataModule(ChunkedDataModule):
                 yield from transformed.parts(part, PART_BYTES)
 
     def _read_cached(
-        self, passes: Iterator[Sequence[Bundle]], workers: int
+        self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
         """Read the ranges in stored order, each once."""
         for bundles in passes:
             ranges = [slices.row_range for bundle in bundles for slices in bundle]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
-            with contextlib.closing(self.read(iter([one_by_one(missing)]), workers)) as parts:
+            with contextlib.closing(self.read(iter([one_per_group(missing)]), workers)) as parts:
                 for row_range in ranges:
                     if row_range not in self._cache:
                         self._cache[row_range] = list(_take_rows(parts, row_range.rows))
                         _make_read_only(self._cache[row_range])
                     yield from self._cache[row_range]
 
-    def _train_passes(self, first_pass: int) -> Iterator[Sequence[Bundle]]:
+    def _train_passes(self, first_pass: int) -> Iterator[Sequence[InterleaveGroup]]:
         ranges = self.train_plan.shards[self.cur_shard]
         row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in self.columns)
         open_groups = self.train_plan.open_groups
@@ -426,7 +437,7 @@ class PlannedDataModule(ChunkedDataModule):
                 rng = self._rng(pass_number, "row groups")
                 yield mixed(ranges, open_groups, row_bytes, self.shuffle_buffer_bytes, rng)
             else:
-                yield one_by_one(ranges)
+                yield one_per_group(ranges)
 
     def _rng(self, pass_number: int, purpose: str) -> np.random.Generator:
         salt = {"row groups": 0, "rows": 1}[purpose]

@@ -14,8 +14,8 @@ from typing_extensions import Self
 
 from hvd_estimators._util.install_hints import INSTALL
 from hvd_estimators.exceptions import DataError, DependencyError, ParamError
-from hvd_estimators.loading.blocks import Memory
-from hvd_estimators.loading.plan import played_shards
+from hvd_estimators.loading.blocks import BufferPool
+from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.reader import ChunkedDataModule, DataModule, PlannedDataModule
 from hvd_estimators.loading.shuffle import Chunk
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from hvd_estimators.loading.spec import DataSpec
 
 __all__ = [
+    "CheckedDataModule",
     "DataModule",
-    "HeldDataModule",
-    "PlayedShards",
+    "VirtualShards",
     "check_data_module",
     "check_shards",
     "open_data_module",
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-class HeldDataModule(ChunkedDataModule):
+class CheckedDataModule(ChunkedDataModule):
     """Passes on what a data module delivers, and raises if it ends too early.
 
     Training would go on without rows, or wait for the other ranks, and a mean over nothing is nan.
@@ -113,7 +113,7 @@ class HeldDataModule(ChunkedDataModule):
         return type(self.module).__name__
 
 
-class PlayedShards(ChunkedDataModule):
+class VirtualShards(ChunkedDataModule):
     """The batches of several shards: for each step those of all shards, one after the other.
 
     A rank with one shard fewer than others gets an empty batch in each step, so that all ranks
@@ -267,7 +267,7 @@ def open_data_module(
     epoch: int,
     rows: int = 0,
     epochs: int,
-    memory: Memory | None = None,
+    memory: BufferPool | None = None,
 ) -> DataModule:
     """Make a rank's data module. Runs on the worker.
 
@@ -289,7 +289,7 @@ def open_data_module(
     Returns
     -------
     DataModule
-        With as many ranks as shards it has one batch per step; with fewer, `PlayedShards`, which
+        With as many ranks as shards it has one batch per step; with fewer, `VirtualShards`, which
         has several. One of the user's is held to what it has to deliver.
 
     Raises
@@ -303,7 +303,7 @@ def open_data_module(
     if size == data.num_shards:
         return _open_shard(data, rank, skip_steps, epochs, memory)
     check_shards(data.data_module, data.num_shards, size, None)
-    shards = played_shards(data.num_shards, rank, size)
+    shards = virtual_shards(data.num_shards, rank, size)
     workers = {
         name: max(getattr(data.options, name) // len(shards), 1)
         for name in ("train_reader_worker_count", "val_reader_worker_count")
@@ -313,11 +313,11 @@ def open_data_module(
     modules = [module for module in opened if isinstance(module, PlannedDataModule)]
     for module in modules:
         module.footers = modules[0].footers
-    return PlayedShards(modules, size)
+    return VirtualShards(modules, size)
 
 
 def _open_shard(
-    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: Memory | None
+    data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: BufferPool | None
 ) -> DataModule:
     """Make the data module of one shard, without the first steps of the run."""
     module = _module_class(data.data_module)(
@@ -343,7 +343,7 @@ def _open_shard(
     if isinstance(module, PlannedDataModule):
         module.memory = memory or module.memory
         return module
-    return HeldDataModule(
+    return CheckedDataModule(
         module,
         rank=shard,
         steps=data.train_steps_per_epoch,

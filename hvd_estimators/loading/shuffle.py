@@ -10,9 +10,16 @@ import numpy as np
 
 from hvd_estimators.data.arrays import Array, Columns, num_rows, take
 from hvd_estimators.exceptions import DataError
-from hvd_estimators.loading.blocks import Layout, Memory, Rows, row_bytes
+from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows, row_bytes
 
-__all__ = ["CHUNK_BYTES", "SHUFFLE_BUFFER_BYTES", "Chunk", "cut_chunks", "drawn_chunks", "hold"]
+__all__ = [
+    "CHUNK_BYTES",
+    "SHUFFLE_BUFFER_BYTES",
+    "Chunk",
+    "read_into_memory",
+    "shuffle_in_memory",
+    "stream_batches",
+]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
 """Bytes of rows that are held for shuffling by default."""
@@ -45,11 +52,11 @@ class Chunk:
         return Chunk(self.rows.slice(start, len(self.rows)), self.sizes[batches:])
 
 
-def cut_chunks(
+def stream_batches(
     parts: Iterable[Columns],
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator | None] = (None,),
-    memory: Memory | None = None,
+    memory: BufferPool | None = None,
     buffer_bytes: int | None = None,
 ) -> Iterator[Chunk]:
     """Cut rows, pass after pass, into batches of given sizes.
@@ -86,7 +93,7 @@ def cut_chunks(
     DataError
         If the parts hold other than as many rows as the sizes add up to.
     """
-    stream = _Stream(parts, sum(sizes), memory or Memory())
+    stream = _Stream(parts, sum(sizes), memory or BufferPool())
     chunks = list(_chunk_sizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS)))
     buffer: _Buffer | None = None
     for rng, is_last in _with_end(rngs):
@@ -101,7 +108,9 @@ def cut_chunks(
     stream.end()
 
 
-def hold(parts: Iterable[Columns], total: int, memory: Memory | None = None) -> Rows:
+def read_into_memory(
+    parts: Iterable[Columns], total: int, memory: BufferPool | None = None
+) -> Rows:
     """Return all rows of a pass as one piece.
 
     Raises
@@ -109,17 +118,17 @@ def hold(parts: Iterable[Columns], total: int, memory: Memory | None = None) -> 
     DataError
         If the parts hold other than ``total`` rows.
     """
-    stream = _Stream(parts, total, memory or Memory())
+    stream = _Stream(parts, total, memory or BufferPool())
     rows = stream.take(total)
     stream.end()
     return rows
 
 
-def drawn_chunks(
+def shuffle_in_memory(
     rows: Rows,
     sizes: Sequence[int],
     rngs: Iterable[np.random.Generator],
-    memory: Memory,
+    memory: BufferPool,
 ) -> Iterator[Chunk]:
     """Cut rows that are held, pass after pass, into batches: in any order, equally often.
 
@@ -128,7 +137,7 @@ def drawn_chunks(
     rows : Rows
         All rows of a pass.
     sizes, rngs, memory
-        See `cut_chunks`.
+        See `stream_batches`.
     """
     num_bytes = row_bytes(rows.columns())
     chunks = list(_chunk_sizes(sizes, min(CHUNK_BYTES // max(num_bytes, 1), _CHUNK_ROWS)))
@@ -167,14 +176,14 @@ def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 class _Stream:
     """The rows of all parts, one after another, pass after pass."""
 
-    def __init__(self, parts: Iterable[Columns], total: int, memory: Memory) -> None:
+    def __init__(self, parts: Iterable[Columns], total: int, memory: BufferPool) -> None:
         self.total = total
         self.memory = memory
         self._parts = iter(parts)
         self._part: Columns = next(self._parts, {})
         self._taken = 0
         self._in_pass = 0
-        self._layout = Layout.of(self._part)
+        self._layout = BlockLayout.of(self._part)
 
     def rows_in(self, num_bytes: int, most: int) -> int:
         """Return how many rows have a total size; at least one."""

@@ -19,15 +19,15 @@ from hvd_estimators.loading.shuffle import SHUFFLE_BUFFER_BYTES
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
-    declare,
+    column_names,
     integer,
-    names,
     number,
     numbers,
     objects,
     one_of,
+    param,
     shapes,
-    text,
+    string,
 )
 from hvd_estimators.training.buffer_reduction import parse_buffer_reduction
 from hvd_estimators.training.monitoring import check_monitor, mode_of
@@ -51,35 +51,35 @@ _COLUMNS = (
 class ColumnParams(DeclaredParams):
     """What the model is given, what it is to give, and what rows count for."""
 
-    feature_cols = declare("Input columns, in the order of the model's inputs.", convert=names)
-    label_cols = declare(
+    feature_cols = param("Input columns, in the order of the model's inputs.", convert=column_names)
+    label_cols = param(
         "Label columns, in the order of the model's outputs; [] to train without labels.",
-        convert=names,
+        convert=column_names,
     )
-    sample_weight_col = declare("Column of the rows' weights.", convert=text)
-    featuresCol = declare(
+    sample_weight_col = param("Column of the rows' weights.", convert=string)
+    featuresCol = param(
         "Another name of feature_cols, for a single one.",
-        convert=text,
+        convert=string,
         accessor="FeaturesCol",
         stands_for="feature_cols",
     )
-    labelCol = declare(
+    labelCol = param(
         "Another name of label_cols, for a single one.",
-        convert=text,
+        convert=string,
         accessor="LabelCol",
         stands_for="label_cols",
     )
-    weightCol = declare(
+    weightCol = param(
         "Another name of sample_weight_col.",
-        convert=text,
+        convert=string,
         accessor="WeightCol",
         stands_for="sample_weight_col",
     )
-    label_shapes = declare(
+    label_shapes = param(
         "Shape of each label: of one row, or with -1 for the rows of a batch first.", convert=shapes
     )
-    continuous_cols = declare("Continuous columns, passed to a data module.", convert=names)
-    categorical_cols = declare("Categorical columns, passed to a data module.", convert=names)
+    continuous_cols = param("Continuous columns, passed to a data module.", convert=column_names)
+    categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
 
     def _all_feature_cols(self) -> list[str]:
         """Return the input columns and those that a data module wants beside them."""
@@ -132,23 +132,23 @@ def _compressor(name: str, value: Any) -> Any:
 class TrainingParams(DeclaredParams):
     """What is trained, with what, and for how long."""
 
-    model = declare("The model to train. Required.")
-    optimizer = declare("The optimizer. Its learning rate is for one rank.")
-    learning_rate = declare(
+    model = param("The model to train. Required.")
+    optimizer = param("The optimizer. Its learning rate is for one rank.")
+    learning_rate = param(
         "Learning rate of one rank, instead of the optimizer's (in all its groups of "
         "parameters). A LightningModule has to have it as learning_rate or lr, itself or in its "
         "hparams, as Lightning's own tuner wants it.",
         convert=number(0),
     )
-    scale_learning_rate = declare(
+    scale_learning_rate = param(
         "Multiply the learning rate by the number of ranks for training.",
         default=True,
         convert=boolean,
     )
-    loss = declare("A loss function, or a list with one per label.")
-    loss_weights = declare("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
-    metrics = declare("Metrics to measure in training and validation.", default=[])
-    callbacks = declare(
+    loss = param("A loss function, or a list with one per label.")
+    loss_weights = param("Weight of each label's loss. Default: 1 / labels.", convert=numbers)
+    metrics = param("Metrics to measure in training and validation.", default=[])
+    callbacks = param(
         "Objects whose methods are called on every rank, with keyword arguments: "
         "on_train_begin(module, optimizer), on_epoch_begin(epoch), on_epoch_end(epoch, logs), "
         "on_train_end(), as far as they have them. What state_dict() returns, tensors and plain "
@@ -159,7 +159,7 @@ class TrainingParams(DeclaredParams):
         default=[],
         convert=objects,
     )
-    buffer_reduction = declare(
+    buffer_reduction = param(
         "Buffer to how it is reduced over the ranks at the end of each epoch and before a "
         "validation: 'mean', 'max', 'min', 'sum' (of what each rank has added) or 'rank0'. For "
         "buffers that the model computes from its batches; {'running_max': 'max'} is each buffer "
@@ -169,42 +169,42 @@ class TrainingParams(DeclaredParams):
         default={},
         convert=parse_buffer_reduction,
     )
-    gradient_compression = declare("Horovod compressor of gradients.", convert=_compressor)
-    batch_size = declare("Rows of a batch, on each rank.", default=32, convert=integer(1))
-    val_batch_size = declare(
+    gradient_compression = param("Horovod compressor of gradients.", convert=_compressor)
+    batch_size = param("Rows of a batch, on each rank.", default=32, convert=integer(1))
+    val_batch_size = param(
         "Rows of a validation batch, on each rank. Default: batch_size.", convert=integer(1)
     )
-    epochs = declare("Epochs of the whole run.", default=1, convert=integer(1))
-    resume_stopped = declare(
+    epochs = param("Epochs of the whole run.", default=1, convert=integer(1))
+    resume_stopped = param(
         "Whether to go on with a run that a callback has stopped early, as far as epochs says. "
         "Otherwise its model is returned as it is. Leave out or change what has stopped it.",
         default=False,
         convert=boolean,
     )
-    train_steps_per_epoch = declare(
+    train_steps_per_epoch = param(
         "Batches of an epoch on each rank. Default: as many as hold every row once.",
         convert=integer(1),
     )
-    validation_steps_per_epoch = declare(
+    validation_steps_per_epoch = param(
         "Validation batches of an epoch on each rank. Default: as many as hold every row once.",
         convert=integer(1),
     )
-    backward_passes_per_step = declare(
+    backward_passes_per_step = param(
         "Batches whose gradients are averaged before one step of the optimizer.",
         default=1,
         convert=integer(1),
     )
-    terminate_on_nan = declare(
+    terminate_on_nan = param(
         "Whether to look after each optimizer step if a loss or a parameter is NaN or infinite, "
         "and to fail then, on all ranks, with a NotFiniteError that names step and parameter. The "
         "checkpoints are of steps before.",
         default=False,
         convert=boolean,
     )
-    random_seed = declare(
+    random_seed = param(
         "Seed of the validation split, the rows' order and the framework.", convert=integer(0)
     )
-    dry_run = declare(
+    dry_run = param(
         "Whether the driver tries model and loss on a few rows before training, on copies, so that "
         "shapes that do not fit end fit() early. What cannot run there is left to the ranks.",
         default=True,
@@ -226,55 +226,55 @@ _LEAST_BUFFER_BYTES = 2**20
 class ReadingParams(DeclaredParams):
     """What reads the rows, in which order, and what it keeps."""
 
-    shuffle_buffer_size = declare(
+    shuffle_buffer_size = param(
         "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
         f"are read at the same time. Default: {SHUFFLE_BUFFER_BYTES}.",
         convert=integer(0),
         accessor="ShufflingBufferSize",
         aliases=["ShuffleBufferSize"],
     )
-    shuffle = declare("Whether training rows come in random order.", default=True, convert=boolean)
-    train_reader_num_workers = declare(
+    shuffle = param("Whether training rows come in random order.", default=True, convert=boolean)
+    train_reader_num_workers = param(
         "Readers that work in parallel.",
         default=2,
         convert=integer(1),
         accessor="TrainReaderNumWorker",
         aliases=["TrainReaderNumWorkers"],
     )
-    val_reader_num_workers = declare(
+    val_reader_num_workers = param(
         "Readers of validation rows that work in parallel.",
         default=2,
         convert=integer(1),
         accessor="ValReaderNumWorker",
         aliases=["ValReaderNumWorkers"],
     )
-    reader_pool_type = declare(
+    reader_pool_type = param(
         "How readers work in parallel: 'thread', 'process' or 'dummy' (not at all).",
         default="thread",
         convert=one_of("thread", "process", "dummy"),
     )
-    inmemory_cache_all = declare(
+    inmemory_cache_all = param(
         "Keep each rank's rows in memory after the first epoch.",
         default=False,
         convert=boolean,
         accessor="InMemoryCacheAll",
     )
-    cache_type = declare(
+    cache_type = param(
         "'local-disk' keeps what is read from a remote store on the rank's disk, for the epochs "
         "that follow, and deletes it at the end. Petastorm only.",
         default="null",
         convert=one_of("null", "local-disk"),
     )
-    cache_location = declare(
+    cache_location = param(
         "Directory, on every machine, of the disk cache. Default: that of temporary files.",
-        convert=text,
+        convert=string,
     )
-    cache_size_limit = declare(
+    cache_size_limit = param(
         "Bytes, about, that each rank keeps in the disk cache.",
         default=10 * 2**30,
         convert=integer(1),
     )
-    data_module = declare(
+    data_module = param(
         "What reads the rows: 'petastorm', 'arrow', or a class derived from "
         "hvd_estimators.loading.readers.DataModule. Default: Petastorm where it can be imported, "
         "PyArrow otherwise.",
@@ -305,23 +305,23 @@ class ReadingParams(DeclaredParams):
 class WritingParams(DeclaredParams):
     """Which rows are for validation, and how all of them are written."""
 
-    validation = declare(
+    validation = param(
         "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
         "that is true, or above zero, for them."
     )
-    shuffle_on_write = declare(
+    shuffle_on_write = param(
         "Write a DataFrame's rows in random order; without effect if shuffle is False. If this is "
         "False they are written faster, and mixed as they are read, as far as memory allows.",
         default=True,
         convert=boolean,
     )
-    partitions_per_process = declare(
+    partitions_per_process = param(
         "At most as many Parquet files per rank are written.", default=10, convert=integer(1)
     )
-    compress_sparse_cols = declare(
+    compress_sparse_cols = param(
         "Write vectors as indices and values of what is not zero.", default=False, convert=boolean
     )
-    check_finite = declare(
+    check_finite = param(
         "Refuse NaN and infinity when the rows are written.", default=False, convert=boolean
     )
 
@@ -329,24 +329,24 @@ class WritingParams(DeclaredParams):
 class CheckpointParams(DeclaredParams):
     """When checkpoints of a run are written, and which of them are kept."""
 
-    checkpoint_every_n_steps = declare(
+    checkpoint_every_n_steps = param(
         "Optimizer steps, counted over the whole run, after which a checkpoint is written within "
         "an epoch, too: a run that is interrupted loses no more than these. They count for "
         "keep_checkpoints as others do. Default: at the end of each epoch only.",
         convert=integer(1),
     )
-    keep_checkpoints = declare(
+    keep_checkpoints = param(
         "How many of a run's newest checkpoints are kept. The best by checkpoint_monitor is kept, "
         "too. If the newest is damaged, a fit goes on from the one before.",
         default=2,
         convert=integer(1),
     )
-    checkpoint_monitor = declare(
+    checkpoint_monitor = param(
         "What tells which checkpoint is best: a name of getHistory(), with 'val_' before it for "
         "validation. Default: 'val_loss', or 'loss' without validation.",
-        convert=text,
+        convert=string,
     )
-    checkpoint_mode = declare(
+    checkpoint_mode = param(
         "Whether less ('min') or more ('max') of checkpoint_monitor is better; 'auto' tells by its "
         "name.",
         default="auto",
@@ -407,10 +407,10 @@ class CheckpointParams(DeclaredParams):
 class RankParams(DeclaredParams):
     """How many ranks there are, what runs them, and what they show."""
 
-    num_proc = declare(
+    num_proc = param(
         "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
     )
-    max_restarts = declare(
+    max_restarts = param(
         "How often the ranks are launched again where one is lost: killed, without its executor, "
         "its peers or its store; or stalled: stopped for a minute, or holding up the others for "
         "half an hour (HOROVOD_STALL_SHUTDOWN_TIME_SECONDS in the ranks' environment sets another "
@@ -422,33 +422,33 @@ class RankParams(DeclaredParams):
         default=0,
         convert=integer(0),
     )
-    min_num_proc = declare(
+    min_num_proc = param(
         "Fewest ranks of a restart, where there are fewer task slots than num_proc; they train "
         "what num_proc ranks do. Default: num_proc.",
         convert=integer(1),
     )
-    backend = declare(
+    backend = param(
         "What runs the ranks, instead of num_proc: a Backend, or any object with run(fn, args, "
         "kwargs, env) and num_processes(). It is not saved with the estimator.",
         saved=False,
     )
-    resource_profile = declare(
+    resource_profile = param(
         "What the tasks of ranks ask for, a pyspark.resource.ResourceProfile, so that training "
         "gets GPUs that preparing the data did not hold. It is not saved with the estimator.",
         saved=False,
     )
-    gpus_per_task = declare(
+    gpus_per_task = param(
         "GPUs of each rank's task. Default: spark.task.resource.gpu.amount.", convert=integer(1)
     )
-    cpus_per_task = declare(
+    cpus_per_task = param(
         "Cores of each rank's task. Default: spark.task.cpus.", convert=integer(1)
     )
-    use_gpu = declare("Train on GPUs where ranks have one.", default=True, convert=boolean)
-    mp_start_method = declare(
+    use_gpu = param("Train on GPUs where ranks have one.", default=True, convert=boolean)
+    mp_start_method = param(
         "Start method of multiprocessing in the ranks: 'fork', 'forkserver' or 'spawn'.",
         convert=one_of("fork", "forkserver", "spawn"),
     )
-    verbose = declare(
+    verbose = param(
         "0 is silent, 1 shows progress, 2 also what the ranks print.", default=1, convert=integer(0)
     )
 

@@ -18,9 +18,9 @@ from pyspark.ml.util import MLWriter
 from pyspark.sql import DataFrame
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.params import DeclaredParams, declare
+from hvd_estimators.params import DeclaredParams, param
 from hvd_estimators.saving.save import FileReadable, FileWritable, dump_param, is_json
 
 __all__ = ["GridParams", "GridValue"]
@@ -41,8 +41,8 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
     set in: ``estimator.copy(param_map).getOptimizer()``.
     """
 
-    param_name = declare("Name of the param whose value it is.")
-    document = declare("The value, as the estimator saves it.")
+    param_name = param("Name of the param whose value it is.")
+    document = param("The value, as the estimator saves it.")
 
     def __init__(self, owner: str = "", name: str | None = None, value: Any = None) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def _alive(known: weakref.WeakValueDictionary[int, Known]) -> list[Known]:
 
 
 def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:
-    value = plain(value)
+    value = to_python(value)
     if isinstance(value, GridValue):
         return value
     convert = cls._declarations[name].convert

@@ -19,12 +19,12 @@ from hvd_estimators.loading.transform import Transformation, make_transformation
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
-    declare,
+    column_names,
     integer,
-    names,
     one_of,
+    param,
     places,
-    text,
+    string,
 )
 
 __all__ = ["ClassificationParams", "HistoryParams", "InferenceParams", "TransformationParams"]
@@ -38,23 +38,23 @@ _ONE_VS_REST = "mc2b$"
 class ClassificationParams(DeclaredParams):
     """Params of what `transform` adds for a classifier, in an estimator and in its model."""
 
-    predictionCol = declare(
+    predictionCol = param(
         "Column for the class (a double: the position of the highest score), which transform() "
         "adds beside the output's. With outputs_are='values' the output itself. Default: none.",
-        convert=text,
+        convert=string,
         accessor="PredictionCol",
     )
-    probabilityCol = declare(
+    probabilityCol = param(
         "Column for the classes' probabilities, an ML vector. Default: none.",
-        convert=text,
+        convert=string,
         accessor="ProbabilityCol",
     )
-    rawPredictionCol = declare(
+    rawPredictionCol = param(
         "Column for the classes' scores as the model gives them, an ML vector. Default: none.",
-        convert=text,
+        convert=string,
         accessor="RawPredictionCol",
     )
-    outputs_are = declare(
+    outputs_are = param(
         "What the model's output is: 'logits' (scores of any size; their softmax, or the sigmoid "
         "of a single one, are the probabilities), 'probabilities', 'log_probabilities', or "
         "'values' (no scores of classes). A single score is that of class 1 of two: raw scores are "
@@ -104,7 +104,7 @@ class ClassificationParams(DeclaredParams):
 class InferenceParams(DeclaredParams):
     """Params of `transform`, whatever the model is."""
 
-    outputs = declare(
+    outputs = param(
         "Which of the model's outputs are predictions: a list of positions (0 is the first) or of "
         "names (keys of a dict, fields of a dataclass or a named tuple, Keras's output layers), or "
         "one of them. transform() adds a column for each. Metrics, and losses of one label each, "
@@ -112,19 +112,19 @@ class InferenceParams(DeclaredParams):
         "those that label_cols name.",
         convert=places,
     )
-    inference_batch_size = declare(
+    inference_batch_size = param(
         "Rows of one forward pass. Default: a whole Arrow batch, of "
         "spark.sql.execution.arrow.maxRecordsPerBatch rows, or of 32 MiB if these are fewer.",
         convert=integer(1),
     )
-    inference_precision = declare(
+    inference_precision = param(
         "What transform() computes in: 'float32' (as the model is), or 'bfloat16' or 'float16' "
         "where that is safe: autocast in torch and Lightning, Keras's mixed precision for layers "
         "that compute in float32. Outputs are rounded to two or three digits.",
         default="float32",
         convert=one_of("float32", "bfloat16", "float16"),
     )
-    handleInvalid = declare(
+    handleInvalid = param(
         "What transform() does with rows that have a null in a column that the model is given: "
         "'keep' them, with nulls in all columns that it adds; 'skip' them: the result lacks them; "
         "or fail with an 'error'. NaN is a number like others. A null within an array counts as "
@@ -146,22 +146,22 @@ class InferenceParams(DeclaredParams):
 class TransformationParams(DeclaredParams):
     """What is made of rows between reading and the model."""
 
-    transformation_fn = declare(
+    transformation_fn = param(
         "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
         "is given has to be numbers."
     )
-    transformation_batch_fn = declare(
+    transformation_batch_fn = param(
         "Columns (a dict of NumPy arrays, rows first) to columns of as many rows, applied by the "
         "readers instead of transformation_fn to many rows at a time."
     )
-    transformation_edit_fields = declare(
+    transformation_edit_fields = param(
         "Fields that the transformation makes or changes, as (name, dtype, shape): they are cast "
         "and checked."
     )
-    transformation_removed_fields = declare(
-        "Fields that are dropped after the transformation.", convert=names
+    transformation_removed_fields = param(
+        "Fields that are dropped after the transformation.", convert=column_names
     )
-    apply_transformation = declare(
+    apply_transformation = param(
         "Whether the model's transform() applies the transformation, too, to its input columns and "
         "to those others that were trained on, as far as the DataFrame has them. By default it "
         "does not, and takes columns as the transformation leaves them.",
@@ -195,7 +195,7 @@ class TransformationParams(DeclaredParams):
 class HistoryParams(DeclaredParams):
     """What was measured while a model was trained."""
 
-    history = declare(
+    history = param(
         "What was measured in each epoch: a list of dicts with epoch, train and validation. See "
         "history_frame() for rows."
     )

@@ -20,7 +20,7 @@ import numpy as np
 from pyspark.ml.param import Param, Params
 from typing_extensions import Self
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import (
     HvdEstimatorsError,
     ParamError,
@@ -32,17 +32,17 @@ __all__ = [
     "Converter",
     "DeclaredParams",
     "boolean",
-    "declare",
+    "column_names",
     "functions",
     "integer",
-    "names",
     "number",
     "numbers",
     "objects",
     "one_of",
+    "param",
     "places",
     "shapes",
-    "text",
+    "string",
     "type_names",
 ]
 
@@ -82,14 +82,14 @@ def boolean(name: str, value: Any) -> bool:
     return value
 
 
-def text(name: str, value: Any) -> str:
+def string(name: str, value: Any) -> str:
     """Accept a string."""
     if not isinstance(value, str):
         raise ParamError(f"{name}: expected a string, found {value!r}.")
     return value
 
 
-def names(name: str, value: Any) -> list[str]:
+def column_names(name: str, value: Any) -> list[str]:
     """Accept a list of column names, or one of them."""
     if isinstance(value, (Set, Mapping)):
         # A set has an order of its own in each process.
@@ -211,7 +211,7 @@ def _guarded(convert: Converter, expected: str) -> Converter:
     return guarded
 
 
-class declare:
+class param:
     """One param: the only place where anything about it is written.
 
     Parameters
@@ -260,11 +260,11 @@ _CLASS_LEVEL = Params._dummy().uid
 class DeclaredParams(Params):
     """Base of everything that declares its params with `declare`."""
 
-    _declarations: ClassVar[dict[str, declare]] = {}
+    _declarations: ClassVar[dict[str, param]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        found = {name: value for name, value in vars(cls).items() if isinstance(value, declare)}
+        found = {name: value for name, value in vars(cls).items() if isinstance(value, param)}
         inherited = [getattr(base, "_declarations", {}) for base in reversed(cls.__mro__[1:])]
         cls._declarations = {k: v for group in [*inherited, found] for k, v in group.items()}
         for name, declaration in found.items():
@@ -275,7 +275,7 @@ class DeclaredParams(Params):
 
     def __init__(self) -> None:
         super().__init__()
-        self._setDefault(**{name: plain(d.default) for name, d in self._declarations.items()})
+        self._setDefault(**{name: to_python(d.default) for name, d in self._declarations.items()})
 
     def setParams(self, **kwargs: Any) -> Self:
         """Set several params by name.
@@ -308,7 +308,7 @@ class DeclaredParams(Params):
                 self.clear(self.getParam(name))
                 continue
             param = self.getParam(name)
-            value = plain(value)
+            value = to_python(value)
             if name in self._declarations:
                 value = self._converted(name, value)
             else:
@@ -325,7 +325,7 @@ class DeclaredParams(Params):
 
         Lists and dicts are copies: what is done to one of them changes no param.
         """
-        return plain(self._value_or_default(param))
+        return to_python(self._value_or_default(param))
 
     def _value_or_default(self, param: Any) -> Any:
         name = param if isinstance(param, str) else param.name
@@ -411,7 +411,7 @@ class DeclaredParams(Params):
         return copied._set(**values)
 
 
-def _install(cls: type[DeclaredParams], name: str, declaration: declare) -> None:
+def _install(cls: type[DeclaredParams], name: str, declaration: param) -> None:
     setattr(cls, name, Param(Params._dummy(), name, declaration.doc))
     accessor = declaration.accessor or "".join(part.capitalize() for part in name.split("_"))
 

@@ -21,7 +21,7 @@ __all__ = [
     "PreparedDataset",
     "dataset_paths",
     "hold_paths",
-    "is_whole",
+    "is_complete",
     "list_prepared_data",
     "load_manifest",
     "manifest_path",
@@ -124,7 +124,7 @@ def load_manifest(store: Store, dataset_idx: str) -> DatasetManifest:
         ) from error
 
 
-def is_whole(store: Store, index: str) -> bool:
+def is_complete(store: Store, index: str) -> bool:
     """Return whether a dataset's manifest and all files that it names are there."""
     store.fs.invalidate_cache()
     try:
@@ -150,7 +150,7 @@ def split_path(store: Store, index: str) -> str:
 
 
 def owner_path(store: Store, index: str) -> str:
-    """Return the path of the file that tells a dataset's owner, see `read_claim`."""
+    """Return the path of the file that tells a dataset's owner, see `read_lease_record`."""
     return store.get_train_data_path(index) + _OWNER
 
 

@@ -15,12 +15,12 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.data.types import text_options
 from hvd_estimators.exceptions import ColumnError, ParamError
 from hvd_estimators.prepare.catalog import load_manifest
 from hvd_estimators.prepare.connectors import check_connector
-from hvd_estimators.prepare.datasets import lend
+from hvd_estimators.prepare.datasets import acquire
 from hvd_estimators.prepare.lineage import estimated_rows, keeps_order, source_plan
 from hvd_estimators.prepare.schema import (
     StoredColumn,
@@ -122,8 +122,11 @@ def prepare_data(
         If the store cannot be written to.
     """
     # Arithmetic in a notebook may give NumPy scalars, which the JVM does not take.
-    num_processes, partitions_per_process = plain(num_processes), plain(partitions_per_process)
-    validation, random_seed = plain(validation), plain(random_seed)
+    num_processes, partitions_per_process = (
+        to_python(num_processes),
+        to_python(partitions_per_process),
+    )
+    validation, random_seed = to_python(validation), to_python(random_seed)
     _check_numbers(num_processes, partitions_per_process, validation)
     require_store(store)
     require_frame("df", df)
@@ -189,7 +192,7 @@ def prepare_data(
         shuffle,
         seed if isinstance(validation, float) else None,
     )
-    with lend(store, source_plan(df), options, write) as index:
+    with acquire(store, source_plan(df), options, write) as index:
         yield index
 
 

@@ -23,14 +23,14 @@ from typing import Any
 from pyspark.ml.linalg import DenseVector, SparseVector
 from pyspark.sql import types as T
 
-from hvd_estimators._util.process_identity import Owner
+from hvd_estimators._util.process_identity import ProcessIdentity
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.prepare.catalog import (
     PreparedDataset,
     dataset_paths,
     hold_paths,
-    is_whole,
+    is_complete,
     load_manifest,
     manifest_path,
     new_hold_path,
@@ -42,19 +42,25 @@ from hvd_estimators.prepare.catalog import (
 from hvd_estimators.prepare.lineage import SourcePlan
 from hvd_estimators.store import Store
 from hvd_estimators.store.exit_hooks import at_exit
-from hvd_estimators.store.leases import Claim, Heartbeat, StoreClock, is_abandoned, read_claim
+from hvd_estimators.store.leases import (
+    Heartbeat,
+    LeaseRecord,
+    StoreClock,
+    is_abandoned,
+    read_lease_record,
+)
 
 __all__ = [
     "KEPT_DATASETS",
-    "Loan",
+    "DatasetUse",
     "Registry",
+    "acquire",
     "clear_prepared_data",
     "clear_training_cache",
     "column_metadata",
     "delete_orphans",
     "get_dataset_properties",
-    "hold",
-    "lend",
+    "pin",
     "store_of",
 ]
 
@@ -82,14 +88,14 @@ class Entry:
     source: SourcePlan | None
     """None if nothing tells whether another DataFrame holds the same rows."""
     options: Hashable
-    writer: weakref.ref[Loan]
+    writer: weakref.ref[DatasetUse]
     heartbeat: Heartbeat
     """Tells others that this application lives."""
     written: bool = False
     last_used: int = 0
 
 
-class Loan:
+class DatasetUse:
     """One use of a dataset, until it is marked as over or nothing refers to it any more.
 
     An exception such as KeyboardInterrupt can come between any two steps of the code that uses a
@@ -111,10 +117,12 @@ class Registry:
         self._changed = threading.Condition(self._lock)
         self._entries: list[Entry] = []
         self._own: set[str] = set()
-        self._loans: dict[str, weakref.WeakSet[Loan]] = {}
+        self._loans: dict[str, weakref.WeakSet[DatasetUse]] = {}
         self._clock = itertools.count(1)
 
-    def take(self, loan: Loan, store: Store, source: SourcePlan | None, options: Hashable) -> Entry:
+    def take(
+        self, loan: DatasetUse, store: Store, source: SourcePlan | None, options: Hashable
+    ) -> Entry:
         """Return a dataset to use; if it is not written yet, the caller is the one to write it."""
         with self._lock:
             while True:
@@ -132,7 +140,7 @@ class Registry:
                 elif not entry.written:
                     self._changed.wait(_LOOK_AGAIN_SECONDS)
                     continue
-                elif not is_whole(entry.store, entry.index):
+                elif not is_complete(entry.store, entry.index):
                     # It was cleared or damaged. Whoever uses it now will get an error when reading
                     # it.
                     entry.source = None
@@ -152,7 +160,7 @@ class Registry:
             entry.written = True
             self._changed.notify_all()
 
-    def give_back(self, loan: Loan) -> None:
+    def give_back(self, loan: DatasetUse) -> None:
         """Stop using a dataset; delete what is unfinished or need not be kept."""
         with self._lock:
             if loan.entry is not None:
@@ -161,7 +169,7 @@ class Registry:
             self._trim()
             self._changed.notify_all()
 
-    def hold(self, loan: Loan, store: Store, index: str) -> Heartbeat | None:
+    def hold(self, loan: DatasetUse, store: Store, index: str) -> Heartbeat | None:
         """Keep a dataset, whoever wrote it, from being deleted by this process.
 
         Returns
@@ -230,7 +238,7 @@ class Registry:
                 if not _delete(entry.store, entry.index):
                     failed.append(fs)
 
-    def _use(self, index: str, loan: Loan) -> None:
+    def _use(self, index: str, loan: DatasetUse) -> None:
         self._loans.setdefault(index, weakref.WeakSet()).add(loan)
 
     def _in_use(self, index: str) -> bool:
@@ -292,14 +300,14 @@ class Registry:
 
 def _is_abandoned(store: Store, index: str, clock: StoreClock) -> bool:
     path = owner_path(store, index)
-    return is_abandoned(store, path, read_claim(store, path), clock)
+    return is_abandoned(store, path, read_lease_record(store, path), clock)
 
 
 def _is_held(store: Store, index: str, clock: StoreClock) -> bool:
     """Return whether an application reads a dataset, as far as its files tell."""
     for path in hold_paths(store, index):
         # Who holds it may be unknown, but not for how long it has been held.
-        claim = read_claim(store, path) or Claim(Owner("", 0, ""))
+        claim = read_lease_record(store, path) or LeaseRecord(ProcessIdentity("", 0, ""))
         if store.exists(path) and not is_abandoned(store, path, claim, clock):
             return True
     return False
@@ -365,7 +373,7 @@ at_exit(_end)
 
 
 @contextlib.contextmanager
-def lend(
+def acquire(
     store: Store, source: SourcePlan | None, options: Hashable, write: Callable[[str], None]
 ) -> Iterator[str]:
     """Yield the index of a dataset that exists until the block ends. It is written only if needed.
@@ -385,7 +393,7 @@ def lend(
     write : callable
         ``write(index)`` writes the dataset.
     """
-    loan = Loan()
+    loan = DatasetUse()
     try:
         entry = _registry.take(loan, store, source, options)
         if not entry.written:
@@ -400,12 +408,12 @@ def lend(
 
 
 @contextlib.contextmanager
-def hold(store: Store, index: str) -> Iterator[None]:
+def pin(store: Store, index: str) -> Iterator[None]:
     """Keep a dataset, whoever wrote it, from being deleted until a block ends.
 
     Neither by this process nor by others: a file beside the dataset tells them.
     """
-    loan = Loan()
+    loan = DatasetUse()
     heartbeat: Heartbeat | None = None
     try:
         heartbeat = _registry.hold(loan, store, index)

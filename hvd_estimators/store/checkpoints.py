@@ -20,23 +20,23 @@ from typing import IO, Any, TypeVar
 from hvd_estimators.exceptions import StoreError, StoreUnavailableError
 from hvd_estimators.store.files import Files
 from hvd_estimators.store.hashing import CHUNK_BYTES
-from hvd_estimators.store.paths import Position, RunPaths, file_name, pointed, pointer_of
+from hvd_estimators.store.paths import Position, RunPaths, file_name, manifest_of, with_manifest
 
 __all__ = [
     "CheckpointInfo",
     "DamagedCheckpoint",
     "UnreadableCheckpoint",
     "best_checkpoint",
-    "check_whole",
+    "check_valid",
     "checkpoint_path",
     "delete_checkpoint",
-    "find_whole",
+    "find_newest_valid",
     "info_at",
     "list_checkpoints",
     "newest_checkpoint",
-    "open_whole",
+    "open_valid",
     "positions",
-    "write_pointer",
+    "write_manifest",
 ]
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def positions(store: Files, run: RunPaths) -> list[Position]:
     """Return the positions of which there are checkpoints, in order; looks at names alone."""
     if run.checkpoints_path is None:
         return []
-    return pointed(run.checkpoint_filename, store.names(run.checkpoints_path))
+    return with_manifest(run.checkpoint_filename, store.names(run.checkpoints_path))
 
 
 def list_checkpoints(
@@ -153,7 +153,7 @@ def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
     return infos[min(told, key=values.__getitem__)] if told else None
 
 
-def find_whole(
+def find_newest_valid(
     store: Files,
     run: RunPaths,
     look: Callable[[CheckpointInfo], T],
@@ -217,7 +217,7 @@ def find_whole(
     )
 
 
-def check_whole(store: Files, info: CheckpointInfo) -> None:
+def check_valid(store: Files, info: CheckpointInfo) -> None:
     """Make sure that a checkpoint is what its pointer says. Reads all of it.
 
     Raises
@@ -225,12 +225,12 @@ def check_whole(store: Files, info: CheckpointInfo) -> None:
     DamagedCheckpoint
         If it is not.
     """
-    with open_whole(store, info):
+    with open_valid(store, info):
         pass
 
 
 @contextlib.contextmanager
-def open_whole(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
+def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
     """Open a checkpoint that is what its pointer says.
 
     From a store that is elsewhere it is copied to a local file first, once from beginning to end.
@@ -270,7 +270,7 @@ def open_whole(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
         yield file
 
 
-def write_pointer(store: Files, info: CheckpointInfo) -> None:
+def write_manifest(store: Files, info: CheckpointInfo) -> None:
     """Make a checkpoint exist whose file is there."""
     document = {
         "format": _FORMAT,
@@ -278,13 +278,13 @@ def write_pointer(store: Files, info: CheckpointInfo) -> None:
         # JSON has no NaN.
         "metrics": {n: v if math.isfinite(v) else str(v) for n, v in info.metrics.items()},
     }
-    store.write_text(pointer_of(info.path), json.dumps(document, indent=1))
+    store.write_text(manifest_of(info.path), json.dumps(document, indent=1))
 
 
 def delete_checkpoint(store: Files, run: RunPaths, position: Position) -> None:
     """Delete a checkpoint; at no moment there is a pointer to a file that is gone."""
     path = checkpoint_path(run, position)
-    store.delete(pointer_of(path))
+    store.delete(manifest_of(path))
     store.delete(path)
 
 
@@ -296,7 +296,7 @@ def info_at(store: Files, path: str) -> CheckpointInfo | None:
     DamagedCheckpoint
         If the pointer cannot be read.
     """
-    pointer = pointer_of(path)
+    pointer = manifest_of(path)
     try:
         with store.open(pointer) as file:
             document: dict[str, Any] = json.loads(file.read())

@@ -1,7 +1,7 @@
 """Leases of runs and datasets: one owner at a time, on all hosts.
 
-Runs on the driver. A small file, the claim, names the process (`Owner`), and a `Heartbeat` writes
-it anew every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner is gone:
+Runs on the driver. A small file, the lease record, names the process (`ProcessIdentity`), and a
+`Heartbeat` writes it again every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner is gone:
 
 - On the owner's machine the operating system tells. A process that is stopped, or whose machine was
   asleep, is alive there, however long ago its last heartbeat is.
@@ -53,7 +53,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from hvd_estimators._util.process_identity import Owner, is_dead, is_here, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, is_here, this_process
 from hvd_estimators.exceptions import ParamError, StoreError
 from hvd_estimators.store.exit_hooks import at_exit
 from hvd_estimators.store.files import Files
@@ -64,17 +64,17 @@ __all__ = [
     "LAUNCH",
     "SETTLE_SECONDS",
     "STALE_SECONDS",
-    "Claim",
-    "Fence",
+    "FencingToken",
     "Heartbeat",
-    "RunLease",
+    "Lease",
+    "LeaseRecord",
     "StoreClock",
     "await_free",
     "holder",
     "is_abandoned",
     "lease_path",
-    "read_claim",
     "read_if_there",
+    "read_lease_record",
     "require_free",
 ]
 
@@ -100,7 +100,7 @@ _EXIT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Claim:
+class LeaseRecord:
     """What a file tells about the process that something belongs to.
 
     Attributes
@@ -115,7 +115,7 @@ class Claim:
         Whatever else was noted.
     """
 
-    owner: Owner
+    owner: ProcessIdentity
     created: datetime | None = None
     beaten: datetime | None = None
     token: str = ""
@@ -135,7 +135,7 @@ class Claim:
         )
 
     @staticmethod
-    def from_json(text: str | bytes) -> Claim:
+    def from_json(text: str | bytes) -> LeaseRecord:
         """Read back what `to_json` wrote.
 
         Raises
@@ -149,28 +149,28 @@ class Claim:
                 datetime.fromisoformat(document[name]) if document.get(name) else None
                 for name in ("created", "beaten")
             )
-            owner = Owner(
+            owner = ProcessIdentity(
                 str(document["machine"]),
                 int(document["pid"]),
                 str(document["started"]),
                 str(document.get("host", "")),
             )
             details = dict(document.get("details", {}))
-            return Claim(owner, created, beaten, str(document.get("token", "")), details)
+            return LeaseRecord(owner, created, beaten, str(document.get("token", "")), details)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a claim: {error!r}") from error
 
 
-def read_claim(store: Files, path: str) -> Claim | None:
+def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
     """Return what a file tells about its owner; None if it is missing or damaged."""
     try:
-        return Claim.from_json(store.read(path))
+        return LeaseRecord.from_json(store.read(path))
     except (StoreError, FileNotFoundError, ValueError):
         return None
 
 
 def is_abandoned(
-    store: Files, path: str, claim: Claim | None, clock: StoreClock | None = None
+    store: Files, path: str, claim: LeaseRecord | None, clock: StoreClock | None = None
 ) -> bool:
     """Return whether the owner of a claim is gone, as far as that can be told.
 
@@ -213,7 +213,7 @@ class StoreClock:
         self._store = store
         self._asked: tuple[datetime | None, float] | None = None
 
-    def age(self, path: str, claim: Claim) -> float | None:
+    def age(self, path: str, claim: LeaseRecord) -> float | None:
         """Return the seconds since a claim was last written; None if that is not known."""
         written = self._store.modified(path)
         now = self._now(posixpath.dirname(path)) if written else None
@@ -264,7 +264,7 @@ class Heartbeat:
         """Whether somebody else has claimed the file, or deleted it, in the meantime."""
         self._store = store
         self._path = path
-        self._claim = Claim(this_process(), _utc(), _utc(), self.token, dict(details or {}))
+        self._claim = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
         self._lock = threading.Lock()
         self._ending = threading.Event()
         # The thread ends with it, and does not keep it alive.
@@ -376,7 +376,7 @@ class Heartbeat:
 
     def _is_ours(self) -> bool:
         try:
-            return Claim.from_json(self._store.read(self._path)).token == self.token
+            return LeaseRecord.from_json(self._store.read(self._path)).token == self.token
         except ValueError:
             return False
         except OSError:
@@ -386,7 +386,7 @@ class Heartbeat:
             raise
 
     def _write(self) -> None:
-        claim = Claim(
+        claim = LeaseRecord(
             self._claim.owner, self._claim.created, _utc(), self.token, self._claim.details
         )
         self._store.write_text(self._path, claim.to_json())
@@ -441,16 +441,16 @@ def lease_path(run_path: str) -> str:
     return f"{run_path}/lease.json"
 
 
-def holder(store: Files, run_path: str) -> Claim | None:
+def holder(store: Files, run_path: str) -> LeaseRecord | None:
     """Return who holds a run's lease; None where nobody does, or the holder is gone."""
     path = lease_path(run_path)
     content = read_if_there(store, path)
     if content is None:
         return None
     try:
-        claim = Claim.from_json(content)
+        claim = LeaseRecord.from_json(content)
     except ValueError:
-        claim = Claim(Owner("", 0, ""))  # its age alone tells
+        claim = LeaseRecord(ProcessIdentity("", 0, ""))  # its age alone tells
     return None if is_abandoned(store, path, claim) else claim
 
 
@@ -504,7 +504,7 @@ def await_free(store: Files, run: RunPaths) -> None:
         held = holder(store, run.run_path)
 
 
-class RunLease:
+class Lease:
     """A run's lease, until the block ends.
 
     Parameters
@@ -548,7 +548,7 @@ class RunLease:
         if not self._store.creates_exclusively:
             return False
         now = datetime.now(timezone.utc)
-        claim = Claim(this_process(), now, now, self._heartbeat.token)
+        claim = LeaseRecord(this_process(), now, now, self._heartbeat.token)
         return self._store.write_new(self._path, claim.to_json())
 
     def __exit__(
@@ -593,13 +593,13 @@ class RunLease:
             return
         time.sleep(max(self._certain_at - time.monotonic(), 0))
         self._certain_at = None
-        claim = read_claim(self._store, self._path)
+        claim = read_lease_record(self._store, self._path)
         if claim is not None and claim.token != self._heartbeat.token:
             self._heartbeat.stop()
             raise _refused(self._run, claim)
 
 
-def _refused(run: RunPaths, held: Claim) -> ParamError:
+def _refused(run: RunPaths, held: LeaseRecord) -> ParamError:
     since = "" if held.created is None else f" since {held.created:%Y-%m-%d %H:%M:%S} UTC"
     if held.owner == this_process():
         return ParamError(
@@ -616,7 +616,7 @@ def _refused(run: RunPaths, held: Claim) -> ParamError:
 
 
 @dataclass(frozen=True)
-class Fence:
+class FencingToken:
     """Tells whether a launch is still the one that trains a run.
 
     Attributes
@@ -647,7 +647,7 @@ class Fence:
         if content is None:
             return
         try:
-            claim = Claim.from_json(content)
+            claim = LeaseRecord.from_json(content)
         except ValueError:
             return  # whoever damaged it has not trained
         if claim.token != self.token:

@@ -23,10 +23,10 @@ __all__ = [
     "RunPaths",
     "StorePaths",
     "file_name",
-    "leftovers",
     "listed",
-    "pointed",
-    "pointer_of",
+    "manifest_of",
+    "orphans",
+    "with_manifest",
 ]
 
 SUFFIX = ".ckpt"
@@ -59,20 +59,20 @@ def file_name(stem: str, position: Position) -> str:
     return f"{stem}-{position.epoch:06d}{within}{SUFFIX}"
 
 
-def pointer_of(path: str) -> str:
+def manifest_of(path: str) -> str:
     """Return the path of the pointer to a checkpoint's file."""
     return path.removesuffix(SUFFIX) + _POINTER
 
 
-def pointed(stem: str, names: Iterable[str]) -> list[Position]:
+def with_manifest(stem: str, names: Iterable[str]) -> list[Position]:
     """Return the positions of which there are pointers among the names of files, in order."""
     return sorted(_positions(stem, names, _POINTER))
 
 
-def leftovers(stem: str, names: Iterable[str]) -> list[str]:
+def orphans(stem: str, names: Iterable[str]) -> list[str]:
     """Return the names of files that a checkpoint has left that was never finished."""
     names = list(names)
-    whole = {file_name(stem, position) for position in pointed(stem, names)}
+    whole = {file_name(stem, position) for position in with_manifest(stem, names)}
     unfinished = [
         name
         for position in _positions(stem, names, SUFFIX)
@@ -86,7 +86,7 @@ def leftovers(stem: str, names: Iterable[str]) -> list[str]:
 def listed(stem: str, names: Iterable[str], suffix: str) -> list[str]:
     """Return the names that end in a suffix, with numbers in their order, unfinished ones not."""
     names = list(names)
-    left_out = set(leftovers(stem, names))
+    left_out = set(orphans(stem, names))
     return sorted(
         (name for name in names if name.endswith(suffix) and name not in left_out),
         key=lambda name: _in_order(name.removesuffix(suffix)),

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError, StoreError, did_you_mean
 from hvd_estimators.store.checkpoints import CheckpointInfo, list_checkpoints
-from hvd_estimators.store.leases import RunLease, holder, read_if_there
+from hvd_estimators.store.leases import Lease, holder, read_if_there
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,7 +149,7 @@ def delete_run(store: StorePaths, run_id: str) -> None:
     """Delete a run; see `Store.delete_run`."""
     require_run(store, run_id)
     run = store.run_paths(run_id)
-    with RunLease(store, run) as lease:
+    with Lease(store, run) as lease:
         lease.confirm()
         store.delete(run.run_path)
 

@@ -22,7 +22,7 @@ from typing_extensions import Self
 
 from hvd_estimators.store.base import Store
 
-__all__ = ["RunDirectory"]
+__all__ = ["SyncedDirectory"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _TELLING_THEIR_PLACE = ("meta.yaml",)
 """What MLflow's file store writes the place of a run's artifacts into."""
 
 
-class RunDirectory:
+class SyncedDirectory:
     """A directory of a run, for libraries that write local files. Runs on a rank.
 
     Used as a context manager. For a store on this machine's filesystem it is the store's directory

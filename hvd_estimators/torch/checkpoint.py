@@ -17,15 +17,15 @@ from hvd_estimators.torch.serialization import (
 from hvd_estimators.torch.shard_state import BufferReducer, BufferState, TorchStreams
 from hvd_estimators.torch.snapshot import (
     ShardBuffers,
-    copied,
-    fleeting_buffers,
     load_file,
+    non_persistent_buffers,
     save_file,
+    snapshot,
 )
 from hvd_estimators.torch.stateful import AttributeWatch, StatefulObjects
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter, restore
 from hvd_estimators.training.run_state import RunState
-from hvd_estimators.training.shard_state import ShardStates, captured, of_shards
+from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
 from hvd_estimators.training.spec import EpochMetrics, TrainSpec
 
 __all__ = ["RunCheckpoints"]
@@ -78,7 +78,7 @@ class RunCheckpoints:
         self._rank, self._size = rank, size
         self._module = module
         self._optimizer = optimizer
-        self._fleeting = fleeting_buffers(module)
+        self._fleeting = non_persistent_buffers(module)
         self._trainable = {name: p.requires_grad for name, p in module.named_parameters()}
         self._streams, self._buffers = TorchStreams(device), BufferState(module)
         parts = (self._streams, self._buffers)
@@ -162,7 +162,7 @@ class RunCheckpoints:
         output_shapes : list or None
             What `TrainResult.output_shapes` is made of.
         measured : mapping or None
-            What this rank has measured in the epoch, see `Measures.state`.
+            What this rank has measured in the epoch, see `MetricSums.state`.
         is_adding_up : bool
             Whether this rank has gradients of its own, which are not saved.
         gradients : mapping
@@ -178,7 +178,7 @@ class RunCheckpoints:
         if self._spec.run.checkpoints_path is None:
             return False
         data = self._spec.data
-        streams = captured(self.shards, self._streams.capture)
+        streams = capture_by_shard(self.shards, self._streams.capture)
         buffers = ShardBuffers(self._module, self.shards, self._fleeting)
         own = streams, measured, buffers.digests, is_adding_up
         gathered = exchange.gather(own, "checkpoint")
@@ -216,7 +216,7 @@ class RunCheckpoints:
         if batches:
             saved["metrics"] = [m["metrics"] for m in of_measured if m is not None]
             saved["buffer_bases"] = self.buffers.bases
-            saved = copied(saved)
+            saved = snapshot(saved)
         self.writer.save(state, lambda file: save_file(saved, file), is_copy=batches > 0)
         return True
 

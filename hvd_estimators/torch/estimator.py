@@ -10,7 +10,7 @@ from hvd_estimators.fitting.run import RunResults
 from hvd_estimators.fitting.trial import Trial, repeated
 from hvd_estimators.history import as_records
 from hvd_estimators.torch.dry_run import check_batches, check_fit, check_own_step, takes_one_row
-from hvd_estimators.torch.fingerprint import model_identity
+from hvd_estimators.torch.fingerprint import model_fingerprint
 from hvd_estimators.torch.model import TorchModel
 from hvd_estimators.torch.params import TorchParams
 from hvd_estimators.torch.serialization import (
@@ -79,7 +79,7 @@ class TorchEstimator(TorchParams):
 
     def _model_identity(self, trial: Trial) -> dict[str, Any]:
         get = self.getOrDefault
-        return model_identity(get("model"), get("optimizer"), get("learning_rate") is not None)
+        return model_fingerprint(get("model"), get("optimizer"), get("learning_rate") is not None)
 
     def _check_checkpoint(self, path: str, trial: Trial) -> None:
         check_state(self.getOrDefault("store"), path)

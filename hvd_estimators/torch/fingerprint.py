@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 from hvd_estimators.fitting.run import named
 from hvd_estimators.torch.serialization import plain_module
 
-__all__ = ["model_identity"]
+__all__ = ["model_fingerprint"]
 
 
-def model_identity(
+def model_fingerprint(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, other_rate: bool
 ) -> dict[str, Any]:
     """Return layers, shapes of weights and the optimizer's options.

@@ -12,10 +12,10 @@ from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.metrics import EpochMetricStates, Metrics
 from hvd_estimators.torch.objective import Evaluation
 
-__all__ = ["Measures"]
+__all__ = ["MetricSums"]
 
 
-class Measures:
+class MetricSums:
     """Adds up the loss and the metrics of batches.
 
     The loss is its numerators over its denominators, both over all rows; metrics are weighted by

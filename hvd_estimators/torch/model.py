@@ -11,10 +11,10 @@ import torch
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.inference.broadcast import Document
+from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.model import HorovodModel, Predictor
-from hvd_estimators.params import declare, one_of, shapes
+from hvd_estimators.params import one_of, param, shapes
 from hvd_estimators.torch.dry_run import output_shapes
 from hvd_estimators.torch.objective import LOSS_FORMS
 from hvd_estimators.torch.onnx import Call, export_onnx
@@ -24,7 +24,7 @@ from hvd_estimators.torch.serialization import (
     dump_optimizer,
     load_module,
     load_optimizer,
-    module_document,
+    module_payload,
     plain_module,
     save_state,
 )
@@ -45,19 +45,19 @@ class TorchModel(HorovodModel):
     ``apply_transformation`` they are transformed first, as in training.
     """
 
-    optimizer = declare("The optimizer after training, with the learning rate of one rank.")
-    loss = declare("The loss that was trained with.")
-    loss_constructors = declare("The loss constructors that were trained with.")
-    loss_form = declare(
+    optimizer = param("The optimizer after training, with the learning rate of one rank.")
+    loss = param("The loss that was trained with.")
+    loss_constructors = param("The loss constructors that were trained with.")
+    loss_form = param(
         "Whether the loss was one per label ('per_label') or took everything ('joint').",
         default="per_label",
         convert=one_of(*LOSS_FORMS),
     )
-    input_shapes = declare(
+    input_shapes = param(
         "Shape of each input: of one row, or with -1 for the rows of a batch first.", convert=shapes
     )
-    column_dtypes = declare("Column to torch dtype, where it is not float32.", default={})
-    input_form = declare(
+    column_dtypes = param("Column to torch dtype, where it is not float32.", default={})
+    input_form = param(
         "How the model takes its inputs: 'positional', 'keyword' or 'dict'.",
         default="positional",
         convert=one_of(*INPUT_FORMS),
@@ -72,10 +72,10 @@ class TorchModel(HorovodModel):
         if module is None:
             raise ParamError("model is not set. Set model.")
 
-        def load(document: Document, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
+        def load(document: Payload, resources: Resources = FRAMEWORKS_CHOICE) -> Predictor:
             return TorchPredictor(document, spec, precision, resources)
 
-        return module_document(plain_module(module)), load
+        return module_payload(plain_module(module)), load
 
     def export_onnx(
         self,

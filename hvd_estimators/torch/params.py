@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.estimator import HorovodEstimator
 from hvd_estimators.exceptions import ParamError, did_you_mean
 from hvd_estimators.fitting.trial import check_sendable
-from hvd_estimators.params import declare, functions, objects, one_of, shapes
+from hvd_estimators.params import functions, objects, one_of, param, shapes
 from hvd_estimators.torch.dry_run import check_modes
 from hvd_estimators.torch.learning_rate import check_first_order
 from hvd_estimators.torch.loss import Loss, check_weightable
@@ -75,18 +75,18 @@ def _stateful(name: str, value: Any) -> list[Any]:
 class TorchParams(HorovodEstimator):
     """How columns become tensors, and what a torch module is trained with."""
 
-    input_shapes = declare(
+    input_shapes = param(
         "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
         "columns' shapes.",
         convert=shapes,
     )
-    input_form = declare(
+    input_form = param(
         "How the model takes its inputs: 'positional' (one tensor per feature column), 'keyword' "
         "(by the columns' names), or 'dict' (one dict of column name to tensor).",
         default="positional",
         convert=one_of(*INPUT_FORMS),
     )
-    loss_form = declare(
+    loss_form = param(
         "How the loss is called: 'per_label' (loss(output, label), one loss per output and label), "
         "or 'joint' (one loss of everything: called by keyword with those of outputs, labels, "
         "inputs and sample_weights that it takes; outputs are what the model returned, labels and "
@@ -94,26 +94,26 @@ class TorchParams(HorovodEstimator):
         default="per_label",
         convert=one_of(*LOSS_FORMS),
     )
-    loss_constructors = declare(
+    loss_constructors = param(
         "Instead of loss: a callable, or one per label, that makes the loss on the rank. Called "
         "with those of model, optimizer, device, rank, size and spec that it takes.",
         convert=functions,
     )
-    train_minibatch_fn = declare(
+    train_minibatch_fn = param(
         "Takes the place of forward pass, backward pass and step: called with (model, optimizer, "
         "transform_outputs, loss_fn, inputs, labels, sample_weights, backward_passes_per_step, "
         "batch_idx), or the first of these; returns (outputs, loss). Gradients are the mean over "
         "the ranks when the last backward() before a step returns, so that they can be clipped. "
         "List objects with a state that it uses, such as a GradScaler, in stateful."
     )
-    stateful = declare(
+    stateful = param(
         "Objects with state_dict() and load_state_dict(), such as schedulers, gradient scalers and "
         "averages of weights, that train_minibatch_fn, losses or callbacks use. Checkpoints hold "
         "their state. The functions and objects of one estimator share them on the ranks, with "
         "the model and the optimizer that train. [] states that there are none.",
         convert=_stateful,
     )
-    column_dtypes = declare(
+    column_dtypes = param(
         "Column to torch dtype, such as {'label': 'int64'}. Others become float32.",
         default={},
         convert=_dtypes,
@@ -437,7 +437,7 @@ class TorchParams(HorovodEstimator):
 def _check_extra_state(model: torch.nn.Module) -> None:
     """Reject a module whose ``get_extra_state()`` a checkpoint could not restore."""
     for name, value in model.state_dict().items():
-        if not isinstance(value, torch.Tensor) and not is_loadable(plain(value)):
+        if not isinstance(value, torch.Tensor) and not is_loadable(to_python(value)):
             raise ParamError(
                 f"model: {name!r} in its state_dict() is more than tensors and plain values: "
                 f"found {value!r:.80}. Loading it from a checkpoint would run code from the file. "

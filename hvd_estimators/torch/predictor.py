@@ -171,7 +171,7 @@ class ModulePredictor(abc.ABC):
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_document` returned.
+        What `hvd_estimators.torch.serialization.module_payload` returned.
     names : sequence of str
         The feature columns.
     select : callable
@@ -251,7 +251,7 @@ class TorchPredictor(ModulePredictor):
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_document` returned.
+        What `hvd_estimators.torch.serialization.module_payload` returned.
     spec : TensorSpec
         Which columns the module takes, and how.
     precision : str

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from hvd_estimators._util import unpickling
 from hvd_estimators._util.temp_files import LazyFile, LocalFile
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch import pickling
 
@@ -36,8 +36,8 @@ __all__ = [
     "load_state",
     "load_trained",
     "load_with_references",
-    "module_document",
     "module_file",
+    "module_payload",
     "optimizer_content",
     "plain_module",
     "restore_optimizer",
@@ -81,7 +81,7 @@ def module_file(module: torch.nn.Module) -> LocalFile:
     return local
 
 
-def module_document(module: torch.nn.Module) -> bytes | LocalFile:
+def module_payload(module: torch.nn.Module) -> bytes | LocalFile:
     """Return what `dump_module` returns; where that is large a file, written when it is read."""
     tensors = (*module.parameters(), *module.buffers())
     if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
@@ -285,14 +285,14 @@ def save_state(state: dict[str, Any]) -> bytes:
     An optimizer's options may be NumPy's scalars, which `load_state` would refuse.
     """
     buffer = io.BytesIO()
-    torch.save(plain(state), buffer)
+    torch.save(to_python(state), buffer)
     return buffer.getvalue()
 
 
 def state_file(state: dict[str, Any]) -> LocalFile:
     """Return a file with what `save_state` returns."""
     local = LocalFile()
-    torch.save(plain(state), local.path)
+    torch.save(to_python(state), local.path)
     return local
 
 

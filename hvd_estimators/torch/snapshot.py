@@ -9,17 +9,17 @@ from typing import IO, Any
 
 import torch
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.torch.collectives import exchange
 from hvd_estimators.torch.shard_state import BufferState
-from hvd_estimators.training.shard_state import ShardStates, captured, of_shards
+from hvd_estimators.training.shard_state import ShardStates, capture_by_shard, of_shards
 
 __all__ = [
     "ShardBuffers",
-    "copied",
-    "fleeting_buffers",
     "load_file",
+    "non_persistent_buffers",
     "save_file",
+    "snapshot",
 ]
 
 
@@ -28,7 +28,7 @@ def save_file(saved: Mapping[str, Any], file: IO[bytes]) -> None:
 
     An optimizer's options may be NumPy's scalars, which it would refuse.
     """
-    torch.save(plain(saved), file)
+    torch.save(to_python(saved), file)
 
 
 def load_file(file: IO[bytes]) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def load_file(file: IO[bytes]) -> dict[str, Any]:
     return saved
 
 
-def copied(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
+def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
     """Return a copy on the CPU of the tensors in a value, of its dicts, lists and tuples.
 
     Tensors that are one in memory, such as weights that layers share, are one in the copy.
@@ -53,14 +53,14 @@ def copied(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
     if isinstance(value, dict):
         # With what is noted on it, as Module.state_dict() notes versions of layers.
         made = copy.copy(value)
-        made.update((key, copied(entry, memo)) for key, entry in value.items())
+        made.update((key, snapshot(entry, memo)) for key, entry in value.items())
         return made
     if type(value) in (list, tuple):
-        return type(value)(copied(entry, memo) for entry in value)
+        return type(value)(snapshot(entry, memo) for entry in value)
     return value
 
 
-def fleeting_buffers(module: torch.nn.Module) -> dict[str, bytes]:
+def non_persistent_buffers(module: torch.nn.Module) -> dict[str, bytes]:
     """Return digests of the buffers that a module's ``state_dict()`` leaves out, by name."""
     saved = module.state_dict().keys()
     return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
@@ -76,7 +76,7 @@ class ShardBuffers:
     shards : ShardStates
         The shards.
     fleeting : mapping
-        What `fleeting_buffers` returned when training began: of those buffers, too, what has
+        What `non_persistent_buffers` returned when training began: of those buffers, too, what has
         changed since is saved.
 
     Attributes
@@ -95,7 +95,7 @@ class ShardBuffers:
         self._fleeting = fleeting or {}
         # A rank that plays several has one module for them.
         copies = BufferState(module).capture
-        self._own = captured(
+        self._own = capture_by_shard(
             shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers())
         )
         kept = module.state_dict().keys() | self._fleeting.keys()

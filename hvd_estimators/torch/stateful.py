@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from hvd_estimators._util.to_python import plain
+from hvd_estimators._util.to_python import to_python
 from hvd_estimators.torch.snapshot import load_file, save_file
 
 __all__ = ["AttributeWatch", "StatefulObjects", "has_state", "is_loadable", "used_by_function"]
@@ -79,7 +79,7 @@ class StatefulObjects:
         states = {}
         for name, found in self.items():
             try:
-                state = plain(found.state_dict())
+                state = to_python(found.state_dict())
             except Exception as error:
                 self._warn(name, found, f"failed ({type(error).__name__}: {error})")
                 continue

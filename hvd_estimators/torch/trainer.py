@@ -15,7 +15,7 @@ import torch
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.loading.readers import DataModule, open_data_module
-from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.store.synced_directory import SyncedDirectory
 from hvd_estimators.torch.checkpoint import RunCheckpoints
 from hvd_estimators.torch.collectives import (
     broadcast_tensors,
@@ -29,7 +29,7 @@ from hvd_estimators.torch.collectives import (
 from hvd_estimators.torch.gradients import UNUSED_GRADIENTS, GradientAverager
 from hvd_estimators.torch.learning_rate import StepRate, set_optimizer_mode
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
-from hvd_estimators.torch.metric_sums import Measures
+from hvd_estimators.torch.metric_sums import MetricSums
 from hvd_estimators.torch.objective import LEAVES_BACKWARD
 from hvd_estimators.torch.serialization import (
     load_module,
@@ -44,15 +44,15 @@ from hvd_estimators.torch.tensors import Batch, tensor_batches
 from hvd_estimators.torch.transfer import gpu_memory
 from hvd_estimators.training.horovod_session import horovod_session, seed_rank
 from hvd_estimators.training.monitoring import shown_values
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.progress import Progress
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
 from hvd_estimators.training.step_control import (
     LongValidation,
     StopRequest,
-    heeding_stop,
     interrupted,
     stopped_before,
+    without_further_epochs,
 )
 from hvd_estimators.training.tensorboard import EventWriter, epoch_scalars
 from hvd_estimators.training.weight_digests import combined_digest, named_weights
@@ -141,7 +141,7 @@ class _Trainer:
             ]
             self.output_shapes = self.restored.parts["output_shapes"]
         self.stopped = stopped_before(spec, self.restored)
-        self.spec = spec = heeding_stop(spec, self.restored)
+        self.spec = spec = without_further_epochs(spec, self.restored)
         broadcast_tensors(self.plain.state_dict())
         if spec.scale_learning_rate:
             StepRate(self.optimizer, spec.data.num_shards)
@@ -164,7 +164,7 @@ class _Trainer:
         self.long_validation = LongValidation(
             spec.checkpoints, self.size, functools.partial(sum_over_ranks, name="validation")
         )
-        self.finite = FiniteCheck(
+        self.finite = NanCheck(
             self.rank, self.size, functools.partial(sum_over_ranks, name="not_finite"), exchange
         )
 
@@ -181,7 +181,7 @@ class _Trainer:
             epochs=spec.epochs - done,
             memory=gpu_memory(self.device),
         )
-        logs = RunDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
+        logs = SyncedDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with (
             # Who has been asked to end gets time until the checkpoint is written.
             self.stop_request,
@@ -267,10 +267,10 @@ class _Trainer:
         state = self.restored
         return state is not None and state.rows > 0 and state.epoch == epoch < self.spec.epochs
 
-    def _begin_epoch(self, epoch: int) -> tuple[Measures, int]:
+    def _begin_epoch(self, epoch: int) -> tuple[MetricSums, int]:
         """Return what has been measured in an epoch so far, and the batches that are done."""
         parts = 1 if self.objective.has_own_step else self.objective.loss_parts
-        measures = Measures(self.objective.metrics, parts)
+        measures = MetricSums(self.objective.metrics, parts)
         if not self._is_within(epoch):
             self._seed_epoch(epoch)
             self._callbacks("on_epoch_begin", epoch=epoch)
@@ -285,7 +285,7 @@ class _Trainer:
         self.shards.for_each(lambda shard: torch.manual_seed(seed_rank(seed, shard, epoch)))
 
     def _train_epoch(
-        self, epoch: int, batches: WeightedBatches, measures: Measures, done: int
+        self, epoch: int, batches: WeightedBatches, measures: MetricSums, done: int
     ) -> None:
         self.module.train()
         if not self.objective.has_own_step:
@@ -324,7 +324,7 @@ class _Trainer:
             if not is_last:
                 self._after_step(epoch, done, measures)
 
-    def _after_step(self, epoch: int, batches: int, measures: Measures) -> None:
+    def _after_step(self, epoch: int, batches: int, measures: MetricSums) -> None:
         """Save the run within an epoch where that is due, or where it is to end here.
 
         Called by all ranks.
@@ -339,7 +339,7 @@ class _Trainer:
             raise interrupted(epoch, batches, is_saved)
 
     def _minibatch(
-        self, batch: Batch, share: StepShare, index: int, measures: Measures
+        self, batch: Batch, share: StepShare, index: int, measures: MetricSums
     ) -> torch.Tensor | None:
         """Compute and back-propagate the loss of one batch, and return it.
 
@@ -373,9 +373,9 @@ class _Trainer:
             self.output_shapes = [list(output.shape[1:]) for output in evaluation.outputs]
         return evaluation.loss.detach()
 
-    def _validate(self, data: DataModule) -> Measures:
+    def _validate(self, data: DataModule) -> MetricSums:
         self.module.eval()
-        measures = Measures(self.objective.metrics, self.objective.loss_parts)
+        measures = MetricSums(self.objective.metrics, self.objective.loss_parts)
         steps = self.spec.data.validation_steps_per_epoch * self.spec.data.passes_per_batch
         batches = tensor_batches(data.val_chunks(), self.device)
         with torch.no_grad(), contextlib.closing(batches):
@@ -387,7 +387,7 @@ class _Trainer:
         return measures
 
     def _save_checkpoint(
-        self, epoch: int, batches: int = 0, measures: Measures | None = None
+        self, epoch: int, batches: int = 0, measures: MetricSums | None = None
     ) -> bool:
         """Save the run, and return whether it could be. Called by all ranks."""
         return self.checkpoints.save(

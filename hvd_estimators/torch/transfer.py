@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hvd_estimators.loading.blocks import Memory, fresh_buffer
+from hvd_estimators.loading.blocks import BufferPool, fresh_buffer
 from hvd_estimators.loading.interleave import Prefetch
 
 __all__ = ["ahead_of_use", "cuda_copies", "gpu_memory", "on_cpu"]
@@ -58,9 +58,9 @@ def _begun(
             yield what, copy(tensors)
 
 
-def gpu_memory(device: torch.device) -> Memory | None:
+def gpu_memory(device: torch.device) -> BufferPool | None:
     """Return memory for batches from which a GPU fetches by itself; None for other devices."""
-    return Memory(new_buffer=_page_locked) if device.type == "cuda" else None
+    return BufferPool(new_buffer=_page_locked) if device.type == "cuda" else None
 
 
 def _page_locked(size: int) -> memoryview:

@@ -23,16 +23,21 @@ from hvd_estimators.store.checkpoints import (
     best_checkpoint,
     checkpoint_path,
     delete_checkpoint,
-    find_whole,
+    find_newest_valid,
     list_checkpoints,
-    open_whole,
-    write_pointer,
+    open_valid,
+    write_manifest,
 )
 from hvd_estimators.store.hashing import CHUNK_BYTES
-from hvd_estimators.store.paths import Position, leftovers, pointed, pointer_of
+from hvd_estimators.store.paths import Position, manifest_of, orphans, with_manifest
 from hvd_estimators.training.monitoring import check_monitor, measured, mode_of, monitored
 from hvd_estimators.training.object_collectives import ObjectExchange
-from hvd_estimators.training.run_state import RunState, naming, read_archive, write_archive
+from hvd_estimators.training.run_state import (
+    RunState,
+    describing_damage,
+    read_archive,
+    write_archive,
+)
 from hvd_estimators.training.spec import CheckpointOptions
 
 __all__ = ["CheckpointWriter", "restore"]
@@ -192,10 +197,10 @@ class CheckpointWriter:
                 self._check_fence()
                 if info.position in stored:
                     # Of an earlier part of the run that got further, and was damaged.
-                    self._store.delete(pointer_of(info.path))
+                    self._store.delete(manifest_of(info.path))
             info = replace(info, size=size, sha256=digest.hexdigest())
             self._check_fence()
-            write_pointer(self._store, info)
+            write_manifest(self._store, info)
         stored[info.position] = info
         try:
             self._delete_others(stored, info)
@@ -216,10 +221,10 @@ class CheckpointWriter:
             directory = run.checkpoints_path
             assert directory is not None
             names = store.names(directory)
-            among = pointed(run.checkpoint_filename, names)
+            among = with_manifest(run.checkpoint_filename, names)
             self._stored = dict.fromkeys(among)
             self._stored.update({i.position: i for i in list_checkpoints(store, run, among)})
-            self._leftovers = leftovers(run.checkpoint_filename, names)
+            self._leftovers = orphans(run.checkpoint_filename, names)
         return self._stored
 
     def _delete_others(
@@ -323,20 +328,20 @@ def restore(
     with contextlib.ExitStack() as stack:
         found = None
         if rank == 0:
-            found = find_whole(
-                store, run, lambda info: stack.enter_context(open_whole(store, info))
+            found = find_newest_valid(
+                store, run, lambda info: stack.enter_context(open_valid(store, info))
             )
         info = exchange.broadcast(None if found is None else found[0], "checkpoint")
         if info is None:
             return None
         try:
-            file = stack.enter_context(open_whole(store, info)) if found is None else found[1]
+            file = stack.enter_context(open_valid(store, info)) if found is None else found[1]
         except DamagedCheckpoint as error:
             raise StoreError(
                 f"{info.path!r} is not the same file on rank {rank} and on rank 0 ({error}). Set a "
                 "store of which all machines see the same, and that nobody else changes."
             ) from error
-        with naming(info.path):
+        with describing_damage(info.path):
             state = read_archive(file)
             load(file)
     return state

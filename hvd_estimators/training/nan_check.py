@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from hvd_estimators.exceptions import NotFiniteError
 from hvd_estimators.training.object_collectives import ObjectExchange
 
-__all__ = ["FiniteCheck"]
+__all__ = ["NanCheck"]
 
 _NAMED = 5
 
 
-class FiniteCheck:
+class NanCheck:
     """Looks after each step if training can go on, with one answer on all ranks.
 
     Parameters

@@ -28,10 +28,10 @@ __all__ = [
     "RunState",
     "check_state",
     "decode",
+    "describing_damage",
     "encode",
     "has_state",
     "is_encodable",
-    "naming",
     "read_archive",
     "read_state",
     "reading",
@@ -240,7 +240,7 @@ def has_state(file: IO[bytes]) -> bool:
 @contextlib.contextmanager
 def reading(store: Store, path: str) -> Iterator[IO[bytes]]:
     """Open a checkpoint; what the block raises because it is not whole becomes a `StoreError`."""
-    with naming(path), store.open(path) as file:
+    with describing_damage(path), store.open(path) as file:
         yield file
 
 
@@ -251,7 +251,9 @@ _REMEDY = (
 
 
 @contextlib.contextmanager
-def naming(path: str, cannot: str = "be gone on from", remedy: str = _REMEDY) -> Iterator[None]:
+def describing_damage(
+    path: str, cannot: str = "be gone on from", remedy: str = _REMEDY
+) -> Iterator[None]:
     """Make a `StoreError` of what the block raises because a checkpoint is not what it should be.
 
     Parameters

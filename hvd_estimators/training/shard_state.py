@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hvd_estimators.loading.plan import played_shards
+from hvd_estimators.loading.plan import virtual_shards
 
-__all__ = ["HostStreams", "ShardStates", "StatePart", "captured", "of_shards"]
+__all__ = ["HostStreams", "ShardStates", "StatePart", "capture_by_shard", "of_shards"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class HostStreams:
         np.random.set_state(state["numpy"])
 
 
-def captured(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
+def capture_by_shard(shards: ShardStates, capture: Callable[[], T]) -> dict[int, T]:
     """Return what is captured as each of the shards that a rank plays."""
     found: dict[int, T] = {}
     shards.for_each(lambda shard: found.update({shard: capture()}))
@@ -98,7 +98,7 @@ class ShardStates:
         self, num_shards: int, rank: int, size: int, parts: Sequence[StatePart] = ()
     ) -> None:
         self.num_shards = num_shards
-        self.shards = played_shards(num_shards, rank, size)
+        self.shards = virtual_shards(num_shards, rank, size)
         self.passes = -(-num_shards // size)
         self._parts = parts
         self._current = 0

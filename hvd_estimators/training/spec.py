@@ -14,7 +14,7 @@ import numpy as np
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.loading.spec import DataSpec
 from hvd_estimators.store.base import RunPaths, Store
-from hvd_estimators.store.leases import Fence
+from hvd_estimators.store.leases import FencingToken
 
 __all__ = ["CheckpointOptions", "EpochMetrics", "HistoryRow", "TrainResult", "TrainSpec"]
 
@@ -54,7 +54,7 @@ class CheckpointOptions:
     monitor: str | None = None
     mode: str = "auto"
     every_n_steps: int | None = None
-    fence: Fence | None = None
+    fence: FencingToken | None = None
     long_validation: float = LONG_VALIDATION
 
     def due_after(self, step: int) -> bool:

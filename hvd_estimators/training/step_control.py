@@ -34,7 +34,13 @@ from hvd_estimators.training.progress import stack_of
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
-__all__ = ["LongValidation", "StopRequest", "heeding_stop", "interrupted", "stopped_before"]
+__all__ = [
+    "LongValidation",
+    "StopRequest",
+    "interrupted",
+    "stopped_before",
+    "without_further_epochs",
+]
 
 
 class LongValidation:
@@ -95,7 +101,7 @@ class LongValidation:
 S = TypeVar("S", bound=TrainSpec)
 
 
-def heeding_stop(spec: S, state: RunState | None) -> S:
+def without_further_epochs(spec: S, state: RunState | None) -> S:
     """Return a job without further epochs, if its run has been stopped and is not to go on.
 
     Runs on every rank, after the run's newest checkpoint has been restored.

@@ -9,7 +9,7 @@ import zipfile
 from typing import IO, Any
 
 from hvd_estimators import Store
-from hvd_estimators.store.checkpoints import check_whole, find_whole
+from hvd_estimators.store.checkpoints import check_valid, find_newest_valid
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState, read_archive
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
@@ -32,7 +32,7 @@ def save(store: Any, epoch: int, size: int = 256 * KIB, run_id: str = "run") -> 
 
 def newest(store: Any, run_id: str = "run") -> int:
     """Return the epoch of the newest checkpoint that is whole; 0 if there is none."""
-    found = find_whole(store, store.run_paths(run_id), lambda info: check_whole(store, info))
+    found = find_newest_valid(store, store.run_paths(run_id), lambda info: check_valid(store, info))
     if found is None:
         return 0
     with store.open(found[0].path) as file:

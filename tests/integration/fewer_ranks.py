@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hvd_estimators.loading.plan import played_shards
+from hvd_estimators.loading.plan import virtual_shards
 from hvd_estimators.loading.spec import DataSpec
 
 SHARDS = 4
@@ -36,11 +36,11 @@ def note(folder: str, rank: int, ids: Any) -> None:
 def noted_steps(folder: Path, ranks: int, ended: bool = True) -> list[list[int]]:
     """Return the ids of each step of all ranks, in the order of the shards.
 
-    Of ranks that have not ``ended`` but were killed, those steps that all had begun.
+    Of ranks that have not ``end_note`` but were killed, those steps that all had begun.
     """
     of_shards: dict[int, Iterator[list[int]]] = {}
     for rank in range(ranks):
-        shards = played_shards(SHARDS, rank, ranks)
+        shards = virtual_shards(SHARDS, rank, ranks)
         lines = Path(folder, f"{rank}.json").read_text().splitlines()
         # A rank without a shard in some turn has an empty batch there, or none.
         batches = [batch for batch in map(json.loads, lines) if batch]

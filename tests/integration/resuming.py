@@ -13,7 +13,7 @@ from reference import WIDTH
 
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.store.checkpoints import list_checkpoints
-from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.store.paths import manifest_of
 
 
 class DataDependent(torch.nn.Module):
@@ -97,7 +97,7 @@ def kept_checkpoints(store: Any, run_id: str) -> Iterator[tuple[str, tuple[int, 
     for kept in list_checkpoints(store, store.run_paths(run_id)):
         interrupted = Path(store.get_run_path(f"{run_id}-at-{kept.epoch}-{kept.rows}"))
         (interrupted / "checkpoints").mkdir(parents=True)
-        for path in (kept.path, pointer_of(kept.path)):
+        for path in (kept.path, manifest_of(kept.path)):
             shutil.copy(path, interrupted / "checkpoints")
         shutil.copy(folder / "metadata.json", interrupted / "metadata.json")
         yield interrupted.name, (kept.epoch, kept.rows)

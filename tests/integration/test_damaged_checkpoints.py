@@ -14,7 +14,7 @@ from lightning_reference import InThisProcess
 
 from hvd_estimators import load_checkpoint
 from hvd_estimators.exceptions import StoreError
-from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.store.paths import manifest_of
 
 pytestmark = pytest.mark.integration
 
@@ -73,12 +73,12 @@ def test_a_fit_goes_on_from_the_one_before(
 ) -> None:
     for which in ("file", "pointer"):
         newest = store.get_checkpoints("parts")[-1]
-        content = Path(newest if which == "file" else pointer_of(newest)).read_bytes()
+        content = Path(newest if which == "file" else manifest_of(newest)).read_bytes()
         # Of pointers unit tests damage each; here they cost a fit.
         for how, bad in list(damaged(content))[:: 1 if which == "file" else 5]:
             name = f"{which}-{how}"
             older, newest = copied(store, name)
-            Path(newest if which == "file" else pointer_of(newest)).write_bytes(bad)
+            Path(newest if which == "file" else manifest_of(newest)).write_bytes(bad)
             caplog.clear()
             assert_equal_bits(fit(store, name), trained)
             # A bit of a pointer may be one of a metric, which nothing goes on from.

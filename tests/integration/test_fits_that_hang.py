@@ -17,7 +17,7 @@ from resuming import DataDependent
 from hvd_estimators.fitting import restarts
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.launch.rank.hang_detection import HANG_VARIABLE
-from hvd_estimators.launch.versions import installed_mends
+from hvd_estimators.launch.versions import installed_patches
 from hvd_estimators.store.runs import read_metadata
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -40,7 +40,7 @@ class Hangs(DataDependent):
         return super().forward(x)
 
 
-@pytest.mark.skipif(installed_mends() < 2, reason="Horovod has to be built anew to notice it")
+@pytest.mark.skipif(installed_patches() < 2, reason="Horovod has to be built anew to notice it")
 def test_the_rank_is_launched_again_and_nothing_is_lost_but_time(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

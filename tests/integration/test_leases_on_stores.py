@@ -9,7 +9,7 @@ import pytest
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.store.leases import RunLease
+from hvd_estimators.store.leases import Lease
 from hvd_estimators.store.runs import history_text, run_file
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ def test_a_run_has_one_holder_is_listed_and_deleted(
     def take() -> None:
         start.wait(60)
         try:
-            with RunLease(store, run) as lease:
+            with Lease(store, run) as lease:
                 lease.confirm()
                 looked.append(next(r.state for r in store.list_runs() if r.run_id == "mine"))
                 everybody_tried.wait(60)

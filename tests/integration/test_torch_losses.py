@@ -17,7 +17,7 @@ from torch.nn import functional
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.torch.gradients import GradientAverager
 from hvd_estimators.torch.loss import StatedDenominators, StepShare
-from hvd_estimators.torch.metric_sums import Measures
+from hvd_estimators.torch.metric_sums import MetricSums
 from hvd_estimators.torch.objective import Objective
 from hvd_estimators.torch.tensors import TensorSpec
 from hvd_estimators.training.weighted_batches import WeightedBatches
@@ -297,7 +297,7 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
     averager = GradientAverager(net, [optimizer], denominators=denominators)
     sizes = [sum(ROWS[r][step][number] for r in range(2)) for step in range(2) for number in (0, 1)]
     batches = WeightedBatches(iter(own), iter(sizes), 2, 2, float)
-    measures = Measures(objective.metrics, objective.loss_parts)
+    measures = MetricSums(objective.metrics, objective.loss_parts)
     for _ in range(2):
         window = batches.next_window(2)
         totals = objective.totals([batch for batch, _ in window])
@@ -322,7 +322,7 @@ def trained(case: Case, weighted: bool) -> tuple[list[np.ndarray], list[np.ndarr
         expected.step()
     with torch.no_grad():
         # Measured on weights that do not change: those after training.
-        final = Measures(objective.metrics, objective.loss_parts)
+        final = MetricSums(objective.metrics, objective.loss_parts)
         for batch in own:
             if len(batch["x"]):
                 final.add(objective.evaluate(net, spec.batch(batch)))

@@ -25,7 +25,7 @@ from hvd_estimators.fitting.trial import Trial
 from hvd_estimators.launch.local_backend import LocalBackend
 from hvd_estimators.loading.readers import open_data_module
 from hvd_estimators.model import HorovodModel
-from hvd_estimators.params import declare, number
+from hvd_estimators.params import number, param
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import EpochMetrics, TrainResult, TrainSpec
@@ -80,7 +80,7 @@ class LeastSquares(HorovodEstimator):
 
     _framework = "line"
 
-    ridge = declare("Added to the diagonal.", default=0.0, convert=number(0))
+    ridge = param("Added to the diagonal.", default=0.0, convert=number(0))
 
     def _dry_run(self, columns: Mapping[str, Any]) -> Trial:
         for name in self._needed_columns():

@@ -11,7 +11,7 @@ from hvd_estimators.data.manifest import ColumnSpec, DatasetManifest, RowGroup, 
 from hvd_estimators.prepare.catalog import (
     manifest_path,
 )
-from hvd_estimators.prepare.datasets import lend
+from hvd_estimators.prepare.datasets import acquire
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Writer:
 
 
 def use(store, write, name="rows", options=()):
-    with lend(store, Source(name) if name else None, options, write) as index:
+    with acquire(store, Source(name) if name else None, options, write) as index:
         return index
 
 

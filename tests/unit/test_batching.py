@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hvd_estimators.exceptions import DataError
 from hvd_estimators.loading import shuffle
-from hvd_estimators.loading.blocks import Memory
-from hvd_estimators.loading.shuffle import cut_chunks
+from hvd_estimators.loading.blocks import BufferPool
+from hvd_estimators.loading.shuffle import stream_batches
 
 PARTS = st.lists(st.integers(1, 25), min_size=1, max_size=8)
 ROW_BYTES = 8 + 2 * 4
@@ -35,7 +35,7 @@ def random_sizes(rows, data):
 
 def cut_batches(parts, sizes, rng=None):
     """Return the batches of one pass."""
-    for run in cut_chunks(parts, sizes, [rng]):
+    for run in stream_batches(parts, sizes, [rng]):
         yield from run.batches()
 
 
@@ -112,7 +112,7 @@ def test_a_small_buffer_bounds_the_rows_that_are_held_and_mixes_all_of_them(monk
 
     given_out, mixed = 0, 0
     rngs = [np.random.default_rng(number) for number in range(passes)]
-    for run in cut_chunks(parts(), [10] * 200, rngs):
+    for run in stream_batches(parts(), [10] * 200, rngs):
         for batch in run.batches():
             given_out += 10
             mixed += len(set(batch["number"] // 100)) > 1
@@ -131,7 +131,9 @@ def test_each_pass_is_in_the_order_of_its_own_generator(monkeypatch):
         rngs = [np.random.default_rng(number) for number in passes]
         parts = make_parts([70] * 5) * len(passes)
         return [
-            row for run in cut_chunks(parts, sizes, rngs) for row in run.rows.columns()["number"]
+            row
+            for run in stream_batches(parts, sizes, rngs)
+            for row in run.rows.columns()["number"]
         ]
 
     both = rows([0, 1])
@@ -211,7 +213,7 @@ def test_all_orders_of_a_small_pass_come_equally_often():
 def test_batches_that_were_handed_out_are_not_overwritten():
     """Memory is used again, but not while somebody holds it."""
     kept, copies = [], []
-    for run in cut_chunks(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
+    for run in stream_batches(make_parts([1000] * 40), [100] * 400, [np.random.default_rng(0)]):
         for batch in run.batches():
             kept.append(batch["pair"])
             copies.append(batch["pair"].copy())
@@ -221,7 +223,7 @@ def test_batches_that_were_handed_out_are_not_overwritten():
 
 
 def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
-    memory = Memory()
+    memory = BufferPool()
     float32 = np.dtype(np.float32)
 
     def address(array):
@@ -241,7 +243,7 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
 
 def test_two_threads_never_get_the_same_memory(monkeypatch):
     """One is held up between its look at what is free and its taking of it."""
-    memory = Memory()
+    memory = BufferPool()
     float32 = np.dtype(np.float32)
     memory.empty((100,), float32)  # from now on there is some that is free
     real, looked, go_on = np.frombuffer, threading.Event(), threading.Event()

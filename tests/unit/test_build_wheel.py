@@ -15,7 +15,7 @@ from hvd_estimators.commands.build import (
 )
 from hvd_estimators.commands.source_patches import MENDS
 from hvd_estimators.exceptions import BuildError
-from hvd_estimators.launch.versions import MENDS_REVISION
+from hvd_estimators.launch.versions import PATCHES_REVISION
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ class TestBuildWheel:
 
         for mend in MENDS:
             assert mend.after in built, mend
-        assert f"REVISION = {MENDS_REVISION}\n" in built
+        assert f"REVISION = {PATCHES_REVISION}\n" in built
 
     def test_a_source_that_is_not_known_is_not_built(self, folder, fake_pip, archive):
         with tarfile.open(archive, "w:gz") as tar:

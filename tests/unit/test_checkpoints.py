@@ -23,7 +23,7 @@ from hvd_estimators.store.checkpoints import (
     newest_checkpoint,
     positions,
 )
-from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import restore
 from hvd_estimators.training.spec import CheckpointOptions
 
@@ -75,7 +75,7 @@ def test_one_that_is_cut_or_changed_anywhere_is_skipped_for_the_one_before(
 @pytest.mark.parametrize("pointer", [b"", b"{", b"[]", b"{}", b"\xff", b'{"format": 2}'])
 def test_one_whose_pointer_is_damaged_is_skipped_too(any_store: Any, pointer: bytes) -> None:
     save(any_store, 1, 2)
-    change(any_store, pointer_of(any_store.get_checkpoints("mine")[-1]), pointer)
+    change(any_store, manifest_of(any_store.get_checkpoints("mine")[-1]), pointer)
     assert restored(any_store) == (1, 1)
     assert epochs_in(any_store) == [1]
     # Nothing was lost by looking, and the epoch is written anew.
@@ -87,7 +87,7 @@ def test_one_whose_pointer_is_damaged_is_skipped_too(any_store: Any, pointer: by
 
 def test_one_that_was_not_finished_does_not_exist(any_store: Any) -> None:
     save(any_store, 1, 2)
-    any_store.delete(pointer_of(any_store.get_checkpoints("mine")[-1]))
+    any_store.delete(manifest_of(any_store.get_checkpoints("mine")[-1]))
     assert restored(any_store) == (1, 1)
     assert len(any_store.get_checkpoints("mine")) == 1
 

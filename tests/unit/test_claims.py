@@ -16,15 +16,15 @@ from pathlib import Path
 import pytest
 from processes import wait_until
 
-from hvd_estimators._util.process_identity import Owner, is_dead, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 from hvd_estimators.store import LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
-    Claim,
     Heartbeat,
+    LeaseRecord,
     StoreClock,
     is_abandoned,
-    read_claim,
+    read_lease_record,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -73,7 +73,7 @@ def end(process):
 
 def of_another(claim):
     """Return a claim as if a process of another machine had made it."""
-    return dataclasses.replace(claim, owner=Owner("another machine", 1, "1"), token="")
+    return dataclasses.replace(claim, owner=ProcessIdentity("another machine", 1, "1"), token="")
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def written_ago(path, seconds):
 
 def test_a_claim_is_written_anew_until_its_process_ends(store, path):
     process = start(store)
-    claim = read_claim(store, path)
+    claim = read_lease_record(store, path)
     assert (claim.owner.pid, claim.owner.machine) == (process.pid, this_process().machine)
     assert claim.details == {"run": "mine"}
     assert str(claim.owner) == f"process {process.pid} on {this_process().host}"
-    wait_until(lambda: read_claim(store, path).beaten > claim.beaten)
-    assert read_claim(store, path).created == claim.created
+    wait_until(lambda: read_lease_record(store, path).beaten > claim.beaten)
+    assert read_lease_record(store, path).created == claim.created
     assert not is_abandoned(store, path, claim)
     process.communicate("\n")
     assert process.returncode == 0
@@ -105,7 +105,7 @@ def test_a_killed_process_of_this_machine_is_gone_at_once_and_a_stopped_one_is_n
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
     written_ago(path, 100 * STALE_SECONDS)
-    claim = dataclasses.replace(read_claim(store, path), beaten=None)
+    claim = dataclasses.replace(read_lease_record(store, path), beaten=None)
     assert not is_abandoned(store, path, claim)
     process.kill()
     process.wait()
@@ -115,7 +115,7 @@ def test_a_killed_process_of_this_machine_is_gone_at_once_and_a_stopped_one_is_n
 
 def test_from_another_machine_only_the_age_of_the_heartbeat_tells(store, path):
     process = start(store)
-    claim = of_another(read_claim(store, path))
+    claim = of_another(read_lease_record(store, path))
     assert not is_abandoned(store, path, claim)
     end(process)
     assert not is_abandoned(store, path, claim)
@@ -132,7 +132,7 @@ def test_the_clocks_of_owner_and_reader_do_not_matter_where_the_store_has_one(
     store, path, monkeypatch, skew
 ):
     with Heartbeat(store, path):
-        claim = of_another(read_claim(store, path))
+        claim = of_another(read_lease_record(store, path))
         right = leases._utc
         monkeypatch.setattr(leases, "_utc", lambda: right() + timedelta(seconds=skew))
         assert not is_abandoned(store, path, claim)
@@ -150,7 +150,7 @@ class Timeless(LocalStore):
 def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
     store = Timeless(str(tmp_path / "store"))
     with Heartbeat(store, path):
-        claim = of_another(read_claim(store, path))
+        claim = of_another(read_lease_record(store, path))
     assert 0 <= StoreClock(store).age(path, claim) < 30
     for seconds, expected in ((STALE_SECONDS - 20, False), (STALE_SECONDS + 1, True)):
         beaten = leases._utc() - timedelta(seconds=seconds)
@@ -162,10 +162,10 @@ def test_where_the_store_has_no_clock_that_of_the_owner_counts(tmp_path, path):
 def test_what_this_process_no_longer_holds_is_abandoned(store, path):
     heartbeat = Heartbeat(store, path)
     heartbeat.start()
-    claim = read_claim(store, path)
+    claim = read_lease_record(store, path)
     assert not is_abandoned(store, path, claim)
     heartbeat.stop(delete=False)
-    assert read_claim(store, path) == claim
+    assert read_lease_record(store, path) == claim
     assert is_abandoned(store, path, claim)
     heartbeat.beat()
     heartbeat.stop()
@@ -180,7 +180,7 @@ def test_a_claim_that_was_lost_is_neither_written_nor_deleted(store, path, event
         if event == "deleted":
             store.delete(path)
         else:
-            other = Claim(Owner("another", 1, "1"), token="other").to_json()
+            other = LeaseRecord(ProcessIdentity("another", 1, "1"), token="other").to_json()
             store.write_text(path, other if event == "taken" else "{")
         before = store.read(path) if store.exists(path) else None
         heartbeat.beat()
@@ -192,19 +192,19 @@ def test_a_process_that_was_paused_for_too_long_learns_that_it_lost_its_claim(st
     process = start(store, "watches")
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-    other = Claim(this_process(), token="other")
+    other = LeaseRecord(this_process(), token="other")
     store.write_text(path, other.to_json())
     process.send_signal(signal.SIGCONT)
     assert process.stdout.readline() == "lost\n"
     process.communicate("\n")
-    assert read_claim(store, path) == other
+    assert read_lease_record(store, path) == other
 
 
 def test_a_forked_child_leaves_the_claim_alone(store, path):
     process = start(store, "forks")
-    claim = read_claim(store, path)
+    claim = read_lease_record(store, path)
     assert claim.owner.pid == process.pid
-    wait_until(lambda: read_claim(store, path).beaten > claim.beaten)
+    wait_until(lambda: read_lease_record(store, path).beaten > claim.beaten)
     process.communicate("\n")
     assert process.returncode == 0
     assert not store.exists(path)
@@ -212,32 +212,32 @@ def test_a_forked_child_leaves_the_claim_alone(store, path):
 
 def test_a_store_that_is_gone_for_a_while_costs_some_heartbeats(store, path, monkeypatch, caplog):
     with Heartbeat(store, path) as heartbeat:
-        before = read_claim(store, path)
+        before = read_lease_record(store, path)
         with monkeypatch.context() as patched:
             patched.setattr(LocalStore, "read", lambda *_: (_ for _ in ()).throw(OSError("gone")))
             heartbeat.beat()
         assert "gone" in caplog.text
-        assert read_claim(store, path) == before
+        assert read_lease_record(store, path) == before
         heartbeat.beat()
         assert not heartbeat.lost
-        assert read_claim(store, path).beaten > before.beaten
+        assert read_lease_record(store, path).beaten > before.beaten
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"machine": "m", "pid": "x"}'])
 def test_what_is_damaged_tells_nothing(store, path, text):
-    assert read_claim(store, path) is None
+    assert read_lease_record(store, path) is None
     store.write_text(path, text)
-    assert read_claim(store, path) is None
+    assert read_lease_record(store, path) is None
     assert not is_abandoned(store, path, None)
 
 
 def test_a_claim_reads_back_as_it_was_written(store, path):
-    claim = Claim(this_process(), leases._utc(), leases._utc(), "token", {"run": "ü"})
+    claim = LeaseRecord(this_process(), leases._utc(), leases._utc(), "token", {"run": "ü"})
     store.write_text(path, claim.to_json())
-    assert read_claim(store, path) == claim
+    assert read_lease_record(store, path) == claim
     # What an owner's file tells at least.
     bare = {"machine": "m", "pid": 1, "started": "2"}
-    assert Claim.from_json(json.dumps(bare)).owner == Owner("m", 1, "2")
+    assert LeaseRecord.from_json(json.dumps(bare)).owner == ProcessIdentity("m", 1, "2")
 
 
 def test_a_process_is_dead_only_if_that_is_certain():
@@ -247,7 +247,7 @@ def test_a_process_is_dead_only_if_that_is_certain():
     assert not is_dead(None)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     started = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    other = Owner(own.machine, child.pid, started)
+    other = ProcessIdentity(own.machine, child.pid, started)
     assert not is_dead(other)
     # The number of a process that is dead has been given to another one.
     assert is_dead(dataclasses.replace(other, started="1"))

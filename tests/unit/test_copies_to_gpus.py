@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hvd_estimators.loading.shuffle import cut_chunks
+from hvd_estimators.loading.shuffle import stream_batches
 from hvd_estimators.torch import tensors
 from hvd_estimators.torch.tensors import tensor_batches
 from hvd_estimators.torch.transfer import ahead_of_use, cuda_copies, gpu_memory
@@ -34,7 +34,7 @@ def chunks_of(columns, batch_size=7, memory=None):
     ]
     for part in parts:
         sizes = [batch_size] * (100 // batch_size) + [100 % batch_size]
-        yield from cut_chunks([part], sizes, memory=memory)
+        yield from stream_batches([part], sizes, memory=memory)
 
 
 def test_copies_are_begun_by_another_thread_while_earlier_ones_are_used_and_come_in_order():

@@ -21,7 +21,7 @@ from hvd_estimators.commands.doctor import (
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.launch import versions
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.versions import MENDS_REVISION, REQUIRED_MENDS, installed_mends
+from hvd_estimators.launch.versions import PATCHES_REVISION, REQUIRED_PATCHES, installed_patches
 
 pytestmark = pytest.mark.versions
 
@@ -44,7 +44,7 @@ HEALTHY = Facts(
         "torch": HorovodFacts("2.13.0+cpu", ("gloo",)),
         "tensorflow": HorovodFacts("2.21.0", ("gloo",)),
     },
-    horovod_mends=MENDS_REVISION,
+    horovod_mends=PATCHES_REVISION,
     allreduce=2.5,
 )
 
@@ -79,9 +79,9 @@ def test_a_horovod_as_it_was_released_is_a_problem():
 
 
 def test_a_horovod_with_the_mends_that_ranks_need_is_good_enough_to_be_warned_of():
-    facts = replace(HEALTHY, horovod_mends=REQUIRED_MENDS)
+    facts = replace(HEALTHY, horovod_mends=REQUIRED_PATCHES)
 
-    assert REQUIRED_MENDS < MENDS_REVISION
+    assert REQUIRED_PATCHES < PATCHES_REVISION
     assert not problems(facts)
     assert row(facts, "Horovod for torch").status is Status.WARNING
     assert row(facts, "Horovod for torch").remedy == "hvd-estimators build-horovod"
@@ -94,11 +94,11 @@ def test_what_horovod_spark_is_is_told():
 
 
 def test_launchers_ask_for_a_horovod_with_the_mends(tmp_path, monkeypatch):
-    assert installed_mends() >= REQUIRED_MENDS
+    assert installed_patches() >= REQUIRED_PATCHES
 
     as_released = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
     monkeypatch.setattr(versions, "find_spec", lambda name: as_released)
-    assert installed_mends() == 0
+    assert installed_patches() == 0
     with pytest.raises(DependencyError, match="hvd-estimators build-horovod"):
         LocalBackend(1).run(print)
 
@@ -274,7 +274,7 @@ def test_this_environment_is_healthy(capsys):
     rows = {row["component"]: row for row in json.loads(capsys.readouterr().out)}
     assert status == 0, rows
     # One that was built before a mend that ranks can do without is told to be built anew.
-    expected = "ok" if installed_mends() >= MENDS_REVISION else "warning"
+    expected = "ok" if installed_patches() >= PATCHES_REVISION else "warning"
     assert rows["Horovod for torch"]["status"] == expected
     assert rows["Horovod for tensorflow"]["status"] == expected
     assert rows["Allreduce"]["status"] == "ok"

@@ -18,7 +18,7 @@ from hvd_estimators.exceptions import PredictionError
 from hvd_estimators.inference import broadcast
 from hvd_estimators.inference.broadcast import Digests, Hashed, as_bytes, digests_of, part_of
 from hvd_estimators.torch import serialization
-from hvd_estimators.torch.serialization import module_document
+from hvd_estimators.torch.serialization import module_payload
 
 
 def expected(content: bytes, part_bytes: int) -> tuple[str, ...]:
@@ -68,10 +68,10 @@ def test_a_large_module_is_hashed_without_a_file_and_noticed_when_it_changes(
     module: torch.nn.Module = torch.nn.Linear(200, 200)
     if is_script:
         module = torch.jit.script(module)
-    hashed = Hashed.of(module_document(module))
+    hashed = Hashed.of(module_payload(module))
     assert isinstance(hashed.document, LazyFile)
     assert not os.path.exists(hashed.document.path)
-    same = Hashed.of(module_document(module))
+    same = Hashed.of(module_payload(module))
     assert same.digest == hashed.digest
 
     # The bytes are those that were hashed, and a module.
@@ -82,7 +82,7 @@ def test_a_large_module_is_hashed_without_a_file_and_noticed_when_it_changes(
 
     # Not by an assignment: nothing of the tensor tells of it.
     module.weight.data.numpy()[0, 0] += 1
-    assert Hashed.of(module_document(module)).digest != hashed.digest
+    assert Hashed.of(module_payload(module)).digest != hashed.digest
     with pytest.raises(PredictionError, match="changed while it was sent"):
         [hashed.part(index) for index in range(len(hashed.digests))]
 

@@ -15,8 +15,8 @@ from hvd_estimators.launch.service.events import (
     EventSender,
     RankOutput,
     RankProgress,
-    one_by_one,
     receive_events,
+    serialized,
 )
 from hvd_estimators.launch.service.output_sinks import print_event
 
@@ -204,7 +204,7 @@ def test_a_rank_that_stays_connected_does_not_hold_up_the_driver():
 
 
 def test_lines_are_printed_with_their_rank_by_whichever_thread_and_nothing_else_is(capsys):
-    handler = one_by_one(print_event)
+    handler = serialized(print_event)
     threads = [threading.Thread(target=handler, args=(RankOutput(r, "hello\n"),)) for r in (0, 1)]
     for thread in threads:
         thread.start()

@@ -14,9 +14,9 @@ from saved_checkpoints import epochs_in, file_names, model_of, restored, state_o
 from hvd_estimators._util.process_identity import this_process
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.fitting.restarts import Launch
-from hvd_estimators.fitting.run import HeldRun
+from hvd_estimators.fitting.run import RunLock
 from hvd_estimators.store import FilesystemStore, leases
-from hvd_estimators.store.leases import Claim, Fence, lease_path, read_claim
+from hvd_estimators.store.leases import FencingToken, LeaseRecord, lease_path, read_lease_record
 from hvd_estimators.training.call_transfer import StoredCall
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.spec import CheckpointOptions
@@ -27,7 +27,7 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "SETTLE_SECONDS", 0.0)
 
 
-def writer_of(store: Any, fence: Fence | None) -> CheckpointWriter:
+def writer_of(store: Any, fence: FencingToken | None) -> CheckpointWriter:
     options = replace(CheckpointOptions("torch", keep=1), fence=fence)
     return CheckpointWriter(store, store.run_paths("mine"), options)
 
@@ -41,16 +41,16 @@ def take_over(store: Any) -> None:
     now = datetime.now(timezone.utc)
     owner = replace(this_process(), machine="elsewhere", host="node7")
     path = lease_path(store.run_paths("mine").run_path)
-    store.write_text(path, Claim(owner, now, now, "another").to_json())
+    store.write_text(path, LeaseRecord(owner, now, now, "another").to_json())
 
 
-def launch_again(held: HeldRun) -> None:
+def launch_again(held: RunLock) -> None:
     held.fence(1)
 
 
 @pytest.mark.parametrize("by", ["another launch", "another fit"])
 def test_ranks_of_before_write_and_delete_nothing(store: Any, by: str) -> None:
-    held = HeldRun(store, store.run_paths("mine"))
+    held = RunLock(store, store.run_paths("mine"))
     with held:
         fence = held.fence(0)
         assert fence is not None
@@ -93,7 +93,7 @@ class Slow(FilesystemStore):
 
 def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) -> None:
     store = Slow(str(tmp_path))
-    held = HeldRun(store, store.run_paths("mine"))
+    held = RunLock(store, store.run_paths("mine"))
     with held, writer_of(store, held.fence(0)) as old:
         save(old, 1)
         store.meanwhile = lambda: launch_again(held)
@@ -104,7 +104,7 @@ def test_a_checkpoint_that_was_on_its_way_does_not_come_to_exist(tmp_path: Any) 
 
 
 def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> None:
-    with HeldRun(store, store.run_paths("mine")) as held:
+    with RunLock(store, store.run_paths("mine")) as held:
         fence = held.fence(0)
         store.delete(lease_path(store.run_paths("mine").run_path))
         with writer_of(store, fence) as writer:
@@ -114,18 +114,18 @@ def test_who_holds_no_lease_any_more_may_end_with_a_checkpoint(store: Any) -> No
 
 def test_heartbeats_keep_the_launch_and_take_no_lease_of_others(store: Any) -> None:
     path = lease_path(store.run_paths("mine").run_path)
-    with HeldRun(store, store.run_paths("mine")) as held:
+    with RunLock(store, store.run_paths("mine")) as held:
         fence = held.fence(2)
         assert fence is not None
         assert held._lease is not None
         held._lease._heartbeat.beat()
         fence.check(store)
-        claim = read_claim(store, path)
+        claim = read_lease_record(store, path)
         assert claim is not None
         assert claim.details == {"run_id": "mine", "launch": 2}
         take_over(store)
         held.fence(3)
-        claim = read_claim(store, path)
+        claim = read_lease_record(store, path)
         assert claim is not None
         assert claim.token == "another"
     assert store.exists(path)
@@ -146,7 +146,7 @@ def test_each_launch_has_its_number(store: Any) -> None:
         data = Data()
 
     call, backend = StoredCall(store, "", "", ""), Backend()
-    with HeldRun(store, store.run_paths("mine")) as held:
+    with RunLock(store, store.run_paths("mine")) as held:
         given: Any = (None, None, None, Spec(), call, {}, None)
         launch = Launch(*given, fence=held.fence)
         fences = [launch(backend)[0] for _ in range(3)]  # type: ignore[arg-type]

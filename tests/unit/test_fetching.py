@@ -16,12 +16,12 @@ from pyarrow import parquet
 
 from hvd_estimators.data import footers, remote_reads
 from hvd_estimators.data.discovery import first_rows, read_manifest
-from hvd_estimators.data.footers import FileFooter, Footers, read_tail
+from hvd_estimators.data.footers import FileFooter, FooterCache, read_tail
 from hvd_estimators.data.remote_reads import FetchedFile, joined
 from hvd_estimators.exceptions import StoreError
 from hvd_estimators.loading import range_files
 from hvd_estimators.loading.arrow import ArrowDataModule
-from hvd_estimators.loading.interleave import Slices, range_tables
+from hvd_estimators.loading.interleave import RangeRead, range_tables
 from hvd_estimators.loading.plan import RowRange, plan_shards
 from hvd_estimators.loading.range_files import RangeFiles
 
@@ -122,7 +122,7 @@ def test_a_row_group_takes_a_request_per_run_of_columns_and_a_file_one_more(
     ) as module:
         groups = manifest.train.row_groups
         for _ in range(epochs):
-            bundles = [(Slices(part),) for part in plan.shards[0]]
+            bundles = [(RangeRead(part),) for part in plan.shards[0]]
             parts = list(module.read(iter([bundles]), 2))
             ids = np.concatenate([part["id"] for part in parts])
             assert ids.tolist() == list(range(len(groups) * ROWS))
@@ -150,7 +150,7 @@ def test_a_long_footer_takes_a_second_request_and_is_read_once_by_many_threads(
     assert whole.endswith(read_tail(store, path))
     assert len(requests.take()) == 1
     monkeypatch.setattr(footers, "TAIL_BYTES", 100)
-    cache = Footers(store)
+    cache = FooterCache(store)
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(cache.get, [path] * 50))
     length = int.from_bytes(whole[-8:-4], "little") + 8
@@ -162,12 +162,12 @@ def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
     store, requests = counted
     paths = store.find(store.get_train_data_path())
     monkeypatch.setattr(footers, "_PARSED", 1)
-    footers = Footers(store)
+    footers = FooterCache(store)
     for path in 2 * paths:
         footers.get(path)
     assert len(requests.take()) == FILES
     monkeypatch.setattr(footers, "_UNPARSED_BYTES", 1)
-    footers = Footers(store)
+    footers = FooterCache(store)
     for path in 2 * paths:
         footers.get(path)
     assert len(requests.take()) == 2 * FILES
@@ -196,7 +196,7 @@ def test_a_large_row_group_is_fetched_piece_by_piece(tmp_path, monkeypatch, toge
 
     monkeypatch.setattr(FetchedFile, "fetch", fetch_and_look)
     with RangeFiles(store, specs) as files:
-        slices = Slices(RowRange(path, 0, 0, rows), together=together)
+        slices = RangeRead(RowRange(path, 0, 0, rows), together=together)
         with files.open(slices) as file:
             tables = [table for table, _ in range_tables(file, slices, specs)]
     ids = pa.concat_tables(tables)["id"].to_numpy()
@@ -235,8 +235,8 @@ def test_the_next_ranges_are_fetched_before_they_are_asked_for_as_long_as_there_
 ):
     store, requests = counted
     gate = Gate(store, monkeypatch)
-    parts = [Slices(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
-    footer = Footers(store).get(parts[0].row_range.file)
+    parts = [RangeRead(part) for part in plan_shards(manifest.train.row_groups, 1).shards[0]]
+    footer = FooterCache(store).get(parts[0].row_range.file)
     ((start, stop),) = joined(footer.chunks(0, ["id", "twice"]))
     monkeypatch.setattr(range_files, "AHEAD_BYTES", 3 * (stop - start))
     requests.take()
@@ -288,9 +288,9 @@ def test_a_file_that_has_become_shorter_is_an_error_that_says_so(counted, manife
         local.write_bytes(local.read_bytes()[:100])
         with (
             pytest.raises(StoreError, match="changed after training had begun"),
-            files.open(Slices(part)) as file,
+            files.open(RangeRead(part)) as file,
         ):
-            list(range_tables(file, Slices(part), manifest.columns))
+            list(range_tables(file, RangeRead(part), manifest.columns))
 
 
 def test_a_file_without_suffix_requests_is_asked_for_its_size(counted, manifest, monkeypatch):

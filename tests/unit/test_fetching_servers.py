@@ -13,7 +13,7 @@ from pyarrow import parquet
 from hvd_estimators.data.discovery import read_manifest
 from hvd_estimators.data.remote_reads import HOLE_BYTES
 from hvd_estimators.loading.arrow import ArrowDataModule
-from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.store import Store
 
@@ -55,7 +55,7 @@ def read_epochs(reader, store, manifest):
         store=store,
     ) as module:
         for _ in range(EPOCHS):
-            for part in module.read(iter([one_by_one(plan.shards[0])]), 2):
+            for part in module.read(iter([one_per_group(plan.shards[0])]), 2):
                 assert (part["half"] == part["id"] / 2).all()
                 assert (part["twice"] == part["id"] * 2).all()
                 ids += part["id"].tolist()

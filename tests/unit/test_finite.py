@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hvd_estimators.exceptions import HvdEstimatorsError, NotFiniteError
-from hvd_estimators.training.nan_check import FiniteCheck
+from hvd_estimators.training.nan_check import NanCheck
 from hvd_estimators.training.spec import CheckpointOptions, TrainSpec
 
 NAN = float("nan")
@@ -39,7 +39,7 @@ class Ranks:
                 return self.meet(rank, value)
 
             exchange: Any = type("Exchange", (), {"gather": staticmethod(gather)})
-            check = FiniteCheck(rank, self.size, lambda v: sum(self.meet(rank, v)), exchange)
+            check = NanCheck(rank, self.size, lambda v: sum(self.meet(rank, v)), exchange)
             try:
                 check.after_step(37, 2, *found[rank])
             except NotFiniteError as error:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from hvd_estimators.launch.rendezvous import gloo_http, parent
-from hvd_estimators.launch.rendezvous.client import LocalLink, PeerLostError
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient, PeerLostError
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.parent import tell_parent
 from hvd_estimators.launch.rendezvous.server import Failure, JobStore
@@ -29,7 +29,7 @@ def store():
 
 @pytest.fixture
 def proxy(store):
-    with GlooProxy(LocalLink(store, 0)) as proxy:
+    with GlooProxy(LocalRendezvousClient(store, 0)) as proxy:
         yield proxy
 
 
@@ -83,7 +83,10 @@ def test_without_the_token_nothing_is_read_written_or_joined(proxy, store, heade
 
 
 def test_each_rank_has_a_token_of_its_own(store):
-    with GlooProxy(LocalLink(store, 0)) as one, GlooProxy(LocalLink(store, 1)) as two:
+    with (
+        GlooProxy(LocalRendezvousClient(store, 0)) as one,
+        GlooProxy(LocalRendezvousClient(store, 1)) as two,
+    ):
         header = {"Authorization": f"Bearer {one.environment()[TOKEN_VARIABLE]}"}
         assert ask(one, "PUT", "/global/0", b"v", header) == (200, b"")
         assert ask(two, "GET", "/global/0", b"", header) == (401, b"")
@@ -142,7 +145,7 @@ def test_it_listens_on_the_loopback_interface_only(proxy):
 
 
 def test_a_rank_whose_link_is_lost_is_told_so():
-    class Lost(LocalLink):
+    class Lost(LocalRendezvousClient):
         def request(self, *args, **values):
             raise PeerLostError(Failure(0, "host", "has not answered", lost=True))
 
@@ -163,7 +166,7 @@ def test_a_rank_tells_its_parent_that_it_has_joined_and_left(proxy, store, monke
 
 def test_telling_a_parent_that_has_gone_ends(store, monkeypatch):
     monkeypatch.setattr(parent, "_PATIENCE_SECONDS", 0.3)
-    with GlooProxy(LocalLink(store, 0)) as proxy:
+    with GlooProxy(LocalRendezvousClient(store, 0)) as proxy:
         for name, value in proxy.environment().items():
             monkeypatch.setenv(name, value)
     started = time.monotonic()

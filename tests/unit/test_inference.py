@@ -13,7 +13,7 @@ import pytest
 
 from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.inference import worker
-from hvd_estimators.inference.batch import Inference, check_outputs, one_ahead
+from hvd_estimators.inference.batch import BatchPredictor, check_outputs, one_ahead
 from hvd_estimators.inference.pandas_batches import to_arrays
 from hvd_estimators.inference.worker import Resources
 
@@ -32,7 +32,7 @@ def nested(array: Any) -> Any:
 def test_arrays_of_rows_become_one(shape: tuple[int, ...], dtype: str) -> None:
     rows = np.arange(5 * np.prod(shape)).reshape(5, *shape).astype(dtype)
     series = pd.Series([nested(row) for row in rows], dtype=object)
-    found = to_arrays(Inference(("x",), ("x",)), [series])[0]["x"]
+    found = to_arrays(BatchPredictor(("x",), ("x",)), [series])[0]["x"]
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, rows)
 
@@ -59,7 +59,7 @@ def lists(value: Any) -> Any:
 def test_ragged_arrays_and_nulls_within_are_refused(rows: Any, message: str) -> None:
     series = pd.Series([lists(row) for row in rows], dtype=object)
     with pytest.raises(DataError, match=message):
-        to_arrays(Inference(("x",), ("x",)), [series])
+        to_arrays(BatchPredictor(("x",), ("x",)), [series])
 
 
 class Predicting:
@@ -130,7 +130,7 @@ def test_on_a_gpu_the_next_forward_pass_begins_before_outputs_are_waited_for(
 ) -> None:
     predictor = Queued()
     predictor.overlaps = overlaps
-    steps = Inference(("x",), ("x",), shapes=((),), batch_rows=2)
+    steps = BatchPredictor(("x",), ("x",), shapes=((),), batch_rows=2)
     batches = [np.arange(5.0), np.arange(5.0, 6.0), np.arange(6.0, 9.0)]
 
     begun = (steps.begin(predictor, {"x": batch}) for batch in batches)
@@ -163,7 +163,9 @@ def test_outputs_that_are_not_as_expected_are_refused(
     with pytest.raises(ShapeError, match=message):
         check_outputs(made, 4, shapes)
     with pytest.raises(ShapeError, match=message):
-        Inference(("x",), ("x",), shapes=tuple(shapes))(lambda arrays: made, {"x": np.zeros(4)})
+        BatchPredictor(("x",), ("x",), shapes=tuple(shapes))(
+            lambda arrays: made, {"x": np.zeros(4)}
+        )
 
 
 def test_outputs_may_have_other_sizes_and_a_number_another_shape() -> None:

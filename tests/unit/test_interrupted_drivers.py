@@ -15,7 +15,7 @@ import pytest
 
 from hvd_estimators.exceptions import JobCancelledError, StoreError, WorkerFailedError
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.record import ended
+from hvd_estimators.fitting.record import end_note
 from hvd_estimators.fitting.restarts import ending_by_sigterm, without_leftovers
 from hvd_estimators.launch.rank import graceful_stop
 from hvd_estimators.launch.service import events
@@ -26,7 +26,7 @@ from hvd_estimators.launch.service.events import (
     receive_events,
 )
 from hvd_estimators.store import LocalStore
-from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
 
 
@@ -95,7 +95,7 @@ def test_it_does_not_wait_for_others_nor_longer_than_they_ask(caplog: Any) -> No
 def test_the_state_of_a_run_tells_interrupts_from_failures(
     tmp_path: Path, error: BaseException | None, state: str
 ) -> None:
-    document = ended({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
+    document = end_note({"fits": [{"state": "running"}]}, error, LocalStore(str(tmp_path)))
     assert document["state"] == document["fits"][0]["state"] == state
     assert ("error" in document) == (error is not None)
     if isinstance(error, WorkerFailedError):
@@ -173,7 +173,7 @@ def test_half_written_checkpoints_go_unless_the_run_is_somebody_elses(
     partial = f"{run.checkpoints_path}/.checkpoint-000001-48.ckpt-{'0f' * 16}"
     for path in (whole, unpointed, partial, f"{run.checkpoints_path}/of the user"):
         store.write_text(path, "content")
-    write_pointer(store, CheckpointInfo(whole, 7, "", 1, 0, "torch"))
+    write_manifest(store, CheckpointInfo(whole, 7, "", 1, 0, "torch"))
     before = store.names(run.checkpoints_path)
 
     @without_leftovers(store, run, lambda: is_lost)

@@ -176,7 +176,7 @@ def test_grace_can_be_denied_and_is_not_there_for_who_has_not_asked(directory: s
     assert graceful_stop.grace_asked(directory) == 0.0
     with graceful_stop.asking_for_grace():
         assert graceful_stop.grace_asked(directory) == 15.0
-        graceful_stop.deny_grace(directory)
+        graceful_stop.cancel_grace(directory)
         assert graceful_stop.grace_asked(directory) == 0.0
     assert graceful_stop.grace_asked(f"{directory}/that/has/gone") == 0.0
 

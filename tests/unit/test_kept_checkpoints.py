@@ -23,7 +23,7 @@ from hvd_estimators.store.checkpoints import (
     list_checkpoints,
     positions,
 )
-from hvd_estimators.store.paths import pointer_of
+from hvd_estimators.store.paths import manifest_of
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
 from hvd_estimators.training.run_state import RunState
 from hvd_estimators.training.spec import CheckpointOptions, EpochMetrics
@@ -56,7 +56,7 @@ def test_what_was_measured_may_be_nan_or_infinite(store: Any) -> None:
     found = [info.metrics["loss"] for info in list_checkpoints(store, run)]
     assert math.isnan(found[0])
     assert found[1] == -math.inf
-    pointer = Path(pointer_of(store.get_checkpoints("mine")[-1])).read_text()
+    pointer = Path(manifest_of(store.get_checkpoints("mine")[-1])).read_text()
     # As JSON that others read.
     json.loads(pointer, parse_constant=pytest.fail)
 

@@ -10,7 +10,7 @@ import keras
 import pytest
 
 from hvd_estimators import Store
-from hvd_estimators.keras.best_model import KeptModel
+from hvd_estimators.keras.best_model import BestModel
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
@@ -21,7 +21,7 @@ def test_it_is_stored_as_it_was_when_the_epoch_ended(
         store = Store.create(f"memory://{uuid.uuid4().hex}")
     folder = store.get_checkpoint_path("mine")
     callback = keras.callbacks.ModelCheckpoint("a.keras")
-    kept = KeptModel(callback, str(tmp_path), folder, store)
+    kept = BestModel(callback, str(tmp_path), folder, store)
     assert kept.upload() is None
     Path(callback.filepath).write_bytes(b"of the first epoch")
     upload = kept.upload()
@@ -33,7 +33,7 @@ def test_it_is_stored_as_it_was_when_the_epoch_ended(
     assert store.read(f"{folder}/kept.keras") == b"of the first epoch"
 
     (tmp_path / "later").mkdir()
-    later = KeptModel(callback, str(tmp_path / "later"), folder, store)
+    later = BestModel(callback, str(tmp_path / "later"), folder, store)
     later.fetch()
     assert Path(callback.filepath).read_bytes() == b"of the first epoch"
     # It is there already.

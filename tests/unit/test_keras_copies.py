@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.keras.backend import model_optimizers
-from hvd_estimators.keras.callback_states import copied
+from hvd_estimators.keras.callback_states import snapshot
 from hvd_estimators.keras.model_file import load_weights
 
 
@@ -92,7 +92,7 @@ def test_another_thread_writes_what_there_was(kind: str) -> None:
     model, again = network(kind), network(kind)
     for _ in range(2):
         model.train_on_batch(x, y)
-    before, made = values(model), copied(model)
+    before, made = values(model), snapshot(model)
     assert made is not None
     errors: list[BaseException] = []
     file = io.BytesIO()
@@ -127,6 +127,6 @@ def test_another_thread_writes_what_there_was(kind: str) -> None:
 
 
 def test_a_layer_that_saves_files_is_not_copied() -> None:
-    assert copied(network("plain")) is not None
-    assert copied(network("own")) is not None
-    assert copied(network("files")) is None
+    assert snapshot(network("plain")) is not None
+    assert snapshot(network("own")) is not None
+    assert snapshot(network("files")) is None

@@ -18,7 +18,7 @@ from hvd_estimators.keras.dataset import (
 )
 from hvd_estimators.keras.tensors import Field, TensorSpec
 from hvd_estimators.loading.readers import DataModule
-from hvd_estimators.loading.shuffle import Chunk, cut_chunks
+from hvd_estimators.loading.shuffle import Chunk, stream_batches
 
 
 def make_columns(rows: int) -> dict[str, np.ndarray]:
@@ -34,7 +34,7 @@ def make_columns(rows: int) -> dict[str, np.ndarray]:
 
 def runs(sizes: list[int]) -> Iterator[Chunk]:
     columns = make_columns(sum(sizes))
-    yield from cut_chunks([columns], sizes)
+    yield from stream_batches([columns], sizes)
 
 
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [5, 5, 3], [2, 1, 0, 0], [7]])

@@ -13,7 +13,7 @@ import pytest
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.keras import serialization
-from hvd_estimators.keras.serialization import dump_model, load_model, model_document
+from hvd_estimators.keras.serialization import dump_model, load_model, model_payload
 
 layers = keras.layers
 # A matrix of them is large enough to be mapped.
@@ -161,7 +161,7 @@ def assert_alike(copy: keras.Model, model: keras.Model) -> None:
 def test_plain_models_are_mapped(spark: Any, kind: str) -> None:
     model = with_random_weights(MAPPED[kind]())
     python, numpy = random.getstate(), np.random.get_state()
-    document = model_document(model)
+    document = model_payload(model)
     assert isinstance(document, LocalFile)
     # The user's numbers are not drawn.
     assert random.getstate() == python
@@ -183,7 +183,7 @@ def test_plain_models_are_mapped(spark: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", PLAIN)
 def test_others_are_loaded_by_keras(spark: Any, kind: str) -> None:
     model = with_random_weights(PLAIN[kind]())
-    document = model_document(model)
+    document = model_payload(model)
     assert isinstance(document, bytes)
     assert_alike(load_model(document, mapped=True), load_model(dump_model(model)))
 
@@ -191,7 +191,7 @@ def test_others_are_loaded_by_keras(spark: Any, kind: str) -> None:
 def test_weights_are_not_read_before_they_are_used(spark: Any) -> None:
     model = keras.Sequential([keras.Input((1,)), layers.Embedding(2**18, 128), layers.Flatten()])
     size = 2**27
-    document = model_document(model)
+    document = model_payload(model)
     few, many = np.array([[5.0], [2**18 - 1.0]]), np.arange(0.0, 2**18, 8)[:, None]
     copy = load_model(document, mapped=True)
     assert np.array_equal(copy.predict_on_batch(few), model.predict_on_batch(few))

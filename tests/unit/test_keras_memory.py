@@ -18,12 +18,12 @@ from hvd_estimators.keras import serialization
 from hvd_estimators.keras.callback_states import save_file
 from hvd_estimators.keras.model_file import load_weights, save_plainly
 from hvd_estimators.keras.serialization import (
-    ModelDocument,
+    ModelPayload,
     copy_model,
     dump,
     dump_model,
     load_model,
-    model_document,
+    model_payload,
 )
 
 ROWS = 2**13
@@ -74,10 +74,10 @@ def test_what_is_pickled_holds_each_variable_once(trained: bool) -> None:
     model = make_model(trained)
     # Adam has two slots for every weight, which are zero before its first step.
     expected = (3 if trained else 1) * WEIGHTS
-    for document in (dump(model), cloudpickle.dumps(ModelDocument(model))):
+    for document in (dump(model), cloudpickle.dumps(ModelPayload(model))):
         assert expected < len(document) < expected + OVERHEAD
         copy = pickle.loads(document)
-        assert_same(copy.load() if isinstance(copy, ModelDocument) else copy, variables(model))
+        assert_same(copy.load() if isinstance(copy, ModelPayload) else copy, variables(model))
     assert WEIGHTS < len(dump_model(model)) < WEIGHTS + OVERHEAD
 
 
@@ -88,7 +88,7 @@ def test_little_is_held_in_memory_on_the_way(tmp_path: Path) -> None:
 
     def put() -> None:
         with open(path, "wb") as file:
-            cloudpickle.dump(ModelDocument(model), file)
+            cloudpickle.dump(ModelPayload(model), file)
 
     # Keras and TensorFlow hold up to three copies of the variable that is read or written. A file
     # of all three states, held in memory beside these, would be two copies too many. The rest is
@@ -115,7 +115,7 @@ def test_weights_are_compared_and_written_where_they_are(
     monkeypatch.setattr(serialization, "_LARGE_BYTES", WEIGHTS // 2)
     files: list[Any] = []
     # What reading Keras's file takes, and flags of which weights are the same.
-    assert peak(lambda: files.append(model_document(model))) < 2.7 * WEIGHTS
+    assert peak(lambda: files.append(model_payload(model))) < 2.7 * WEIGHTS
     loaded = load_model(files[0].path, mapped=True)
     for found, variable in zip(loaded.weights, model.weights, strict=True):
         np.testing.assert_array_equal(found.numpy(), variable.numpy())
@@ -147,7 +147,7 @@ def test_a_model_that_is_saved_stays_as_it_is_and_the_driver_gets_it_back() -> N
     metric = model._compile_config.config["metrics"][0]
     copy = copy_model(model)
     assert not copy.compiled
-    document = ModelDocument(model)
+    document = ModelPayload(model)
     cloudpickle.dumps(document)
     assert model.optimizer is optimizer
     assert model.compiled
@@ -174,7 +174,7 @@ def test_a_model_without_a_config_travels_as_others_do() -> None:
     model = Own(3)
     model.compile("adam", "mse")
     model.fit(np.ones((4, 2)), np.ones((4, 3)), verbose=0)
-    document = ModelDocument(model)
+    document = ModelPayload(model)
     received = pickle.loads(cloudpickle.dumps(document)).load()
     assert received.compiled
     assert_same(received, variables(model))

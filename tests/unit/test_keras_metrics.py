@@ -10,11 +10,11 @@ import pytest
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.metrics import (
-    added_variables,
     check_metrics,
     leaf_metrics,
     merge_states,
-    merged_metrics,
+    metrics_with_merge_state,
+    summed_variables,
 )
 
 
@@ -116,11 +116,11 @@ def test_states_are_merged_by_the_metric_itself() -> None:
     for largest in (1.0, 5.0, 3.0):
         model.reset_metrics()
         model.compute_metrics(ones, ones, ones * largest)
-        (merged,) = merged_metrics(model)
+        (merged,) = metrics_with_merge_state(model)
         states.append([v.numpy() for v in merged.variables])
     merge_states(merged, states)
     assert float(merged.result()) == 5.0
-    names = [variable.path for variable in added_variables(model)]
+    names = [variable.path for variable in summed_variables(model)]
     assert names
     assert not any("most" in name for name in names)
 

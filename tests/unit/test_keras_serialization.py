@@ -13,7 +13,7 @@ import pytest
 
 from hvd_estimators.exceptions import DependencyError
 from hvd_estimators.keras.backend import require_tensorflow
-from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import (
     dump,
     dump_model,
@@ -99,7 +99,7 @@ def test_losses_metrics_and_optimizers_come_back_with_their_settings() -> None:
 
 def test_an_optimizers_state_is_restored_for_other_variables() -> None:
     model = make_model()
-    document = OptimizerDocument.of(model.optimizer)
+    document = OptimizerPayload.of(model.optimizer)
     other = make_model()
     optimizer = document.make()
     document.restore(optimizer, other.trainable_variables)

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import pytest
 
-from hvd_estimators.keras.optimizer_state import OptimizerDocument
+from hvd_estimators.keras.optimizer_state import OptimizerPayload
 from hvd_estimators.keras.serialization import (
     dump,
     dump_model,
@@ -122,7 +122,7 @@ def test_optimizers_keep_what_their_config_leaves_out(built: bool) -> None:
     optimizer = SignedSGD(Steps(1.0), sign=-1.0)
     if built:
         optimizer.apply([np.ones(2, "float32")], [variable])
-    document = OptimizerDocument.of(optimizer)
+    document = OptimizerPayload.of(optimizer)
     other, target = document.make(), keras.Variable(variable.numpy())
     document.restore(other, [target])
     for made, of in [(other, target), (optimizer, variable)]:

@@ -10,15 +10,15 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.params import (
     DeclaredParams,
     boolean,
-    declare,
+    column_names,
     functions,
     integer,
-    names,
     number,
     numbers,
     one_of,
+    param,
     shapes,
-    text,
+    string,
 )
 
 pytestmark = pytest.mark.versions
@@ -27,9 +27,9 @@ pytestmark = pytest.mark.versions
 class Base(DeclaredParams):
     """Trains nothing."""
 
-    epochs = declare("Epochs of the run.", default=1, convert=integer(1))
-    batch_size = declare("Rows of a batch.", default=32, convert=integer(1))
-    model = declare("The model.")
+    epochs = param("Epochs of the run.", default=1, convert=integer(1))
+    batch_size = param("Rows of a batch.", default=32, convert=integer(1))
+    model = param("The model.")
 
     def __init__(self, **kwargs):
         super().__init__()
@@ -39,14 +39,14 @@ class Base(DeclaredParams):
 class Derived(Base):
     """Trains nothing in another way."""
 
-    feature_cols = declare("Input columns.", convert=names)
-    pool_size = declare(
+    feature_cols = param("Input columns.", convert=column_names)
+    pool_size = param(
         "Readers.", default=2, convert=integer(1), accessor="PoolSizes", aliases=["Readers"]
     )
 
 
 class Wider(Derived):
-    batch_size = declare("Rows of a wide batch.", default=64, convert=integer(8))
+    batch_size = param("Rows of a wide batch.", default=64, convert=integer(8))
 
 
 def test_params_start_with_their_defaults():
@@ -98,7 +98,7 @@ def test_accessors_can_have_other_names_and_aliases():
 
 def test_a_setter_that_a_class_writes_itself_is_kept():
     class Own(DeclaredParams):
-        epochs = declare("Epochs.", default=1)
+        epochs = param("Epochs.", default=1)
 
         def getEpochs(self):
             return "own"
@@ -249,10 +249,10 @@ def test_getters_and_setters_are_documented():
         (number(0), 0.5, 0.5),
         (number(0), np.float32(0.5), 0.5),
         (boolean, False, False),
-        (text, "a", "a"),
-        (names, "a", ["a"]),
-        (names, ("a", "b"), ["a", "b"]),
-        (names, [], []),
+        (string, "a", "a"),
+        (column_names, "a", ["a"]),
+        (column_names, ("a", "b"), ["a", "b"]),
+        (column_names, [], []),
         (numbers, 1, [1.0]),
         (numbers, (1, 0.5), [1.0, 0.5]),
         (functions, len, [len]),
@@ -286,12 +286,12 @@ def test_converters_give_values_in_one_form(convert, given, kept):
         (number(0), -0.5, "0 or more"),
         (boolean, 1, "True or False"),
         (boolean, "yes", "True or False"),
-        (text, 1, "a string"),
-        (names, [1], "names of columns"),
-        (names, 1, "names of columns"),
-        (names, len, "names of columns"),
-        (names, {"a", "b"}, "a list of column names, whose order counts"),
-        (names, frozenset("a"), "a list of column names, whose order counts"),
+        (string, 1, "a string"),
+        (column_names, [1], "names of columns"),
+        (column_names, 1, "names of columns"),
+        (column_names, len, "names of columns"),
+        (column_names, {"a", "b"}, "a list of column names, whose order counts"),
+        (column_names, frozenset("a"), "a list of column names, whose order counts"),
         (shapes, {(2,), (3,)}, "a list of shapes"),
         (numbers, ["a"], "a number"),
         (numbers, [[1]], "a number"),
@@ -315,7 +315,7 @@ def test_converters_refuse_other_values_and_name_param_expectation_and_value(
 
     message = str(raised.value)
     assert message.startswith(f"the_param: expected {expected}")
-    found = given[0] if isinstance(given, list) and convert in (names, numbers) else given
+    found = given[0] if isinstance(given, list) and convert in (column_names, numbers) else given
     found = "max" if found == [len, "max"] else found
     assert f"found {found!r}" in message
 
@@ -326,9 +326,9 @@ def test_columns_that_are_named_twice_are_refused():
 
 
 class WithLists(Base):
-    callbacks = declare("Callbacks.", default=[])
-    options = declare("Options.", default={"a": [1]})
-    shuffle = declare("Whether to shuffle.", default=True, convert=boolean)
+    callbacks = param("Callbacks.", default=[])
+    options = param("Options.", default={"a": [1]})
+    shuffle = param("Whether to shuffle.", default=True, convert=boolean)
 
 
 def test_lists_and_dicts_are_nobody_elses():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hvd_estimators.data.manifest import ColumnSpec, RowGroup
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.loading.plan import plan_shards, played_shards
+from hvd_estimators.loading.plan import plan_shards, virtual_shards
 from hvd_estimators.loading.reader import DataModule, PlannedDataModule
 from hvd_estimators.loading.readers import check_shards, open_data_module
 from hvd_estimators.loading.spec import DataSpec, ReaderOptions
@@ -131,11 +131,11 @@ def test_a_position_within_a_step_is_none() -> None:
 @given(st.integers(1, 20), st.data())
 def test_each_shard_is_played_by_one_rank(num_shards: int, data: Any) -> None:
     size = data.draw(st.integers(1, num_shards))
-    played = [played_shards(num_shards, rank, size) for rank in range(size)]
+    played = [virtual_shards(num_shards, rank, size) for rank in range(size)]
 
     assert sorted(itertools.chain(*played)) == list(range(num_shards))
     assert {len(shards) for shards in played} <= {num_shards // size, -(-num_shards // size)}
-    assert played_shards(num_shards, size - 1, num_shards) == (size - 1,)
+    assert virtual_shards(num_shards, size - 1, num_shards) == (size - 1,)
 
 
 @pytest.mark.parametrize("ranks", [4, 3, 2, 1])

@@ -11,14 +11,14 @@ import pytest
 from prepared_sets import Source, Writer, folders, use
 
 from hvd_estimators import clear_prepared_data, list_prepared_data
-from hvd_estimators._util.process_identity import Owner, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, this_process
 from hvd_estimators.prepare.catalog import (
     manifest_path,
     new_hold_path,
     owner_path,
 )
-from hvd_estimators.prepare.datasets import KEPT_DATASETS, hold, lend
-from hvd_estimators.store.leases import STALE_SECONDS, Claim
+from hvd_estimators.prepare.datasets import KEPT_DATASETS, acquire, pin
+from hvd_estimators.store.leases import STALE_SECONDS, LeaseRecord
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -36,7 +36,7 @@ def test_a_dataset_tells_what_it_is(store):
 def test_clearing_leaves_what_is_in_use(store):
     write = Writer(store)
     idle = use(store, write, "idle")
-    with lend(store, Source("in use"), (), write) as in_use:
+    with acquire(store, Source("in use"), (), write) as in_use:
         assert clear_prepared_data(store, in_use) == []
         assert [dataset.index for dataset in clear_prepared_data(store)] == [idle]
         assert [dataset.index for dataset in list_prepared_data(store)] == [in_use]
@@ -47,7 +47,7 @@ def test_clearing_leaves_what_is_in_use(store):
 def test_one_dataset_is_cleared_and_one_that_is_held_is_not(store):
     write = Writer(store)
     first, second = use(store, write, "1"), use(store, write, "2")
-    with hold(store, second):
+    with pin(store, second):
         assert clear_prepared_data(store, second) == []
         for i in range(KEPT_DATASETS + 1):
             use(store, write, f"more {i}")
@@ -90,8 +90,8 @@ def test_what_cannot_be_known_to_be_left_is_left_alone(store, owner):
 
 def make_foreign(store, path, seconds):
     """Let a claim be of another machine, and its last heartbeat some time ago."""
-    claim = Claim.from_json(store.read(path))
-    other = dataclasses.replace(claim, owner=Owner("another", 1, "1"))
+    claim = LeaseRecord.from_json(store.read(path))
+    other = dataclasses.replace(claim, owner=ProcessIdentity("another", 1, "1"))
     store.write_text(path, other.to_json())
     then = time.time() - seconds
     os.utime(path, (then, then))
@@ -103,7 +103,7 @@ def test_what_another_machine_left_goes_when_it_has_been_silent_for_long(store, 
     Writer(store)(left)
     owner, holder = owner_path(store, left), new_hold_path(store, left)
     for path in (owner, holder):
-        store.write_text(path, Claim(this_process(), token="t").to_json())
+        store.write_text(path, LeaseRecord(this_process(), token="t").to_json())
 
     def cleared():
         if by == "clearing":

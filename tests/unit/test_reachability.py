@@ -24,11 +24,11 @@ from hvd_estimators.launch.rendezvous.hosts import (
     listening_environment,
 )
 from hvd_estimators.launch.task import addresses
-from hvd_estimators.launch.task.addresses import Offer, ProbeListener, agree, choose
+from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree, choose
 
 
 def offer(identity, *addresses, name="node"):
-    return Offer(identity, name, [(address, 1) for address in addresses], "nonce")
+    return HostCandidates(identity, name, [(address, 1) for address in addresses], "nonce")
 
 
 class TestChoice:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 
 from hvd_estimators.launch.rank import output as relay_module
-from hvd_estimators.launch.rank.output import Allowance, Relay
+from hvd_estimators.launch.rank.output import RateLimiter, Relay
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -119,7 +119,7 @@ def test_who_fails_is_not_asked_again(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_allowance_comes_back_with_time_up_to_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    allowance = Allowance(5, 0.5)
+    allowance = RateLimiter(5, 0.5)
 
     allowance.use(7)
     assert allowance.left() == 0

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from hvd_estimators.launch.rendezvous.channel import Channel, new_secret
-from hvd_estimators.launch.rendezvous.client import PeerLostError, RemoteLink
+from hvd_estimators.launch.rendezvous.client import PeerLostError, RemoteRendezvousClient
 from hvd_estimators.launch.rendezvous.server import Failure, RendezvousServer
 from hvd_estimators.launch.timeouts import Patience
 
@@ -32,7 +32,7 @@ def served(addresses=("127.0.0.1",), ranks=2, patience=PATIENCE):
 
 
 def link_to(endpoint, rank=1, secret=SECRET, patience=PATIENCE):
-    return RemoteLink(endpoint, secret, rank, "host-0", patience)
+    return RemoteRendezvousClient(endpoint, secret, rank, "host-0", patience)
 
 
 def eventually(condition):
@@ -57,7 +57,7 @@ def test_word_of_a_failure_reaches_the_other_tasks_with_rank_host_and_cause():
         link_to(server.endpoints[0], 1) as failing,
         link_to(server.endpoints[0], 2) as other,
     ):
-        failing.told("failed", host="host-1", why="had failed (ValueError: no)")
+        failing.notify("failed", host="host-1", why="had failed (ValueError: no)")
         failure = eventually(other.failure)
     assert failure == Failure(1, "host-1", "had failed (ValueError: no)")
 
@@ -80,7 +80,7 @@ def test_nobody_can_connect_before_the_server_listens_nor_to_an_address_that_is_
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(server.endpoints[0])
         with link_to(server.endpoints[1]) as link:
-            assert link.told("alive")
+            assert link.notify("alive")
         # Of this machine's other addresses none answers either.
         host = socket.gethostbyname_ex(socket.gethostname())[2]
         for address in {*host, "127.0.0.3"} - {"127.0.0.1", "127.0.0.2"}:
@@ -109,10 +109,10 @@ def test_strangers_are_told_nothing_and_keep_nobody_out():
 
 def test_a_server_that_has_gone_is_told_of_with_rank_host_and_time():
     with served() as server, link_to(server.endpoints[0]) as link:
-        link.told("alive")
+        link.notify("alive")
         server.__exit__(None, None, None)
         failure = eventually(link.failure)
-        assert not link.told("done")
+        assert not link.notify("done")
     assert (failure.rank, failure.host, failure.lost) == (0, "host-0", True)
     assert "has refused connections for 1 s" in failure.why
     assert f"127.0.0.1 port {server.endpoints[0][1]}" in failure.why
@@ -171,11 +171,11 @@ def cable_to(server):
 
 def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
     with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
-        link.told("alive")
+        link.notify("alive")
         cable.cut()
         threading.Timer(1.0, cable.mend).start()
         started = time.monotonic()
-        assert link.told("failed", host="host-1", why="had failed")
+        assert link.notify("failed", host="host-1", why="had failed")
         assert time.monotonic() - started > 0.9
         assert server.store.failure() == Failure(1, "host-1", "had failed")
         assert eventually(link.failure) == server.store.failure()
@@ -183,7 +183,7 @@ def test_a_link_that_is_down_for_less_than_the_time_of_silence_ends_nothing():
 
 def test_a_link_that_stays_down_ends_the_job_on_both_sides():
     with served() as server, cable_to(server) as cable, link_to(cable.endpoint) as link:
-        link.told("alive")
+        link.notify("alive")
         server.store.handle({"kind": "done", "rank": 0})
         cable.cut()
         assert server.store.wait_for_all() == [1]
@@ -220,14 +220,14 @@ def test_a_process_of_rank_0_that_is_stopped_for_a_while_ends_nothing():
         process.stdin.flush()
         endpoint = ("127.0.0.1", int(process.stdout.readline()))
         with link_to(endpoint, patience=Patience(1.0, 2.0, 8.0, 0.02, 0.05)) as link:
-            link.told("alive")
+            link.notify("alive")
             os.kill(process.pid, signal.SIGSTOP)
             # Longer than the ranks may be silent for the server, whose time stands still.
             threading.Timer(2.0, os.kill, (process.pid, signal.SIGCONT)).start()
             assert link.request("put", b"v", **PLACE)[0]["status"] == 200
             assert link.request("get", **PLACE)[1] == b"v"
             assert link.failure() is None
-            assert link.told("done")
+            assert link.notify("done")
         assert process.stdout.readline() == "[] None\n"
         process.stdin.close()
         assert process.wait(10) == 0
@@ -263,7 +263,9 @@ def test_the_last_word_of_a_task_is_answered_before_the_server_ends():
     for _ in range(20):
         with served() as server, link_to(server.endpoints[0]) as link:
             server.store.handle({"kind": "done", "rank": 0})
-            telling = threading.Thread(target=lambda link=link: answered.append(link.told("done")))
+            telling = threading.Thread(
+                target=lambda link=link: answered.append(link.notify("done"))
+            )
             telling.start()
             server.store.wait_for_all()
             server.__exit__(None, None, None)

@@ -21,11 +21,11 @@ from hvd_estimators.exceptions import (
     WorkerFailedError,
 )
 from hvd_estimators.fitting import restarts
-from hvd_estimators.fitting.restarts import Reached, Restarts, comes_back
+from hvd_estimators.fitting.restarts import ProgressAcrossLaunches, Restarts, comes_back
 from hvd_estimators.launch import relaunch
 from hvd_estimators.launch.rank.hang_detection import PATIENCE_VARIABLE
 from hvd_estimators.launch.service.events import Event, RankEpoch, RankOutput, RankProgress
-from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
 
 pytestmark = pytest.mark.timeout(60)
@@ -104,7 +104,7 @@ class Fit:
     def checkpoint(self, epoch: int, step: int = 0) -> None:
         path = checkpoint_path(self.run_paths, Position(epoch, step * ROWS_OF_A_STEP))
         info = CheckpointInfo(path, 0, "", epoch, step * ROWS_OF_A_STEP, "torch", {}, None, "min")
-        write_pointer(self.store, info)
+        write_manifest(self.store, info)
 
     def fit(self, backend: FakeBackend) -> list[Any]:
         return self.restarts.run(backend, backend.launch)  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def test_a_store_that_was_gone_is_waited_for(
 
 
 def test_nothing_that_was_shown_is_shown_again() -> None:
-    reached, handled = Reached(), list[Event]()
+    reached, handled = ProgressAcrossLaunches(), list[Event]()
     handle = reached.handler(handled.append)
     first = [
         RankProgress(0, 0, 2, 3, STEPS, 1.0),

@@ -13,7 +13,7 @@ from hvd_estimators.prepare.catalog import (
     load_manifest,
     manifest_path,
 )
-from hvd_estimators.prepare.datasets import KEPT_DATASETS, lend
+from hvd_estimators.prepare.datasets import KEPT_DATASETS, acquire
 
 pytestmark = pytest.mark.usefixtures("cleared_cache")
 
@@ -29,7 +29,7 @@ def test_the_same_rows_with_the_same_options_are_written_once(store):
 
 def test_rows_that_nobody_knows_are_written_each_time_and_deleted(store):
     write = Writer(store)
-    with lend(store, None, (), write) as index:
+    with acquire(store, None, (), write) as index:
         assert [dataset.index for dataset in list_prepared_data(store)] == [index]
     assert folders(store) == []
     assert use(store, write, name=None) != index
@@ -37,7 +37,7 @@ def test_rows_that_nobody_knows_are_written_each_time_and_deleted(store):
 
 def test_sources_that_change_while_they_are_read_are_not_shared(store):
     write = Writer(store)
-    with lend(store, Source("rows", current=False), (), write) as first:
+    with acquire(store, Source("rows", current=False), (), write) as first:
         assert use(store, write) != first
         # The one that is in use stays, although nobody else may use it.
         assert store.exists(manifest_path(store, first))
@@ -74,7 +74,7 @@ def test_what_somebody_damaged_is_written_again(store, lost):
 
 def test_the_last_used_few_are_kept_and_those_in_use(store):
     write = Writer(store)
-    with lend(store, Source("in use"), (), write) as in_use:
+    with acquire(store, Source("in use"), (), write) as in_use:
         indices = [use(store, write, str(i)) for i in range(KEPT_DATASETS)]
         assert use(store, write, "0") == indices[0]  # now the one that was used last
         newest = use(store, write, "newest")

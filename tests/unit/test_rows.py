@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from hvd_estimators.loading import blocks
-from hvd_estimators.loading.blocks import Layout, Memory, Rows
+from hvd_estimators.loading.blocks import BlockLayout, BufferPool, Rows
 
 ROWS = 57
 
@@ -24,7 +24,7 @@ def test_rows_that_are_filled_and_put_are_those_of_the_columns(monkeypatch, widt
     given = make_columns(width, dtype)
     # A column may be every other value of something.
     given["c0"] = np.repeat(given["c0"], 2)[::2]
-    block = Rows.empty(given, Layout.of(given), ROWS, Memory())
+    block = Rows.empty(given, BlockLayout.of(given), ROWS, BufferPool())
     block.fill(given)
     found = block.columns()
     assert list(found) == list(given)
@@ -34,7 +34,7 @@ def test_rows_that_are_filled_and_put_are_those_of_the_columns(monkeypatch, widt
 
     places = np.random.default_rng(1).permutation(ROWS)[:41]
     others = {name: values[:41][::-1] for name, values in given.items()}
-    block.put(places, others, Memory())
+    block.put(places, others, BufferPool())
     expected = {name: values.copy() for name, values in given.items()}
     for name, values in expected.items():
         values[places] = others[name]

@@ -13,7 +13,7 @@ import pytest
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError, PredictionError
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType
-from hvd_estimators.inference.standalone import read_rows
+from hvd_estimators.inference.standalone import read_table
 
 pytestmark = pytest.mark.versions
 
@@ -38,7 +38,7 @@ A, B = np.array([1.0, NAN, 3.0]), np.arange(6, dtype=np.float32).reshape(3, 2)
     ],
 )
 def test_all_forms_are_the_same_arrays(rows: Any) -> None:
-    found = read_rows(rows, ["a", "b"], ["not there"], ())
+    found = read_table(rows, ["a", "b"], ["not there"], ())
 
     assert (found.count, found.valid, list(found.columns)) == (3, None, ["a", "b"])
     np.testing.assert_array_equal(found.columns["a"], A)
@@ -46,13 +46,13 @@ def test_all_forms_are_the_same_arrays(rows: Any) -> None:
 
 
 def test_numbers_without_names_are_the_features_in_their_order() -> None:
-    by_column = read_rows(B, ["a", "b"], [], ()).columns
+    by_column = read_table(B, ["a", "b"], [], ()).columns
     np.testing.assert_array_equal(np.column_stack([by_column["a"], by_column["b"]]), B)
     for given in (B, [B], B.tolist(), pd.Series(list(B)), pa.array(list(B))):
-        np.testing.assert_array_equal(read_rows(given, ["x"], [], ()).columns["x"], B)
+        np.testing.assert_array_equal(read_table(given, ["x"], [], ()).columns["x"], B)
     images = [np.full((2, 2), i) for i in range(3)]
-    assert read_rows({"x": pd.Series(images)}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
-    texts = read_rows(["a", "bc"], ["x"], [], {"x"}).columns["x"]
+    assert read_table({"x": pd.Series(images)}, ["x"], [], ()).columns["x"].shape == (3, 2, 2)
+    texts = read_table(["a", "bc"], ["x"], [], {"x"}).columns["x"]
     assert (texts.dtype, texts.tolist()) == (object, ["a", "bc"])
 
 
@@ -67,7 +67,7 @@ def test_numbers_without_names_are_the_features_in_their_order() -> None:
 )
 def test_nulls_are_told_from_nan_and_come_back_as_the_form_has_them(column: Any) -> None:
     frame = {"a": column, "b": np.array([NAN, 0, 2])}
-    found = read_rows(frame, ["a", "b"], [], ())
+    found = read_table(frame, ["a", "b"], [], ())
 
     assert (found.count, found.null_column) == (2, "a")
     assert found.columns["a"].tolist() == [1, 3]
@@ -87,7 +87,7 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
         "i": (np.array([2.7, -2e9]), (), OutputType("int")),
         "m": (np.arange(4.0).reshape(2, 2, 1), (2, 1), OutputType("float", 2)),
     }
-    made = read_rows(table, ["a"], [], ()).result(predicted, keeps=True)
+    made = read_table(table, ["a"], [], ()).result(predicted, keeps=True)
     assert made.column("p").null_count == 1
     assert np.isnan(made.column("p")[0].as_py())
     assert made.column("i").to_pylist() == [2, None, -2_000_000_000]
@@ -96,14 +96,18 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
     assert made.schema.field("m").type.value_type.value_type == pa.float32()
 
     frame = table.to_pandas().astype("Int64").set_axis([5, 6, 7])
-    assert read_rows(frame, ["a"], [], ()).result(predicted, keeps=True).index.tolist() == [5, 6, 7]
-    skipped = read_rows(frame, ["a"], [], ()).result(predicted, keeps=False)
+    assert read_table(frame, ["a"], [], ()).result(predicted, keeps=True).index.tolist() == [
+        5,
+        6,
+        7,
+    ]
+    skipped = read_table(frame, ["a"], [], ()).result(predicted, keeps=False)
     assert (skipped.index.tolist(), skipped["i"].tolist()) == ([5, 7], [2, -2_000_000_000])
 
     too_large = {"i": (np.array([2.7, -3e10]), (), OutputType("int"))}
     for rows in (table, frame):
         with pytest.raises(PredictionError, match=r"i is -30000000000.0, which type int cannot"):
-            read_rows(rows, ["a"], [], ()).result(too_large, keeps=True)
+            read_table(rows, ["a"], [], ()).result(too_large, keeps=True)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +127,7 @@ def test_frames_and_tables_come_back_with_nulls_index_and_types() -> None:
 )
 def test_what_cannot_be_predicted_on_is_told(rows: Any, error: type, told: str) -> None:
     with pytest.raises(error, match=told):
-        read_rows(rows, ["a", "b"], [], ())
+        read_table(rows, ["a", "b"], [], ())
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -146,7 +150,7 @@ def test_single_rows_are_taken_and_answered_as_such(single: bool) -> None:
         pd.Series({"a": 5.0, "b": B[1]}),
     ):
         rows = form if single else [form, {"b": (4.0, 5.0), "a": 6.0}]
-        found = read_rows(rows, ["a", "b"], [], ())
+        found = read_table(rows, ["a", "b"], [], ())
         assert found.columns["a"].tolist() == [5, 6][: found.count]
         np.testing.assert_array_equal(found.columns["b"], B[1:][: found.count])
         answer = found.give({name: column[: found.count] for name, column in made.items()}, None)
@@ -165,21 +169,21 @@ def test_a_dict_is_one_row_if_its_values_have_a_rows_dimensions() -> None:
         (B, 2, 1),
         (pa.array(B[0]), 1, 2),
     ):
-        assert read_rows({"b": value}, ["b"], [], (), {"b": dimensions}).count == count
+        assert read_table({"b": value}, ["b"], [], (), {"b": dimensions}).count == count
     # Without training nothing tells, and columns were meant before.
-    assert read_rows({"b": B[0]}, ["b"], [], ()).count == 2
+    assert read_table({"b": B[0]}, ["b"], [], ()).count == 2
 
 
 def test_nulls_and_what_is_missing_in_single_rows() -> None:
     rows = [{"a": 1.0, "b": "x"}, {"a": None, "b": "y"}, {"a": 3.0, "b": "z"}]
-    found = read_rows(rows, ["a", "b"], [], ["b"])
+    found = read_table(rows, ["a", "b"], [], ["b"])
     assert found.columns["a"].tolist() == [1, 3]
     assert found.columns["b"].tolist() == ["x", "z"]
     assert found.valid is not None
     assert found.valid.tolist() == [True, False, True]
     assert found.null_column == "a"
     with pytest.raises(ColumnError, match="no 'b' in row 1; the model takes a, b, and there are a"):
-        read_rows([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
+        read_table([{"a": 1.0, "b": 2.0}, {"a": 1.0}], ["a", "b"], [], ())
 
 
 @pytest.mark.parametrize("form", ["table", "frame", "columns", "records"])
@@ -204,7 +208,7 @@ def test_decimals_are_the_nearest_doubles(form: str, precision: int, scale: int)
             dict(zip("abc", row, strict=True)) for row in zip(*columns.values(), strict=True)
         ],
     }
-    found = read_rows(forms[form], ["a", "b", "c"], [], ()).columns
+    found = read_table(forms[form], ["a", "b", "c"], [], ()).columns
     np.testing.assert_array_equal(found["a"], [float(number) for number in numbers[:500]])
     expected = np.array([[float(number) for number in pair] for pair in pairs])
     np.testing.assert_array_equal(found["b"], expected)

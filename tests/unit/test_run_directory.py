@@ -11,7 +11,7 @@ import fsspec
 import pytest
 
 from hvd_estimators.store import FilesystemStore, LocalStore, synced_directory
-from hvd_estimators.store.synced_directory import RunDirectory
+from hvd_estimators.store.synced_directory import SyncedDirectory
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def uploaded(directory):
 
 def test_for_a_local_store_it_is_the_directory_itself(tmp_path):
     store = LocalStore(str(tmp_path))
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         assert directory.path == logs(store)
         Path(directory.path).mkdir(parents=True)
         Path(directory.path, "events").write_text("one")
@@ -47,13 +47,13 @@ def test_for_a_local_store_it_is_the_directory_itself(tmp_path):
 
 
 def test_without_a_path_there_is_none(store):
-    with RunDirectory(store, None) as directory:
+    with SyncedDirectory(store, None) as directory:
         assert directory.path is None
         directory.sync()
 
 
 def test_files_are_in_the_store_at_each_sync_and_at_the_end(store):
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         folder = Path(directory.path)
         assert folder.is_dir()
         (folder / "train").mkdir()
@@ -89,7 +89,7 @@ def test_what_did_not_change_is_not_sent_again(store, monkeypatch):
     monkeypatch.setattr(
         FilesystemStore, "open_atomic", lambda s, path: sent.append(path) or real(s, path)
     )
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         for name in "ab":
             Path(directory.path, name).write_text(name)
         directory.sync()
@@ -103,11 +103,11 @@ def test_what_did_not_change_is_not_sent_again(store, monkeypatch):
 
 
 def test_a_run_that_is_gone_on_with_has_the_files_of_its_first_part(store):
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "metrics.csv").write_text("1\n")
     with (
-        RunDirectory(store, logs(store)) as directory,
-        RunDirectory(store, logs(store), fetch=False) as other,
+        SyncedDirectory(store, logs(store)) as directory,
+        SyncedDirectory(store, logs(store), fetch=False) as other,
     ):
         with open(Path(directory.path, "metrics.csv"), "a") as file:
             file.write("2\n")
@@ -122,14 +122,14 @@ def test_an_error_of_training_does_not_lose_the_logs(store):
         Path(directory.path, "events").write_text("one")
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), RunDirectory(store, logs(store)) as directory:
+    with pytest.raises(KeyboardInterrupt), SyncedDirectory(store, logs(store)) as directory:
         fail(directory)
     assert contents(store) == {"events": b"one"}
     assert not Path(directory.path).exists()
 
 
 def test_a_store_that_is_gone_for_a_while_costs_a_warning(store, monkeypatch, caplog):
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "events").write_text("one")
         with monkeypatch.context() as patch:
             patch.setattr(FilesystemStore, "open_atomic", lambda s, path: 1 / 0)
@@ -154,7 +154,7 @@ def test_training_does_not_wait_for_a_slow_store_and_one_upload_runs_at_a_time(s
         return real(self, path)
 
     monkeypatch.setattr(FilesystemStore, "open_atomic", slow)
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "events").write_text("one")
         directory.sync()
         first = directory._upload
@@ -178,7 +178,7 @@ def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
         sent.put(path)
 
     monkeypatch.setattr(FilesystemStore, "open_atomic", told)
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         with open(Path(directory.path, "events"), "ab") as file:
             for part in (b"one", b", two"):
                 file.write(part)
@@ -189,7 +189,7 @@ def test_long_epochs_are_sent_now_and_then_too(store, monkeypatch):
 
 
 def test_what_cannot_be_sent_in_the_end_stays_where_the_warning_says(store, monkeypatch, caplog):
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         Path(directory.path, "events").write_text("one")
         monkeypatch.setattr(FilesystemStore, "open_atomic", lambda s, path: 1 / 0)
     assert Path(directory.path, "events").read_text() == "one"
@@ -198,7 +198,7 @@ def test_what_cannot_be_sent_in_the_end_stays_where_the_warning_says(store, monk
 
 
 def test_a_file_that_tells_where_it_lies_tells_its_place_in_the_store(store):
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         text = f"a: file:{directory.path}/x\nb: file://{directory.path}/y\nc: {directory.path}\n"
         Path(directory.path, "mlruns").mkdir()
         Path(directory.path, "mlruns", "meta.yaml").write_text(text)
@@ -208,7 +208,7 @@ def test_a_file_that_tells_where_it_lies_tells_its_place_in_the_store(store):
         "mlruns/meta.yaml": f"a: {target}/x\nb: {target}/y\nc: {target}\n".encode(),
         "other.yaml": text.encode(),
     }
-    with RunDirectory(store, logs(store)) as directory:
+    with SyncedDirectory(store, logs(store)) as directory:
         found = Path(directory.path, "mlruns", "meta.yaml").read_text()
         assert found.startswith(f"a: file:{directory.path}/x\nb: file:{directory.path}/y\n")
     assert contents(store)["mlruns/meta.yaml"].startswith(f"a: {target}/x\n".encode())

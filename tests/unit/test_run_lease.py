@@ -23,13 +23,13 @@ from hvd_estimators.exceptions import ParamError
 from hvd_estimators.store import FilesystemStore, LocalStore, leases
 from hvd_estimators.store.leases import (
     STALE_SECONDS,
-    Claim,
     Heartbeat,
-    RunLease,
+    Lease,
+    LeaseRecord,
     await_free,
     holder,
     lease_path,
-    read_claim,
+    read_lease_record,
     require_free,
 )
 
@@ -71,15 +71,15 @@ def test_a_run_that_another_process_trains_is_refused_until_that_has_ended(
         r"heartbeat .*\).* Set another run_id, or none, or wait .*lease.json' is deleted"
     )
     for _ in range(2):
-        with pytest.raises(ParamError, match=message), RunLease(store, run):
+        with pytest.raises(ParamError, match=message), Lease(store, run):
             pass
     with pytest.raises(ParamError, match=message):
         require_free(store, run)
-    claim = read_claim(store, path_of(store))
+    claim = read_lease_record(store, path_of(store))
     assert claim is not None
     assert claim.owner.pid == other.pid
     # Another run is nobody's.
-    with RunLease(store, store.run_paths("another")):
+    with Lease(store, store.run_paths("another")):
         pass
     assert other.communicate("\n", timeout=60)[0] == "ended\n"
     assert not store.exists(path_of(store))
@@ -95,7 +95,7 @@ def test_a_process_that_was_killed_holds_nothing(
     assert store.exists(path_of(store))
     run = store.run_paths("mine")
     require_free(store, run)
-    with RunLease(store, run) as taken:
+    with Lease(store, run) as taken:
         taken.confirm()
         claim = holder(store, run.run_path)
         assert claim is not None
@@ -106,7 +106,7 @@ def test_a_process_that_was_killed_holds_nothing(
 def leave_lease_of_another_machine(store: Any, seconds_ago: float) -> None:
     now = datetime.now(timezone.utc)
     owner = dataclasses.replace(this_process(), machine="elsewhere", host="node7")
-    claim = Claim(owner, now, now, "token")
+    claim = LeaseRecord(owner, now, now, "token")
     store.write_text(path_of(store), claim.to_json())
     path = Path(path_of(store))
     moment = path.stat().st_mtime - seconds_ago
@@ -122,7 +122,7 @@ def test_a_holder_elsewhere_whose_heartbeat_stops_is_gone_after_a_while(
     with pytest.raises(ParamError, match=r"by process \d+ on node7 .* free 5 minutes after"):
         require_free(store, run)
     leave_lease_of_another_machine(store, STALE_SECONDS + 100)
-    with RunLease(store, run) as taken:
+    with Lease(store, run) as taken:
         taken.confirm()
     assert not store.exists(path_of(store))
 
@@ -145,8 +145,8 @@ def test_who_is_patient_waits_for_a_holder_elsewhere_to_be_gone_or_to_show_that_
     clock = SimpleNamespace(sleep=age, monotonic=time.monotonic)
     monkeypatch.setattr(leases, "time", clock)
     leave_lease_of_another_machine(store, STALE_SECONDS - 100)
-    with RunLease(store, run, patient=True):
-        claim = read_claim(store, path_of(store))
+    with Lease(store, run, patient=True):
+        claim = read_lease_record(store, path_of(store))
         assert claim is not None
         assert claim.owner.pid == os.getpid()
     assert slept == [5.0] * 3
@@ -169,7 +169,7 @@ def test_a_lease_that_is_damaged_is_judged_by_its_age(
     with pytest.raises(ParamError, match="'mine' is being trained by"):
         require_free(store, run)
     os.utime(path, (1, 1))
-    with RunLease(store, run):
+    with Lease(store, run):
         assert json.loads(Path(path).read_text())["pid"] == os.getpid()
 
 
@@ -192,7 +192,7 @@ def test_of_many_that_take_it_at_the_same_moment_one_gets_it(
     def take() -> None:
         start.wait(60)
         try:
-            with RunLease(store, run) as taken:
+            with Lease(store, run) as taken:
                 taken.confirm()
                 got.append(threading.get_ident())
                 everybody_tried.wait(60)
@@ -234,6 +234,6 @@ def test_a_thread_that_comes_before_the_first_heartbeat_is_refused(
         real(self)
 
     monkeypatch.setattr(Heartbeat, "start", start)
-    with RunLease(store, run):
+    with Lease(store, run):
         pass
     assert not store.exists(path_of(store))

@@ -16,13 +16,13 @@ import torch
 from hvd_estimators import Store
 from hvd_estimators.data.manifest import ColumnSpec
 from hvd_estimators.exceptions import ParamError
-from hvd_estimators.fitting.record import RunRecord, begun, noted_params
-from hvd_estimators.fitting.run import RowOrder
+from hvd_estimators.fitting.record import RunRecord, noted_params, start_note
+from hvd_estimators.fitting.run import ReadOrder
 from hvd_estimators.launch.service.events import RankEpoch, RankOutput
 from hvd_estimators.launch.service.output_sinks import print_event
 from hvd_estimators.store import FilesystemStore, LocalStore
-from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
-from hvd_estimators.store.leases import RunLease
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
+from hvd_estimators.store.leases import Lease
 from hvd_estimators.store.paths import Position
 from hvd_estimators.store.runs import read_metadata
 from hvd_estimators.torch import TorchEstimator
@@ -37,7 +37,7 @@ COLUMNS = [
 def record(store: Any, run_id: str = "mine", before: Any = None, **params: Any) -> RunRecord:
     estimator = TorchEstimator(store=store, model=torch.nn.Linear(3, 1), epochs=4, **params)
     run = store.run_paths(run_id)
-    document = begun(estimator, "torch", run, RowOrder(3, 7), COLUMNS, 2, before)
+    document = start_note(estimator, "torch", run, ReadOrder(3, 7), COLUMNS, 2, before)
     return RunRecord(store, run, document, goes_on=before is not None)
 
 
@@ -67,7 +67,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
 def test_a_run_is_noted_while_it_goes_on_and_when_it_ends(
     store: Any, writes: queue.Queue[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with RunLease(store, store.run_paths("mine")), record(store) as noted:
+    with Lease(store, store.run_paths("mine")), record(store) as noted:
         handle = noted.handler(print_event)
         assert {writes.get(timeout=10) for _ in range(2)} == {"lease.json", "metadata.json"}
         (info,) = store.list_runs()
@@ -225,7 +225,7 @@ def test_a_run_is_deleted_and_nothing_else(tmp_path: Path, remote: bool) -> None
     with pytest.raises(ParamError, match=r"has no run 'run-3'. Did you mean 'run-2'"):
         store.delete_run("run-3")
     with (
-        RunLease(store, store.run_paths("run")),
+        Lease(store, store.run_paths("run")),
         pytest.raises(ParamError, match="'run' is being trained by another fit"),
     ):
         store.delete_run("run")
@@ -244,7 +244,7 @@ def test_without_a_history_the_checkpoints_tell_their_epochs(store: Any) -> None
         metrics = {"loss": 1 / epochs, "val_loss": math.inf}
         path = checkpoint_path(run, Position(epochs, rows))
         store.write_text(path, "")
-        write_pointer(store, CheckpointInfo(path, 0, "", epochs, rows, "torch", metrics))
+        write_manifest(store, CheckpointInfo(path, 0, "", epochs, rows, "torch", metrics))
     assert rows_of(store) == [
         (1, "train", "loss", 1 / 2),
         (1, "validation", "loss", math.inf),

@@ -18,10 +18,10 @@ from pyarrow import parquet
 
 from hvd_estimators import Store
 from hvd_estimators.exceptions import ParamError, StoreError
-from hvd_estimators.fitting.run import HeldRun
+from hvd_estimators.fitting.run import RunLock
 from hvd_estimators.keras import KerasEstimator
 from hvd_estimators.lightning import LightningEstimator
-from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_pointer
+from hvd_estimators.store.checkpoints import CheckpointInfo, checkpoint_path, write_manifest
 from hvd_estimators.store.paths import Position
 from hvd_estimators.torch import TorchEstimator
 from hvd_estimators.training.checkpoint_writer import CheckpointWriter
@@ -223,7 +223,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
     path = checkpoint_path(run, Position(2))
     store.write_text(path, content.decode())
     digest = hashlib.sha256(content).hexdigest()
-    write_pointer(store, CheckpointInfo(path, len(content), digest, 2, 0, "torch"))
+    write_manifest(store, CheckpointInfo(path, len(content), digest, 2, 0, "torch"))
     with pytest.raises(StoreError, match=r"The checkpoint '.*000002.ckpt' cannot be gone on from"):
         start(store, "torch")
 
@@ -231,7 +231,7 @@ def test_a_whole_checkpoint_of_another_version_is_not_passed_over(store: Any) ->
 def test_a_run_is_trained_by_one_fit_at_a_time(store: Any) -> None:
     write(store)
     with (
-        HeldRun(store, store.run_paths("mine")),
+        RunLock(store, store.run_paths("mine")),
         pytest.raises(ParamError, match="'mine' is being trained by another fit"),
     ):
         start(store, "torch")
@@ -245,7 +245,7 @@ def test_a_run_that_never_began_leaves_no_folder(tmp_path: Path, save_runs: bool
     only_copy = f"{run.run_path}/handover/state"
 
     def fail(path: str | None) -> None:
-        with HeldRun(store, run):
+        with RunLock(store, run):
             if path is not None:
                 store.write_text(path, "state")
             raise Started

@@ -11,7 +11,7 @@ from processes import ended, pids, wait_until
 
 from hvd_estimators.exceptions import WorkerFailedError
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.versions import installed_mends
+from hvd_estimators.launch.versions import installed_patches
 
 SOON = {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
 
@@ -59,7 +59,7 @@ def test_a_rank_that_is_continued_in_time_has_not_failed():
     assert LocalBackend(1, env=SOON).run(work) == ["done"]
 
 
-@pytest.mark.skipif(installed_mends() < 2, reason="Horovod has to be built anew to notice it")
+@pytest.mark.skipif(installed_patches() < 2, reason="Horovod has to be built anew to notice it")
 def test_a_rank_that_hangs_is_named_where_the_user_has_set_a_limit():
     def work():
         import threading

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hvd_estimators.torch import snapshot
+from hvd_estimators.torch import snapshot as snapshot_module
 from hvd_estimators.torch.shard_state import BufferState
 from hvd_estimators.torch.snapshot import (
     ShardBuffers,
-    copied,
-    fleeting_buffers,
     load_file,
+    non_persistent_buffers,
     save_file,
+    snapshot,
 )
 from hvd_estimators.training.shard_state import ShardStates
 
@@ -63,7 +63,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     threads = Threads(size)
-    monkeypatch.setattr(snapshot, "exchange", threads)
+    monkeypatch.setattr(snapshot_module, "exchange", threads)
     num_shards = 3
 
     def unequal(net: Net, shards: ShardStates) -> Any:
@@ -83,7 +83,7 @@ def test_buffers_that_shards_have_of_their_own_come_back_to_them(
         shards.for_each(lambda shard: None)
         shards.for_each(train)
         found = unequal(net, shards)
-        of_step = ShardBuffers(net, shards, fleeting_buffers(Net()))
+        of_step = ShardBuffers(net, shards, non_persistent_buffers(Net()))
         with_fleeting = of_step.unequal(threads.gather(of_step.digests, "digests"))
         assert [buffers["passing"].tolist() for buffers in with_fleeting] == [
             [0, 0],
@@ -115,7 +115,7 @@ def test_a_copy_changes_no_more_and_has_what_is_shared_once() -> None:
         "list": [(torch.ones(2), 1.5), torch.zeros(0), torch.zeros(0)],
         "sparse": torch.eye(2).to_sparse(),
     }
-    made = copied(given)
+    made = snapshot(given)
     expected = [value.clone() for value in made["model"].values()]
     with torch.no_grad():
         for parameter in net.parameters():

@@ -10,7 +10,7 @@ import torch
 
 from hvd_estimators.loading.readers import DataModule
 from hvd_estimators.torch.loss import Loss
-from hvd_estimators.torch.metric_sums import Measures
+from hvd_estimators.torch.metric_sums import MetricSums
 from hvd_estimators.torch.metrics import Metrics
 from hvd_estimators.torch.objective import Evaluation
 from hvd_estimators.training.weighted_batches import WeightedBatches
@@ -47,7 +47,7 @@ def add(measures, *pairs, loss):
 
 
 def test_means_are_those_over_all_rows_whatever_the_batches():
-    measures = Measures(Metrics([[mae], [bias]], ["y"]))
+    measures = MetricSums(Metrics([[mae], [bias]], ["y"]))
     data = batches(np.random.default_rng(0))
 
     for output, label, _ in data:
@@ -65,7 +65,7 @@ def test_means_are_those_over_all_rows_whatever_the_batches():
 
 
 def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metrics_stay():
-    measures = Measures(Metrics([[mae]], ["y"]))
+    measures = MetricSums(Metrics([[mae]], ["y"]))
     data = batches(np.random.default_rng(1))
 
     for output, label, weights in data:
@@ -83,7 +83,7 @@ def test_with_sample_weights_the_loss_is_their_sum_of_products_by_rows_and_metri
 
 
 def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each():
-    measures = Measures(Metrics([[mae], [mae, bias]], ["a", "b"]))
+    measures = MetricSums(Metrics([[mae], [mae, bias]], ["a", "b"]))
     zeros = np.zeros(2)
 
     add(measures, (zeros, zeros + 1), (zeros, zeros + 3), loss=0.5)
@@ -106,7 +106,7 @@ def test_a_group_of_one_measures_every_label_and_any_other_has_one_metric_each()
 
 
 def test_without_metrics_the_record_holds_the_loss():
-    measures = Measures(Metrics([], ["y"]))
+    measures = MetricSums(Metrics([], ["y"]))
 
     add(measures, (np.zeros(1), np.zeros(1)), loss=0.25)
 
@@ -114,14 +114,14 @@ def test_without_metrics_the_record_holds_the_loss():
 
 
 def test_without_batches_means_are_not_numbers():
-    means = Measures(Metrics([[mae]], ["y"])).reduced("empty")
+    means = MetricSums(Metrics([[mae]], ["y"])).reduced("empty")
 
     assert list(means) == ["loss", "mae"]
     assert all(math.isnan(value) for value in means.values())
 
 
 def test_sums_of_many_batches_do_not_lose_precision():
-    measures = Measures(Metrics([], ["y"]))
+    measures = MetricSums(Metrics([], ["y"]))
 
     add(measures, (np.zeros(1), np.zeros(1)), loss=np.float32(2**24))
     for _ in range(1024):
@@ -140,7 +140,7 @@ def test_measuring_keeps_no_graph_and_no_gradient():
         return output.mean()
 
     output = torch.ones(2, requires_grad=True)
-    measures = Measures(Metrics([[metric]], ["y"]))
+    measures = MetricSums(Metrics([[metric]], ["y"]))
     measures.add(Evaluation((output**2).mean(), [output * 2], [torch.zeros(2)], rows=2))
 
     assert seen == [False]

@@ -16,7 +16,7 @@ from hvd_estimators.exceptions import ColumnError, DataError, ParamError
 from hvd_estimators.loading import interleave
 from hvd_estimators.loading import transform as transformation_module
 from hvd_estimators.loading.arrow import ArrowDataModule
-from hvd_estimators.loading.interleave import one_by_one
+from hvd_estimators.loading.interleave import one_per_group
 from hvd_estimators.loading.plan import plan_shards
 from hvd_estimators.loading.transform import EditedField, Transformation, Transformed, edited_fields
 
@@ -132,7 +132,7 @@ def test_strings_and_bytes_are_read_as_text_where_it_is_allowed(tmp_path, monkey
     options = {"train_dir": manifest.train.path, "val_dir": None, "columns": manifest.columns}
     with (
         module(train_plan=plan, **options) as data,
-        contextlib.closing(data.read(iter([one_by_one(plan.shards[0])]), 1)) as parts,
+        contextlib.closing(data.read(iter([one_per_group(plan.shards[0])]), 1)) as parts,
     ):
         found = list(parts)
     assert len(found) > 1
@@ -167,7 +167,7 @@ def test_parts_of_text_are_bounded_by_what_it_is_when_decoded(
 
     with (
         module(train_plan=plan, **options) as data,
-        contextlib.closing(data.read(iter([one_by_one(plan.shards[0])]), 1)) as parts,
+        contextlib.closing(data.read(iter([one_per_group(plan.shards[0])]), 1)) as parts,
     ):
         found = list(parts)
 

@@ -25,7 +25,7 @@ from hvd_estimators.launch.rank.hang_detection import stall_environment
 from hvd_estimators.launch.rank.outcome import RankOutcome
 from hvd_estimators.launch.rank.process import RankProcess, pickle_call
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
-from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.hosts import listening_environment
 from hvd_estimators.launch.rendezvous.server import JobStore
@@ -232,7 +232,7 @@ def test_it_ends_when_nobody_needs_it(folder: Path) -> None:
 def test_what_makes_a_process_a_rank_is_read_by_nothing_that_is_imported() -> None:
     """Else every rank, and the preparation for it, would have a warm process of its own."""
     (slot,) = assign_ranks(["here"])
-    with GlooProxy(LocalLink(JobStore(60.0), 0)) as proxy:
+    with GlooProxy(LocalRendezvousClient(JobStore(60.0), 0)) as proxy:
         own = {
             **rank_environment(slot),
             **listening_environment("127.0.0.1"),

@@ -368,7 +368,7 @@ class Cluster:
         return set(self.context.statusTracker().getActiveJobsIds())
 
     def active_tasks(self, jobs: set[int], ended: bool = False) -> int:
-        """Return how many tasks of some jobs run; or, with ``ended``, run or have run."""
+        """Return how many tasks of some jobs run; or, with ``end_note``, run or have run."""
         wanted = {stage for job in jobs for stage in self._stages(job)}
         # PySpark's own status tracker learns of tasks that have started with the next event only.
         stages = self._scala.statusStore().activeStages()

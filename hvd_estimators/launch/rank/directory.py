@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from hvd_estimators._util.process_identity import Owner, is_dead, this_process
+from hvd_estimators._util.process_identity import ProcessIdentity, is_dead, this_process
 from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE
 from hvd_estimators.launch.rank.guardian import PID_FILE
 
@@ -71,7 +71,7 @@ def sweep(parent: str) -> None:
                 if (
                     is_own
                     and entry.stat(follow_symlinks=False).st_uid == os.getuid()
-                    and is_dead(Owner(**json.loads(Path(entry, _OWNER_FILE).read_text())))
+                    and is_dead(ProcessIdentity(**json.loads(Path(entry, _OWNER_FILE).read_text())))
                     and not _is_running(Path(entry, PID_FILE))
                 ):
                     shutil.rmtree(entry, ignore_errors=True)

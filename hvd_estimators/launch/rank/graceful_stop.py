@@ -25,7 +25,7 @@ __all__ = [
     "GRACE_VARIABLE",
     "AwaitedRanks",
     "asking_for_grace",
-    "deny_grace",
+    "cancel_grace",
     "grace_asked",
     "grace_seconds",
     "mute_if_unheard",
@@ -96,7 +96,7 @@ def grace_asked(directory: str) -> float:
         return 0.0
 
 
-def deny_grace(directory: str) -> None:
+def cancel_grace(directory: str) -> None:
     """Let a rank be killed at once, whether or not it has asked."""
     with contextlib.suppress(OSError):
         Path(directory, _FILE).unlink()

@@ -22,8 +22,8 @@ from hvd_estimators.launch.gpus import visible_gpus
 __all__ = [
     "LOG_LEVEL",
     "LOG_LEVEL_VARIABLE",
-    "Allowance",
     "OutputReader",
+    "RateLimiter",
     "Relay",
     "lines_left_out",
     "shortened",
@@ -124,7 +124,7 @@ def lines_left_out(count: int) -> str:
     return f"[... {count:,} lines left out ...]\n"
 
 
-class Allowance:
+class RateLimiter:
     """An amount that is used up, and comes back with time.
 
     Parameters
@@ -182,7 +182,7 @@ class Relay:
         self._left_out: dict[str, int] = {}
         self._drops = False
         self._ending = False
-        self._patience = Allowance(_PATIENCE_SECONDS, _PATIENCE_SHARE)
+        self._patience = RateLimiter(_PATIENCE_SECONDS, _PATIENCE_SHARE)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 

@@ -24,7 +24,7 @@ from typing_extensions import Self
 from hvd_estimators._util.unpickling import first_imports
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.rank.directory import make_rank_folder
-from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, deny_grace, grace_asked
+from hvd_estimators.launch.rank.graceful_stop import DIRECTORY_VARIABLE, cancel_grace, grace_asked
 from hvd_estimators.launch.rank.guardian import PID_FILE
 from hvd_estimators.launch.rank.hang_detection import (
     HangWatch,
@@ -187,11 +187,11 @@ class RankProcess:
         if not self.running():
             return self.outcome()
         # It would wait for the one that has failed.
-        deny_grace(self._directory)
+        cancel_grace(self._directory)
         self._kill()
         return self._failure(error_type, error)
 
-    def let_go(self) -> None:
+    def terminate(self) -> None:
         """Have the process ended, within the time that it asks for, and do not wait for that."""
         if not self._lifeline.closed:
             self._patience = grace_asked(self._directory)
@@ -267,7 +267,7 @@ class RankProcess:
 
     def _kill(self) -> None:
         """End the rank, if it runs, and all that it started."""
-        self.let_go()
+        self.terminate()
         if self._process is None:
             return
         # So that it acts although it has been stopped.

@@ -38,7 +38,7 @@ def supervise(
         return _supervise(ranks, elsewhere)
     except BaseException:
         for process in ranks:
-            process.let_go()
+            process.terminate()
         raise
 
 

@@ -17,7 +17,7 @@ from hvd_estimators.launch.rendezvous.channel import AuthenticationError, Channe
 from hvd_estimators.launch.rendezvous.server import Answer, Failure, JobStore
 from hvd_estimators.launch.timeouts import Patience
 
-__all__ = ["Link", "LocalLink", "PeerLostError", "RemoteLink"]
+__all__ = ["LocalRendezvousClient", "PeerLostError", "RemoteRendezvousClient", "RendezvousClient"]
 
 # Nobody listens there, or somebody else.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
@@ -37,7 +37,7 @@ class PeerLostError(ConnectionError):
         self.failure = failure
 
 
-class Link(Protocol):
+class RendezvousClient(Protocol):
     """What a rank's task knows of the others."""
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
@@ -46,11 +46,11 @@ class Link(Protocol):
     def failure(self) -> Failure | None:
         """Return why the job cannot go on, if so; without waiting."""
 
-    def told(self, kind: str, **values: Any) -> bool:
+    def notify(self, kind: str, **values: Any) -> bool:
         """Send a message and return whether it was answered in the end."""
 
 
-class LocalLink:
+class LocalRendezvousClient:
     """The link of a task to a store in its own process."""
 
     def __init__(self, store: JobStore, rank: int) -> None:
@@ -66,13 +66,13 @@ class LocalLink:
         self.request("alive")
         return self._store.failure()
 
-    def told(self, kind: str, **values: Any) -> bool:
+    def notify(self, kind: str, **values: Any) -> bool:
         """Have a message answered, which it always is."""
         self.request(kind, **values)
         return True
 
 
-class RemoteLink:
+class RemoteRendezvousClient:
     """The link of a task to the server in rank 0's task; used as a context manager.
 
     Says once a second that the task is alive, from a thread of its own, and so hears of failures.
@@ -130,7 +130,7 @@ class RemoteLink:
         """Return why the job cannot go on, if so; without waiting."""
         return self._failure
 
-    def told(self, kind: str, **values: Any) -> bool:
+    def notify(self, kind: str, **values: Any) -> bool:
         """Send a message and return whether it was answered in the end."""
         try:
             self.request(kind, **values)

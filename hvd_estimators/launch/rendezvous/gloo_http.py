@@ -18,7 +18,7 @@ from types import TracebackType
 from typing_extensions import Self
 
 from hvd_estimators.launch.rendezvous.channel import Listener, receive_exactly
-from hvd_estimators.launch.rendezvous.client import Link, PeerLostError
+from hvd_estimators.launch.rendezvous.client import PeerLostError, RendezvousClient
 from hvd_estimators.launch.rendezvous.hosts import LOOPBACK
 from hvd_estimators.launch.rendezvous.parent import JOB_SCOPE
 from hvd_estimators.launch.versions import TOKEN_VARIABLE
@@ -44,7 +44,7 @@ class GlooProxy:
         Where the answers come from.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: RendezvousClient) -> None:
         self._link = link
         self._token = secrets.token_hex(32)
         self._listener = Listener(LOOPBACK, self._serve)

@@ -33,8 +33,8 @@ __all__ = [
     "decoded",
     "encoded",
     "log_to_driver",
-    "one_by_one",
     "receive_events",
+    "serialized",
 ]
 
 
@@ -201,7 +201,7 @@ _SEVERAL = "several"
 _AWAITED = "awaited"
 
 
-def one_by_one(handler: Handler) -> Handler:
+def serialized(handler: Handler) -> Handler:
     """Return a handler that several threads may call, and that never raises."""
     lock = threading.Lock()
 

@@ -34,7 +34,7 @@ from hvd_estimators.launch.rendezvous.hosts import (
     host_identity,
 )
 
-__all__ = ["Offer", "Places", "ProbeListener", "agree", "choose"]
+__all__ = ["HostAddresses", "HostCandidates", "ProbeListener", "agree", "choose"]
 
 _ATTEMPT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
@@ -46,7 +46,7 @@ _NONCE_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Offer:
+class HostCandidates:
     """What a task tells the others of its host.
 
     Attributes
@@ -78,7 +78,7 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class Places:
+class HostAddresses:
     """Where the tasks of a job are, each list in the order of the tasks.
 
     Attributes
@@ -127,11 +127,11 @@ class ProbeListener:
             # No error where all tasks are on one host.
             return cls([], str(error))
 
-    def offer(self) -> Offer:
+    def offer(self) -> HostCandidates:
         """Return what the others have to know."""
         endpoints = [s.getsockname()[:2] for s in self._sockets]
         name, executor = socket.gethostname(), executor_identity()
-        return Offer(host_identity(), name, endpoints, self._nonce, self._error, executor)
+        return HostCandidates(host_identity(), name, endpoints, self._nonce, self._error, executor)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -165,10 +165,10 @@ class ProbeListener:
 
 
 def agree(
-    offers: Sequence[Offer],
+    offers: Sequence[HostCandidates],
     task: int,
     exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
-) -> Places:
+) -> HostAddresses:
     """Find out with all other tasks where each of them is reached.
 
     Parameters
@@ -189,7 +189,7 @@ def agree(
     first = _first_tasks(offers)
     hosts = {offers[other].identity: other for other in first}
     if len(first) == 1:
-        return Places([_safe(offers[0].name)] * len(offers), [LOOPBACK] * len(offers))
+        return HostAddresses([_safe(offers[0].name)] * len(offers), [LOOPBACK] * len(offers))
     errors = [offers[other].error for other in first if offers[other].error]
     if errors:
         raise UnreachableError(" ".join(errors))
@@ -207,10 +207,10 @@ def agree(
         for other, name in zip(first, names, strict=True)
     }
     places = [hosts[offer.identity] for offer in offers]
-    return Places([labels[place] for place in places], [chosen[place] for place in places])
+    return HostAddresses([labels[place] for place in places], [chosen[place] for place in places])
 
 
-def _first_tasks(offers: Sequence[Offer]) -> list[int]:
+def _first_tasks(offers: Sequence[HostCandidates]) -> list[int]:
     """Return the first task of each host."""
     first: dict[str, int] = {}
     for task, offer in enumerate(offers):
@@ -219,7 +219,7 @@ def _first_tasks(offers: Sequence[Offer]) -> list[int]:
 
 
 def choose(
-    offers: Sequence[Offer], reports: Sequence[Mapping[int, Sequence[str]]]
+    offers: Sequence[HostCandidates], reports: Sequence[Mapping[int, Sequence[str]]]
 ) -> dict[int, str]:
     """Return the address of each host, by its first task.
 
@@ -256,7 +256,7 @@ def choose(
 
 
 def _why(
-    offers: Sequence[Offer],
+    offers: Sequence[HostCandidates],
     reports: Sequence[Mapping[int, Sequence[str]]],
     common: Mapping[int, Sequence[str]],
 ) -> str:
@@ -279,7 +279,7 @@ def _why(
     )
 
 
-def _title(offers: Sequence[Offer], host: int) -> str:
+def _title(offers: Sequence[HostCandidates], host: int) -> str:
     return f"{offers[host].name} ({_all(offers[host].addresses())})"
 
 
@@ -287,7 +287,7 @@ def _all(addresses: Sequence[str]) -> str:
     return ", ".join(addresses)
 
 
-async def _probe(others: Mapping[int, Offer]) -> dict[int, list[str]]:
+async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
     """Return for each host its addresses that it answers at."""
     clock, ended = asyncio.get_running_loop().time, asyncio.Event()
     attempts = {

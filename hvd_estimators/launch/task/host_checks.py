@@ -23,14 +23,14 @@ from hvd_estimators.launch.versions import (
     differences,
     horovod_build,
     installed_versions,
-    require_mends,
+    require_patches,
 )
 
 if TYPE_CHECKING:
     from horovod.runner.common.util.hosts import SlotInfo
     from pyspark import BarrierTaskContext
 
-    from hvd_estimators.launch.task.addresses import Offer
+    from hvd_estimators.launch.task.addresses import HostCandidates
     from hvd_estimators.launch.task.spec import Job
 
 __all__ = ["check_machines", "gpu_variables", "machine_facts"]
@@ -51,7 +51,7 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
     facts: dict[str, Any] = {}
     if job.executable is None:
         try:
-            require_mends()
+            require_patches()
         except DependencyError as error:
             facts["problem"] = f"cannot be started: {error}"
         if job.versions and "problem" not in facts:
@@ -70,7 +70,7 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
 
 
 def check_machines(
-    task: int, offers: Sequence[Offer], facts: Sequence[Mapping[str, Any]]
+    task: int, offers: Sequence[HostCandidates], facts: Sequence[Mapping[str, Any]]
 ) -> str | None:
     """Make sure that the ranks can be started on all machines.
 

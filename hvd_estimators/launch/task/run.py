@@ -32,11 +32,15 @@ from hvd_estimators.launch.rank.environment import (
     rank_environment,
 )
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
-from hvd_estimators.launch.rank.output import Allowance, Relay, lines_left_out
+from hvd_estimators.launch.rank.output import RateLimiter, Relay, lines_left_out
 from hvd_estimators.launch.rank.process import RankProcess
 from hvd_estimators.launch.rank.supervisor import failure_of, supervise
 from hvd_estimators.launch.rendezvous.channel import ranks_key
-from hvd_estimators.launch.rendezvous.client import Link, LocalLink, RemoteLink
+from hvd_estimators.launch.rendezvous.client import (
+    LocalRendezvousClient,
+    RemoteRendezvousClient,
+    RendezvousClient,
+)
 from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.hosts import (
     INTERFACE_VARIABLE,
@@ -46,7 +50,7 @@ from hvd_estimators.launch.rendezvous.hosts import (
 from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.service.timeline import make_room_for_timeline, with_timeline
-from hvd_estimators.launch.task.addresses import Offer, ProbeListener, agree
+from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
 from hvd_estimators.launch.task.exchange import Exchange
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.task.spec import Job
@@ -127,7 +131,7 @@ class TaskOutput:
     def __init__(self, rank: int, job: Job) -> None:
         self._rank = rank
         self._job = job
-        self._log_allowance = Allowance(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
+        self._log_allowance = RateLimiter(_LOG_CHARS, _LOG_CHARS_PER_SECOND)
         self._not_logged = 0
 
     def __enter__(self) -> Self:
@@ -301,7 +305,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             }
             exchange = Exchange(context, job)
             peers = exchange(mine)
-            offers = [Offer(**peer["offer"]) for peer in peers]
+            offers = [HostCandidates(**peer["offer"]) for peer in peers]
             try:
                 problem = check_machines(task, offers, peers)
                 if problem is not None:
@@ -312,27 +316,29 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
         slots = assign_ranks(places.hosts, [offer.executor for offer in offers])
         slot = slots[task]
         hosts = [s.hostname for s in sorted(slots, key=lambda s: s.rank)]
-        link: Link
+        link: RendezvousClient
         if server is not None:
-            link = LocalLink(server.store, slot.rank)
+            link = LocalRendezvousClient(server.store, slot.rank)
             server.store.expect(hosts)
             server.listen(lambda address: address == places.addresses[0])
         else:
             address = places.addresses[0]
             # Where the server could not take a port, connections are refused.
             endpoint = (address, dict(peers[0]["endpoints"]).get(address, 0))
-            link = stack.enter_context(RemoteLink(endpoint, job.secret, slot.rank, hosts[0]))
+            link = stack.enter_context(
+                RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
+            )
         outcome = _linked_outcome(context, job, slot, places.addresses[task], link)
         if outcome.failed:
-            link.told("failed", host=slot.hostname, why=failure_of(outcome).why)
-        link.told("done")
+            link.notify("failed", host=slot.hostname, why=failure_of(outcome).why)
+        link.notify("done")
         if server is not None:
             server.store.wait_for_all()
     return outcome
 
 
 def _linked_outcome(
-    context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: Link
+    context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: RendezvousClient
 ) -> RankOutcome:
     """Run the rank."""
     with GlooProxy(link) as proxy:
@@ -378,7 +384,9 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
     return replace(outcome, result=None, error_type=ResultsError.__name__, error=error)
 
 
-def _supervise(rank: int, host: str, job: Job, env: Mapping[str, str], link: Link) -> RankOutcome:
+def _supervise(
+    rank: int, host: str, job: Job, env: Mapping[str, str], link: RendezvousClient
+) -> RankOutcome:
     """Run the rank's process, and end it if another one failed."""
     call = job.call if isinstance(job.call, bytes) else job.call.value
     start = warm_start(job)
