@@ -224,7 +224,7 @@ class HorovodEstimator(EstimatorHooks):
             What the ranks are told, given how many of them are about to start.
         trial : Trial
             What the dry run found out.
-        held : HeldRun
+        held : RunLock
             Keeps other fits from the run.
         found : FoundRun
             What there is of the run already.

@@ -77,7 +77,7 @@ def start_note(
         Its kind.
     run : RunPaths
         The run and what it is of.
-    order : RowOrder
+    order : ReadOrder
         What the order of its rows depends on.
     columns : sequence of ColumnSpec
         The columns that are read.

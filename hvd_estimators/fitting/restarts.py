@@ -285,7 +285,7 @@ class Restarts:
         Called with what is noted of each restart.
     newest : Position or None
         The checkpoint that the first launch goes on from.
-    reached : Reached
+    reached : ProgressAcrossLaunches
         How far the ranks have come.
     failures : list of WorkerFailedError
         What was lost.

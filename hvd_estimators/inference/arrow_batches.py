@@ -141,7 +141,7 @@ def to_arrays(
 
     Parameters
     ----------
-    inference : Inference
+    inference : BatchPredictor
         Says which they are, and whether rows with nulls are left out.
     columns : sequence of pa.Array
         The columns.

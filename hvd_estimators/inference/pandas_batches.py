@@ -23,7 +23,7 @@ def to_arrays(
 
     Parameters
     ----------
-    inference : Inference
+    inference : BatchPredictor
         Says which they are, and whether rows with nulls are left out.
     series : sequence of pd.Series
         The columns, and where `BatchPredictor.flagged` names some the position of the first of
@@ -94,7 +94,7 @@ def _valid_rows(
 
     Parameters
     ----------
-    inference : Inference
+    inference : BatchPredictor
         Says whether there may be rows with nulls, which are not.
     series : sequence of pd.Series
         What the UDF was given.

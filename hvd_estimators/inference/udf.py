@@ -55,7 +55,7 @@ def make_udf(
         What the predictor is made of.
     load : callable
         Makes it.
-    inference : Inference
+    inference : BatchPredictor
         What to do with a batch.
     send : callable
         Sends what may be large to the executors.

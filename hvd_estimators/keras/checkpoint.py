@@ -242,9 +242,9 @@ class RunSaver:
         This rank.
     checkpoints : CheckpointWriter
         Writes.
-    kept : KeptModel or None
+    kept : BestModel or None
         What the user's checkpoint callback keeps.
-    logs : RunDirectory
+    logs : SyncedDirectory
         The run's logs.
     states : CallbackStates
         Those of the user's callbacks.

@@ -96,7 +96,7 @@ class CompileSettings:
 
     Attributes
     ----------
-    optimizer : OptimizerDocument or None
+    optimizer : OptimizerPayload or None
         The optimizer; None for a model that has its own ``compile`` and stays as it is.
     compiled : mapping
         What the model is compiled with beside it, in Keras's own order of outputs.

@@ -85,7 +85,7 @@ class StepEnd:
         Called with epochs and batches of the next one that are done, on all ranks.
     stop_request : StopRequest
         Tells whether ranks are asked to end.
-    finite : FiniteCheck
+    finite : NanCheck
         Lets ranks agree on what is not finite.
     long_validation : LongValidation
         Tells whether to save before validation.

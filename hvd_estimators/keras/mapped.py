@@ -77,7 +77,7 @@ class MappedModel:
         The model's, as JSON, as Keras writes it.
     custom_objects : mapping
         Name to class or function.
-    traits : Traits
+    traits : ModelMetadata
         What the config does not tell.
     weights : tuple of _Weight
         Of the weights, in the order of the model.

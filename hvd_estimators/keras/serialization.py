@@ -254,7 +254,7 @@ class _Saved:
         See `hvd_estimators.keras.model_file.read_files`.
     custom_objects : dict
         Name to class, function or constructor argument.
-    traits : Traits
+    traits : ModelMetadata
         What the config does not give to copies.
     stored : int
         Variables in the file of weights.

@@ -77,7 +77,7 @@ class KerasTrainSpec(TrainSpec):
 
     Attributes
     ----------
-    model : ModelDocument
+    model : ModelPayload
         The compiled model.
     tensors : TensorSpec
         How columns become tensors.

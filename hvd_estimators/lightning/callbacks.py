@@ -294,7 +294,7 @@ class TerminateOnNaN(Callback):
 
     Parameters
     ----------
-    check : FiniteCheck
+    check : NanCheck
         Asks the other ranks.
     """
 

@@ -52,7 +52,7 @@ def trainer_arguments(
         What is trained.
     device : torch.device
         What the rank trains on.
-    strategy : ExactStrategy
+    strategy : WeightedStrategy
         Connects the ranks.
     callbacks : sequence of Callback
         The user's, and others.

@@ -102,7 +102,7 @@ class Rows:
 
     Parameters
     ----------
-    layout : Layout
+    layout : BlockLayout
         Which columns are in which block.
     blocks : sequence of ndarray
         One block per group of the layout; rows are the first axis of all of them.

@@ -143,7 +143,7 @@ def range_tables(
     ----------
     file : pyarrow.parquet.ParquetFile
         The range's file, as `hvd_estimators.loading.range_files` opens it.
-    slices : Slices
+    slices : RangeRead
         Rows of one row group.
     specs : sequence of ColumnSpec
         The columns to read.
@@ -298,7 +298,7 @@ def interleave(
 
     Parameters
     ----------
-    bundles : iterator of Bundle
+    bundles : iterator of InterleaveGroup
         May have no end; drawn from as reading goes on.
     read : callable
         Reads a range: yields its parts, and whether each is the last of a slice.

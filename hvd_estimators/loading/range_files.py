@@ -54,7 +54,7 @@ class RangeFiles:
         Where the files are.
     specs : sequence of ColumnSpec
         The columns to read.
-    footers : Footers, optional
+    footers : FooterCache, optional
         The footers of the store's files that are known. Default: none, and nobody else is to know
         those that are read here.
     """

@@ -230,7 +230,7 @@ class PlannedDataModule(ChunkedDataModule):
 
     Attributes
     ----------
-    memory : Memory
+    memory : BufferPool
         Where the batches' memory comes from; may be set until reading begins.
     """
 
@@ -292,7 +292,7 @@ class PlannedDataModule(ChunkedDataModule):
 
         Parameters
         ----------
-        passes : iterator of sequence of Bundle
+        passes : iterator of sequence of InterleaveGroup
             What to read in each pass, bundle after bundle, and of each a slice of every range in
             turn (see `interleave`); may have no end, and is drawn from as reading goes on.
         workers : int

@@ -283,7 +283,7 @@ def open_data_module(
         Rows of that epoch, of all shards, that were trained on before; see `DataSpec.rows_after`.
     epochs : int
         Epochs that are left, this one included.
-    memory : Memory, optional
+    memory : BufferPool, optional
         Where the batches' memory comes from; not with a data module of the user's.
 
     Returns

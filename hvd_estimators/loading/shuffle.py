@@ -77,7 +77,7 @@ def stream_batches(
     rngs : iterable of numpy.random.Generator or None
         Source of chance of each pass; None keeps its rows in their order. A pass is shuffled if
         the others are.
-    memory : Memory, optional
+    memory : BufferPool, optional
         Where the batches' memory comes from; one that several callers share is used again.
     buffer_bytes : int, optional
         Bytes of rows that are held for shuffling, rows of one chunk at least. Default:

@@ -1,6 +1,6 @@
 """Leases of runs and datasets: one owner at a time, on all hosts.
 
-Runs on the driver. A small file, the lease record, names the process (`ProcessIdentity`), and a
+Runs on the driver. A small file, the lease record, names the process (`ProcessIdentity`). A
 `Heartbeat` writes it again every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner is gone:
 
 - On the owner's machine the operating system tells. A process that is stopped, or whose machine was
@@ -105,7 +105,7 @@ class LeaseRecord:
 
     Attributes
     ----------
-    owner : Owner
+    owner : ProcessIdentity
         The process.
     created, beaten : datetime.datetime or None
         When it claimed the thing, and its last heartbeat, by its own clock, in UTC.
@@ -180,7 +180,7 @@ def is_abandoned(
         Where the claim lies.
     path : str
         Its file.
-    claim : Claim or None
+    claim : LeaseRecord or None
         What was read there. Of None nothing is known: not abandoned.
     clock : StoreClock, optional
         Tells the age of the heartbeat. Pass one for many claims, as it asks the store the time.

@@ -58,7 +58,7 @@ class StoredCall:
         Where rank 0 writes the state that it has trained.
     trainer_module : str
         The module of the trainer, for a launcher that imports it before it starts the ranks.
-    fence : Fence or None
+    fence : FencingToken or None
         Tells ranks whether they are still to write to the run.
     """
 

@@ -43,7 +43,7 @@ class CheckpointOptions:
         Whether less or more of it is better, see `hvd_estimators.training.monitoring.mode_of`.
     every_n_steps : int or None
         Optimizer steps of the run between two checkpoints within an epoch; None for none.
-    fence : Fence or None
+    fence : FencingToken or None
         Tells whether these ranks are still to write to the run; None for ones that always are.
     long_validation : float
         Seconds of a validation from which on a checkpoint is written before the next one.

@@ -32,11 +32,11 @@ pytestmark = pytest.mark.timeout(60)
 PROGRAM = """
     import os, sys, time
     from hvd_estimators import Store
-    from hvd_estimators.store import claims
+    from hvd_estimators.store import leases
 
     store, what = Store.create(sys.argv[1]), sys.argv[2]
-    claims.HEARTBEAT_SECONDS = 0.02
-    heartbeat = claims.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
+    leases.HEARTBEAT_SECONDS = 0.02
+    heartbeat = leases.Heartbeat(store, sys.argv[1] + "/claim", {"run": "mine"})
     heartbeat.start()
     if what == "forks":
         child = os.fork()

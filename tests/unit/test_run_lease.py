@@ -36,9 +36,9 @@ from hvd_estimators.store.leases import (
 HOLDER = """
 import sys
 from hvd_estimators import Store
-from hvd_estimators.store.leases import RunLease
+from hvd_estimators.store.leases import Lease
 store = Store.create(sys.argv[1])
-with RunLease(store, store.run_paths("mine")):
+with Lease(store, store.run_paths("mine")):
     print("held", flush=True)
     sys.stdin.readline()
 print("ended", flush=True)

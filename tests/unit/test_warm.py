@@ -178,7 +178,7 @@ def test_a_forked_rank_that_is_not_wanted_any_more_ends_with_all_it_started(
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from hvd_estimators.launch.rank import warm_folder
+from hvd_estimators.launch.warm import client
 from hvd_estimators.launch.rendezvous.hosts import listening_environment
 from hvd_estimators.launch.rendezvous.channel import new_secret, ranks_key
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE
@@ -186,11 +186,11 @@ from hvd_estimators.launch.rendezvous.gloo_http import GlooProxy
 from hvd_estimators.launch.rendezvous.server import JobStore
 from hvd_estimators.launch.rank.process import RankProcess
 from hvd_estimators.launch.rank.environment import assign_ranks, rank_environment
-from hvd_estimators.launch.rendezvous.client import LocalLink
+from hvd_estimators.launch.rendezvous.client import LocalRendezvousClient
 from hvd_estimators.launch.rank.hang_detection import stall_environment
 from hvd_estimators.launch.warm.client import WarmStart, warm_environment
 
-warm_folder.tempfile.gettempdir = lambda: sys.argv[2]
+client.tempfile.gettempdir = lambda: sys.argv[2]
 start = WarmStart([], [os.getpid()])
 with RankProcess(0, "here", Path(sys.argv[1]).read_bytes(), os.environ, warm=start) as process:
     process.outcome()

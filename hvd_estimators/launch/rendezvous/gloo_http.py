@@ -40,7 +40,7 @@ class GlooProxy:
 
     Parameters
     ----------
-    link : Link
+    link : RendezvousClient
         Where the answers come from.
     """
 

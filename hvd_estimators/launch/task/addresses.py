@@ -173,7 +173,7 @@ def agree(
 
     Parameters
     ----------
-    offers : sequence of Offer
+    offers : sequence of HostCandidates
         Of each task, in their order, with their listeners running.
     task : int
         The number of this task.
@@ -225,7 +225,7 @@ def choose(
 
     Parameters
     ----------
-    offers : sequence of Offer
+    offers : sequence of HostCandidates
         Of each task.
     reports : sequence of mapping
         Of each task, by the first task of each other host: the addresses that it reached.

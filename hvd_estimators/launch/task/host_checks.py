@@ -78,7 +78,7 @@ def check_machines(
     ----------
     task : int
         This task.
-    offers : sequence of Offer
+    offers : sequence of HostCandidates
         The host of each task.
     facts : sequence of mapping
         What each task told, see `machine_facts`.
