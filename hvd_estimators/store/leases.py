@@ -1,7 +1,8 @@
 """Leases of runs and datasets: one owner at a time, on all hosts.
 
 Runs on the driver. A small file, the lease record, names the process (`ProcessIdentity`). A
-`Heartbeat` writes it again every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner is gone:
+`Heartbeat` writes it again every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner
+is gone:
 
 - On the owner's machine the operating system tells. A process that is stopped, or whose machine was
   asleep, is alive there, however long ago its last heartbeat is.
