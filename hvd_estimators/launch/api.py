@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.launch.backend import Backend
 from hvd_estimators.launch.local_backend import LocalBackend
-from hvd_estimators.launch.rank.user_call import call_without_notifications
-from hvd_estimators.launch.relaunch import Launches
-from hvd_estimators.launch.spark_backend import SparkBackend
+from hvd_estimators.launch.rank.user_call import call_without_notifications, of_first_rank
 from hvd_estimators.launch.validation import call_of, environment_given, seconds_given, whole_number
 
-__all__ = ["HorovodRunner", "of_first_rank", "run", "run_elastic"]
+if TYPE_CHECKING:
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
-
-def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function; return what it returns on rank 0, since others' may be no good to send."""
-    value = call_without_notifications(main, (), kwargs)
-    return value if os.environ["HOROVOD_RANK"] == "0" else None
+__all__ = ["HorovodRunner", "run", "run_elastic"]
 
 
 def run(
@@ -120,6 +114,8 @@ def run(
     [(0, 2, 0.1), (1, 2, 0.1)]
     """
     call = call_of(fn, args, kwargs)
+    from hvd_estimators.launch.spark_backend import SparkBackend
+
     backend = SparkBackend(
         num_proc=num_proc,
         env=environment_given(env or {}),
@@ -372,6 +368,9 @@ def run_elastic(
     )
     if prefix_output_with_timestamp:
         options["prefix_output_with_timestamp"] = True
+
+    from hvd_estimators.launch.relaunch import Launches
+    from hvd_estimators.launch.spark_backend import SparkBackend
 
     def backend(num_proc: int | None) -> SparkBackend:
         return SparkBackend(num_proc, env=environment_given(env or {}), verbose=verbose, **options)

@@ -162,14 +162,14 @@ def test_footers_that_need_much_memory_are_read_again(counted, monkeypatch):
     store, requests = counted
     paths = store.find(store.get_train_data_path())
     monkeypatch.setattr(footers, "_PARSED", 1)
-    footers = FooterCache(store)
+    cache = FooterCache(store)
     for path in 2 * paths:
-        footers.get(path)
+        cache.get(path)
     assert len(requests.take()) == FILES
     monkeypatch.setattr(footers, "_UNPARSED_BYTES", 1)
-    footers = FooterCache(store)
+    cache = FooterCache(store)
     for path in 2 * paths:
-        footers.get(path)
+        cache.get(path)
     assert len(requests.take()) == 2 * FILES
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NoNotifications", "call_with", "call_without_notifications"]
+__all__ = ["NoNotifications", "call_with", "call_without_notifications", "of_first_rank"]
 
 
 class NoNotifications:
@@ -44,3 +45,9 @@ def call_without_notifications(
 ) -> Any:
     """Call a function, which may be a program for ``horovod.elastic``."""
     return call_with(NoNotifications(), fn, args, kwargs or {})
+
+
+def of_first_rank(main: Callable[..., Any], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function; return its result on rank 0 alone, since others' may not be serializable."""
+    value = call_without_notifications(main, (), kwargs)
+    return value if os.environ["HOROVOD_RANK"] == "0" else None
