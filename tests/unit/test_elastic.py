@@ -18,8 +18,7 @@ from hvd_estimators.exceptions import (
     UnreachableError,
     WorkerFailedError,
 )
-from hvd_estimators.launch import api as elastic
-from hvd_estimators.launch import relaunch
+from hvd_estimators.launch import relaunch, spark_backend
 from hvd_estimators.launch.service.elastic_state import COMMITS_VARIABLE, commit
 
 pytestmark = pytest.mark.timeout(60)
@@ -94,7 +93,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeCluster], FakeCluster]:
     monkeypatch.setattr(relaunch, "_RETURN_SECONDS", 0.05)
 
     def use(cluster: FakeCluster) -> FakeCluster:
-        monkeypatch.setattr(elastic, "SparkBackend", cluster.backend)
+        monkeypatch.setattr(spark_backend, "SparkBackend", cluster.backend)
         return cluster
 
     return use
