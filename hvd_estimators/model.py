@@ -18,9 +18,9 @@ from pyspark.sql import functions as F
 
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.exceptions import ColumnError, ParamError
-from hvd_estimators.inference.arrow_batches import sees_arrow, takes_arrow, vector_parts
+from hvd_estimators.inference.arrow_columns import sees_arrow, takes_arrow, vector_parts
 from hvd_estimators.inference.batch import BatchPredictor, is_scalar, known_sizes
-from hvd_estimators.inference.broadcast import Payload, SharedBytes
+from hvd_estimators.inference.broadcast import SharedBytes
 from hvd_estimators.inference.errors import naming_transformation
 from hvd_estimators.inference.frame import (
     as_rows,
@@ -32,6 +32,7 @@ from hvd_estimators.inference.frame import (
     without_nulls,
 )
 from hvd_estimators.inference.output_columns import OutputType, output_columns, output_types
+from hvd_estimators.inference.payload import Payload
 from hvd_estimators.inference.sql import SqlForm, active_session, checked_name, spark_type
 from hvd_estimators.inference.udf import make_udf
 from hvd_estimators.inference.worker import Predictor

@@ -10,8 +10,8 @@ import pandas as pd
 import pyarrow as pa
 
 from hvd_estimators.data.arrays import Array
+from hvd_estimators.inference.arguments import in_columns_form as arguments
 from hvd_estimators.inference.batch import BatchPredictor, has_nulls, is_ragged
-from hvd_estimators.inference.sql import in_columns_form as arguments
 
 __all__ = ["arguments", "to_arrays", "to_result"]
 

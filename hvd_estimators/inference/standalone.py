@@ -40,7 +40,7 @@ from hvd_estimators.inference.output_columns import (
     output_types,
     to_column,
 )
-from hvd_estimators.inference.worker import Resources
+from hvd_estimators.inference.resources import Resources
 from hvd_estimators.loading.transform import make_transformation
 from hvd_estimators.saving.saved import Saved
 

@@ -23,12 +23,14 @@ from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators._util.unpickling import first_imports, loads
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference import arrow_batches, pandas_batches
-from hvd_estimators.inference.arrow_batches import ARROW_UDF, sees_arrow, takes_arrow, unconverted
+from hvd_estimators.inference.arrow_columns import ARROW_UDF, sees_arrow, takes_arrow, unconverted
 from hvd_estimators.inference.batch import BatchPredictor, Predictor, known_sizes, one_ahead
-from hvd_estimators.inference.broadcast import Hashed, Payload, Sent, as_bytes, received
+from hvd_estimators.inference.broadcast import Hashed, Sent, received
 from hvd_estimators.inference.output_columns import DOUBLE, OutputType, to_column
+from hvd_estimators.inference.payload import Payload, as_bytes
+from hvd_estimators.inference.resources import task_resources
 from hvd_estimators.inference.sql import SqlForm, spark_type
-from hvd_estimators.inference.worker import cached_predictor, predictor_key, task_resources
+from hvd_estimators.inference.worker import cached_predictor, predictor_key
 
 __all__ = ["make_udf"]
 

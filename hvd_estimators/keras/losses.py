@@ -9,26 +9,21 @@ its numerator and its denominator are both sums over the ranks. Runs on the work
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 
 from hvd_estimators.exceptions import ParamError, ShapeError
 from hvd_estimators.fitting.dry_run import leave_to_ranks, traceless
 from hvd_estimators.keras.backend import all_layers
-from hvd_estimators.keras.collectives import GradientAverager, sum_tensors
 from hvd_estimators.keras.compile_args import losses
 from hvd_estimators.keras.inputs import SHAPE_KINDS
 from hvd_estimators.keras.outputs import Outputs
 
 __all__ = [
     "NO_LOSS",
-    "LossDenominators",
     "added_losses",
     "check_loss",
     "compares_elements",
@@ -39,7 +34,6 @@ __all__ = [
     "losses_by_output",
     "may_add_loss",
     "pairs_labels",
-    "states_denominator",
     "weights_by_samples",
     "without_reduction",
 ]
@@ -269,182 +263,3 @@ def _check_added(model: keras.Model) -> None:
                 f"add_loss: expected a number, found shape {tuple(loss.shape)}. Add the mean "
                 "over the rows (keras.ops.mean), so that the ranks' gradients can be averaged."
             )
-
-
-def states_denominator(loss: Any) -> bool:
-    """Return whether a loss of the user's has a method ``denominator(y_true, y_pred)``."""
-    return callable(getattr(loss, "denominator", None))
-
-
-class LossDenominators:
-    """Scales the losses that a model computes in its training and test steps.
-
-    With several micro-batches in a step nobody knows the step's denominator before the last of
-    them. A single loss then weights each micro-batch by its denominator instead.
-
-    Parameters
-    ----------
-    averagers : sequence of GradientAverager
-        Average the model's gradients.
-    passes : int
-        Micro-batches of a step on this rank.
-    full : int
-        Rows of a full batch, in which weights are counted.
-    by_samples : bool
-        Whether gradients are averaged by sample weights, not by rows.
-    """
-
-    def __init__(
-        self, averagers: Sequence[GradientAverager], passes: int, full: int, by_samples: bool
-    ) -> None:
-        self._averagers = averagers
-        self._passes = passes
-        self._full = full
-        self._by_samples = by_samples
-        self._is_single = True
-        self._weight: Any = None
-        self._is_training = False
-        # Losses of the step that is traced, and those among them that are no means over rows.
-        self._calls = self._others = 0
-        self._after: list[Any] = []
-        self._denominator: Any = None
-
-    @contextlib.contextmanager
-    def patched(self, model: keras.Model) -> Iterator[None]:
-        """Scale losses until the block ends; only this process, which trains, is changed."""
-        kind: Any = keras.losses.Loss
-        original = kind.__call__
-
-        def call(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-            if self._weight is None:
-                return original(loss, y_true, y_pred, sample_weight)
-            return self._scaled(original, loss, y_true, y_pred, sample_weight)
-
-        kind.__call__ = call
-        tracker = next(
-            (m for m in model.metrics if m.name == "loss" and type(m) is keras.metrics.Mean), None
-        )
-        if tracker is not None:
-            update = tracker.update_state
-
-            def update_state(values: Any, sample_weight: Any = None) -> Any:
-                weight = sample_weight if self._denominator is None else self._denominator
-                return update(values, sample_weight=weight)
-
-            vars(tracker)["update_state"] = update_state
-        try:
-            yield
-        finally:
-            kind.__call__ = original
-            if tracker is not None:
-                vars(tracker).pop("update_state")
-
-    @contextlib.contextmanager
-    def in_step(self, weight: Any, is_training: bool, labels: int) -> Iterator[None]:
-        """Scale the losses of a step that runs or is traced.
-
-        Parameters
-        ----------
-        weight : tf.Tensor
-            What the batch counts, by rows or by sample weights.
-        is_training : bool
-            Whether gradients are averaged. In a test step, a single loss is counted by its
-            denominator, for its exact value over all validation rows.
-        labels : int
-            The number of labels.
-        """
-        self._weight, self._is_training, self._is_single = weight, is_training, labels == 1
-        self._calls = self._others = 0
-        self._after, self._denominator = [], None
-        try:
-            yield
-        finally:
-            self._weight = self._denominator = None
-            self._after = []
-        if is_training and self._passes > 1 and self._others and self._calls > 1:
-            raise ParamError(
-                "loss: with several losses, of which one has a mask, ignored classes, a "
-                "denominator, or reduction='sum', a step must be one batch of each rank. Set "
-                "backward_passes_per_step=1, and go on with as many ranks as the run began with."
-            )
-
-    def _scaled(
-        self, original: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
-    ) -> Any:
-        self._calls += 1
-        call, elements = loss.call, []
-
-        def recorded(*arguments: Any, **named: Any) -> Any:
-            elements.append(call(*arguments, **named))
-            return elements[-1]
-
-        vars(loss)["call"] = recorded
-        try:
-            value = original(loss, y_true, y_pred, sample_weight)
-        finally:
-            vars(loss).pop("call")
-        if loss.reduction == "sum" and not states_denominator(loss):
-            return self._sum(value)
-        denominator = _denominator(loss, y_true, y_pred, sample_weight, elements[-1])
-        is_known = self._is_training and self._by_samples and not _has_mask(y_pred, elements[-1])
-        if denominator is None or (is_known and not states_denominator(loss)):
-            return value
-        self._others += 1
-        if self._is_training and self._passes > 1:
-            for averager in self._averagers:
-                averager.weight = denominator / self._full
-            self._denominator = denominator
-            return value
-        if not self._is_training and self._is_single and self._calls == 1:
-            self._denominator = denominator
-            return self._times(value, denominator > 0)
-        self._denominator = None
-        counts, weights = self._reduced(tf.stack([denominator, self._weight]))
-        own = tf.math.divide_no_nan(denominator, counts)
-        return self._times(value, own * tf.math.divide_no_nan(weights, self._weight))
-
-    def _sum(self, value: Any) -> Any:
-        self._others += 1
-        if self._is_training and self._passes > 1:
-            raise ParamError(
-                "loss: reduction='sum' needs a step of one batch of each rank. Set "
-                "backward_passes_per_step=1, and go on with as many ranks as the run began with; "
-                "or set reduction='sum_over_batch_size'."
-            )
-        weights = self._reduced(tf.reshape(self._weight, (1,)))[0]
-        return self._times(value, tf.math.divide_no_nan(weights, self._weight))
-
-    def _reduced(self, own: Any) -> list[Any]:
-        """Return numbers added up over the ranks, one reduction after the other."""
-        # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
-        with tf.control_dependencies(self._after):
-            total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._others}")
-        self._after = [total]
-        return [tf.cast(number, tf.float32) for number in tf.unstack(total)]
-
-    def _times(self, value: Any, factor: Any) -> Any:
-        # A batch without rows may have any loss.
-        return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
-
-
-def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any) -> Any:
-    """Return what a batch's loss was divided by; None for a mean over rows."""
-    if states_denominator(loss):
-        return tf.reduce_sum(tf.cast(loss.denominator(y_true, y_pred), tf.float32))
-    if not elements.shape.rank:
-        return None
-    masks = [get_keras_mask(tensor) for tensor in (y_pred, elements)]
-    present = [tf.cast(mask, tf.float32) for mask in masks if mask is not None]
-    mask = present[0] if len(present) == 1 else present[0] * present[1] if present else None
-    if loss.reduction == "mean_with_sample_weight" and weight is not None:
-        weight = tf.cast(weight, tf.float32)
-        if mask is None:
-            return tf.reduce_sum(weight)
-        if len(weight.shape) == len(mask.shape) - 1:
-            weight = weight[..., None]
-        return tf.reduce_sum(weight * mask)
-    return None if mask is None else tf.reduce_sum(mask)
-
-
-def _has_mask(*tensors: Any) -> bool:
-    return any(get_keras_mask(tensor) is not None for tensor in tensors)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 from hvd_estimators._util.temp_files import LocalFile
-from hvd_estimators.keras.backend import choose_devices, model_optimizers, require_tensorflow
+from hvd_estimators.keras.backend import model_optimizers, require_tensorflow
 from hvd_estimators.keras.best_model import BestModel
 from hvd_estimators.keras.callback_rules import for_rank, writes_files
 from hvd_estimators.keras.callback_states import CallbackStates, ScalarState, save_file
@@ -36,6 +36,8 @@ from hvd_estimators.keras.collectives import (
     sum_number,
 )
 from hvd_estimators.keras.dataset import ColumnDatasets, naming_data, reading_first
+from hvd_estimators.keras.denominators import LossDenominators
+from hvd_estimators.keras.devices import choose_devices
 from hvd_estimators.keras.gradients import distribute
 from hvd_estimators.keras.loop import (
     EpochEnd,
@@ -45,7 +47,7 @@ from hvd_estimators.keras.loop import (
     StepEnd,
     StreamsCallback,
 )
-from hvd_estimators.keras.losses import LossDenominators, has_own_step
+from hvd_estimators.keras.losses import has_own_step
 from hvd_estimators.keras.serialization import ModelPayload
 from hvd_estimators.keras.shard_state import RandomStreams, Turns
 from hvd_estimators.keras.sync_batch_norm import SynchronizedMoments

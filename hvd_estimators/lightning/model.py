@@ -14,13 +14,14 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql import types as T
 
+from hvd_estimators._util.call_arguments import call_with_leading
 from hvd_estimators._util.temp_files import LocalFile
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.exceptions import DataError, ParamError
 from hvd_estimators.inference.batch import BatchPredictor
-from hvd_estimators.inference.broadcast import Payload
 from hvd_estimators.inference.frame import known_shapes, rows_of_zeros, without_nulls
-from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.payload import Payload
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.lightning.package import is_lightning
 from hvd_estimators.lightning.predictor import (
     LightningPredictor,
@@ -35,7 +36,6 @@ from hvd_estimators.params import boolean, param
 from hvd_estimators.prepare.schema import quoted
 from hvd_estimators.torch import model as torch_model
 from hvd_estimators.torch.dry_run import torch_traceless
-from hvd_estimators.torch.objective import call_with_leading
 from hvd_estimators.torch.onnx import Call
 from hvd_estimators.torch.serialization import module_payload, plain_module
 from hvd_estimators.torch.tensors import with_form

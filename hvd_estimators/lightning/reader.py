@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from hvd_estimators.inference.resources import Resources
 from hvd_estimators.inference.standalone import SavedPredictor, on_device, resources_of
-from hvd_estimators.inference.worker import Resources
 from hvd_estimators.lightning.predictor import LightningPredictor
 from hvd_estimators.saving.saved import read_saved
 from hvd_estimators.torch.predictor import transform_spec

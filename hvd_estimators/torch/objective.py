@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from hvd_estimators._util.call_arguments import call_with_known, call_with_leading
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.torch.collectives import PendingSum, sum_tensor
 from hvd_estimators.torch.loss import (
@@ -34,8 +35,6 @@ __all__ = [
     "Objective",
     "RankObjective",
     "StepLoss",
-    "call_with_known",
-    "call_with_leading",
     "check_joint",
 ]
 
@@ -129,23 +128,6 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     # The signature of a module is that of any module.
     called = function.forward if isinstance(function, torch.nn.Module) else function
     return list(inspect.signature(called).parameters.values())
-
-
-def call_with_known(function: Callable[..., Any], offered: dict[str, Any]) -> Any:
-    """Call a function with only those offered arguments that it takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return function(**offered)
-    return function(**{p.name: offered[p.name] for p in parameters if p.name in offered})
-
-
-def call_with_leading(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function with the first arguments, as many as it takes."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return function(*arguments)
-    taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
-    return function(*arguments[:taken])
 
 
 LEAVES_BACKWARD = (

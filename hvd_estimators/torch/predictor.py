@@ -16,7 +16,7 @@ import torch
 
 from hvd_estimators.data.arrays import Array
 from hvd_estimators.inference.errors import described, naming_inputs
-from hvd_estimators.inference.worker import FRAMEWORKS_CHOICE, Resources
+from hvd_estimators.inference.resources import FRAMEWORKS_CHOICE, Resources
 from hvd_estimators.torch.serialization import load_module, plain_module
 from hvd_estimators.torch.tensors import Selected, TensorSpec, require_tensors, selection
 from hvd_estimators.torch.transfer import Copy, cuda_copies

@@ -15,8 +15,8 @@ import tensorflow as tf
 
 from hvd_estimators.exceptions import ParamError
 from hvd_estimators.keras.collectives import GradientAverager
+from hvd_estimators.keras.denominators import LossDenominators
 from hvd_estimators.keras.gradients import distribute
-from hvd_estimators.keras.losses import LossDenominators
 from hvd_estimators.launch.local_backend import LocalBackend
 
 pytestmark = pytest.mark.integration

@@ -10,7 +10,7 @@ import pytest
 from pyspark.sql import functions as F
 
 from hvd_estimators.inference import arrow_batches
-from hvd_estimators.inference.arrow_batches import (
+from hvd_estimators.inference.arrow_columns import (
     can_leave_unconverted,
     sees_arrow,
     takes_arrow,

@@ -15,7 +15,7 @@ from hvd_estimators.exceptions import DataError, ShapeError
 from hvd_estimators.inference import worker
 from hvd_estimators.inference.batch import BatchPredictor, check_outputs, one_ahead
 from hvd_estimators.inference.pandas_batches import to_arrays
-from hvd_estimators.inference.worker import Resources
+from hvd_estimators.inference.resources import Resources
 
 
 def nested(array: Any) -> Any:

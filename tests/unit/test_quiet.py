@@ -100,9 +100,11 @@ def test_lightnings_advertisements_are_left_out_and_what_was_set_comes_back(capl
     pytest.importorskip("pytorch_lightning")
     from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_module
 
+    from hvd_estimators.lightning.loggers import quiet
+
     def logged(verbose):
         caplog.clear()
-        with output(verbose):
+        with quiet(verbose):
             rank_zero_info("💡 Tip: For seamless cloud uploads, try installing something")
             rank_zero_info("GPU available: False, used: False")
         return caplog.messages

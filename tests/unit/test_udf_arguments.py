@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from hvd_estimators.exceptions import ColumnError, DataError, ParamError
-from hvd_estimators.inference.sql import in_columns_form
+from hvd_estimators.inference.arguments import in_columns_form
 
 pytestmark = pytest.mark.versions
 
