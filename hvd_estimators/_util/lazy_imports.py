@@ -23,7 +23,7 @@ def lazy_names(
     package : str
         The package's ``__name__``.
     homes : mapping
-        Public name to the module that it is imported from.
+        Public name to its home: ``module``, or ``module:name`` for another name there.
 
     Raises
     ------
@@ -35,7 +35,8 @@ def lazy_names(
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(importlib.import_module(homes[name]), name)
+            home, _, other = homes[name].partition(":")
+            return getattr(importlib.import_module(home), other or name)
         except ModuleNotFoundError as error:
             missing = (error.name or "").split(".")[0]
             remedy = INSTALL.get(missing)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-import hvd_estimators
+from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators.exceptions import BuildError
 
 __all__ = ["finished_folder", "installed_horovod_spark", "redirect_horovod_spark"]
@@ -30,7 +30,6 @@ REDIRECT_REVISION = 2
 
 _FOLDER = "horovod/spark/"
 _MODULE = f"{_FOLDER}__init__.py"
-_COMPAT = Path(hvd_estimators.__file__).parent / "compat" / "spark"
 _SIGN = "# Written by hvd-estimators build-horovod"
 
 _GUARD = f"""\
@@ -74,11 +73,6 @@ if _os.environ.get("HVD_ESTIMATORS_HOROVOD_SPARK") == "1":
 _importlib.import_module("hvd_estimators.compat")
 _sys.modules[__name__] = _importlib.import_module("hvd_estimators.compat.spark")
 """
-# For tools that read sources: by then imports find the real modules.
-_COMPAT_MODULE = f"""\
-{_COMPAT_SIGN}
-from {{real}} import *
-"""
 
 
 def finished_folder(with_compat: bool) -> str:
@@ -110,13 +104,23 @@ def installed_horovod_spark() -> str | None:
 
 
 def _compat_modules() -> Mapping[str, bytes]:
-    """Return what takes the place of ``horovod/spark``: names in the wheel to contents."""
+    """Return the replacement of ``horovod/spark``: names in the wheel to contents.
+
+    Python imports the package alone, and `hvd_estimators.compat` serves its submodules. The files
+    of submodules are for type checkers and other tools that read sources.
+    """
     found = {}
-    for path in sorted(_COMPAT.rglob("*.py")):
-        parts = path.relative_to(_COMPAT).with_suffix("").parts
-        real = "".join(f".{part}" for part in parts if part != "__init__")
-        text = _COMPAT_MODULE.format(real=f"hvd_estimators.compat.spark{real}")
-        found[_FOLDER + path.relative_to(_COMPAT).as_posix()] = text.encode()
+    for key, homes in HOMES.items():
+        if not key:
+            continue
+        path = key.replace(".", "/")
+        is_package = any(other.startswith(f"{key}.") for other in HOMES)
+        lines = [_COMPAT_SIGN]
+        for name, home in sorted(homes.items()):
+            module, _, other = home.partition(":")
+            lines.append(f"from {module} import {other or name} as {name}")
+        file = f"{path}/__init__.py" if is_package else f"{path}.py"
+        found[_FOLDER + file] = "".join(f"{line}\n" for line in lines).encode()
     return {**found, _MODULE: _COMPAT_PACKAGE.encode()}
 
 

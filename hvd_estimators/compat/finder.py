@@ -1,4 +1,4 @@
-"""What makes ``horovod.spark`` and its submodules names of the modules of `compat.spark`."""
+"""Import hooks that serve ``horovod.spark`` and its submodules from this package."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
+from typing import Any
 
+from hvd_estimators._util.horovod_spark_names import HOMES
+from hvd_estimators._util.lazy_imports import lazy_names
 from hvd_estimators._util.unpickling import import_first
-from hvd_estimators.compat.left_out import check_module
-from hvd_estimators.exceptions import LeftOutError
+from hvd_estimators.compat.left_out import check_module, check_name
+from hvd_estimators.exceptions import LeftOutError, did_you_mean
 
 __all__ = ["MARKER", "install", "is_installed"]
 
+SPARK = "hvd_estimators.compat.spark"
+"""Real name of the module behind ``horovod.spark``; wheels and pickles refer to it."""
+
 ALIASES = {
-    "horovod.spark": "hvd_estimators.compat.spark",
+    "horovod.spark": SPARK,
     # Horovod's own do not work with Keras 3, and its scripts for Spark use them.
     "horovod.keras.callbacks": "hvd_estimators.compat.callbacks",
     "horovod.tensorflow.keras.callbacks": "hvd_estimators.compat.callbacks",
@@ -32,6 +38,37 @@ COMPLETED = {
 
 MARKER = "HVD_ESTIMATORS_COMPAT"
 """Attribute of a ``horovod.spark`` that ``build-horovod --with-compat`` has put into the wheel."""
+
+
+class _NamesLoader(Loader):
+    """Makes a module of `HOMES`, which imports each name on first use."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave the module to Python."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        theirs = _joined("horovod.spark", self._key)
+        get, listed = lazy_names(module.__name__, HOMES[self._key])
+
+        def get_or_explain(name: str) -> Any:
+            check_name(theirs, name)
+            try:
+                return get(name)
+            except AttributeError:
+                hint = did_you_mean(name, listed())
+                raise AttributeError(
+                    f"module {theirs!r} has no attribute {name!r}.{hint}"
+                ) from None
+
+        module.__doc__ = f"``{theirs}``; see `hvd_estimators._util.horovod_spark_names`."
+        vars(module).update(
+            __all__=sorted(HOMES[self._key]), __getattr__=get_or_explain, __dir__=listed
+        )
+        if self._key == "lightning":
+            importlib.import_module("hvd_estimators.compat.lightning").restore_names()
 
 
 class _AliasLoader(Loader):
@@ -74,6 +111,10 @@ class _AliasFinder(MetaPathFinder):
             if own is not None and own.origin is not None:
                 own.loader = _CompletingLoader(fullname, own.origin)
             return own
+        key = fullname.removeprefix(SPARK).removeprefix(".")
+        if fullname == _joined(SPARK, key) and key in HOMES:
+            is_package = not key or any(other.startswith(f"{key}.") for other in HOMES)
+            return ModuleSpec(fullname, _NamesLoader(key), is_package=is_package)
         real = _real_name(fullname)
         if real is None:
             return None
@@ -83,6 +124,10 @@ class _AliasFinder(MetaPathFinder):
             return None
         is_package = found.submodule_search_locations is not None
         return ModuleSpec(fullname, _AliasLoader(real), origin=found.origin, is_package=is_package)
+
+
+def _joined(package: str, key: str) -> str:
+    return f"{package}.{key}" if key else package
 
 
 def _real_name(name: str) -> str | None:

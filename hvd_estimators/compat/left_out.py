@@ -1,14 +1,12 @@
-"""What ``horovod.spark`` had and this package leaves out, and what to use instead."""
+"""Modules and names of ``horovod.spark`` that this package leaves out, and their replacements."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from hvd_estimators._util.lazy_imports import lazy_names
-from hvd_estimators.exceptions import LeftOutError, did_you_mean
+from hvd_estimators.exceptions import LeftOutError
 
-__all__ = ["LEFT_OUT_MODULES", "LEFT_OUT_NAMES", "check_module", "left_out_names"]
+__all__ = ["LEFT_OUT_MODULES", "LEFT_OUT_NAMES", "check_module", "check_name"]
 
 _LAUNCH = "hvd_estimators.run and run_elastic start the ranks: call them instead."
 _RANKS = (
@@ -107,8 +105,6 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Modules that are there to the names that are not in them, and what takes their place."""
 
-_OURS = "hvd_estimators.compat.spark"
-
 
 def check_module(name: str) -> None:
     """Raise `LeftOutError` if a module is one that is left out."""
@@ -117,41 +113,11 @@ def check_module(name: str) -> None:
             raise _error(name, instead)
 
 
-def left_out_names(
-    module: str, homes: Mapping[str, str] | None = None
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a module that stands for one of Horovod's.
-
-    Parameters
-    ----------
-    module : str
-        The module's ``__name__``.
-    homes : mapping, optional
-        Name to the module that it is imported from when it is first used.
-
-    Raises
-    ------
-    LeftOutError
-        By ``__getattr__``, for names that ``horovod.spark`` had.
-    AttributeError
-        By ``__getattr__``, for those that it did not have.
-    """
-    theirs = "horovod.spark" + module.removeprefix(_OURS)
-    names = LEFT_OUT_NAMES.get(theirs, {})
-    get, listed = lazy_names(module, homes or {})
-
-    def get_or_explain(name: str) -> Any:
-        if name in names:
-            raise _error(f"{theirs}.{name}", names[name])
-        if f"{theirs}.{name}" in LEFT_OUT_MODULES:
-            raise _error(f"{theirs}.{name}", LEFT_OUT_MODULES[f"{theirs}.{name}"])
-        try:
-            return get(name)
-        except AttributeError:
-            hint = did_you_mean(name, listed())
-            raise AttributeError(f"module {theirs!r} has no attribute {name!r}.{hint}") from None
-
-    return get_or_explain, listed
+def check_name(module: str, name: str) -> None:
+    """Raise `LeftOutError` if a name of a module is left out, or is a module that is left out."""
+    instead = LEFT_OUT_NAMES.get(module, {}).get(name) or LEFT_OUT_MODULES.get(f"{module}.{name}")
+    if instead is not None:
+        raise _error(f"{module}.{name}", instead)
 
 
 def _error(name: str, instead: str) -> LeftOutError:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hvd_estimators._util.horovod_spark_names import HOMES
 from hvd_estimators.compat.finder import ALIASES, install
 from hvd_estimators.compat.left_out import LEFT_OUT_MODULES, LEFT_OUT_NAMES
 from hvd_estimators.exceptions import DependencyError, LeftOutError
@@ -22,8 +23,6 @@ from hvd_estimators.store import LocalStore, Store
 from hvd_estimators.store.base import LEFT_OUT
 
 pytestmark = pytest.mark.versions
-
-SPARK = Path(importlib.import_module("hvd_estimators.compat").__path__[0], "spark")
 
 # Name and module of horovod.spark, and where it is here.
 NAMES = [
@@ -48,12 +47,12 @@ NAMES = [
     (".torch.estimator", "HorovodModel", "hvd_estimators.model"),
     (".keras", "KerasEstimator", "hvd_estimators.keras.estimator"),
     (".keras.estimator", "KerasModel", "hvd_estimators.keras.model"),
-    (".lightning", "TorchEstimator", "hvd_estimators.compat.spark.lightning.estimator"),
+    (".lightning", "TorchEstimator", "hvd_estimators.compat.lightning"),
     (".lightning.estimator", "TorchModel", "hvd_estimators.lightning.model"),
     (".task", "get_available_devices", "hvd_estimators.launch.gpus"),
     (".task.task_info", "get_available_devices", "hvd_estimators.launch.gpus"),
     (".torch", "TorchModel", "hvd_estimators.torch.model"),
-    (".torch.estimator", "TorchEstimator", "hvd_estimators.compat.spark.torch.estimator"),
+    (".torch.estimator", "TorchEstimator", "hvd_estimators.compat.torch"),
 ]
 
 
@@ -72,9 +71,8 @@ def test_a_name_is_this_packages(compat: None, module: str, name: str, home: str
 
 
 def test_every_module_has_two_names_and_is_one(compat: None) -> None:
-    for path in SPARK.rglob("*.py"):
-        parts = path.relative_to(SPARK).with_suffix("").parts
-        name = "".join(f".{part}" for part in parts if part != "__init__")
+    for key in HOMES:
+        name = f".{key}" if key else ""
         theirs = importlib.import_module(f"horovod.spark{name}")
         assert theirs is importlib.import_module(f"hvd_estimators.compat.spark{name}")
         for public in theirs.__all__:

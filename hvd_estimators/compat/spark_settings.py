@@ -1,8 +1,7 @@
-"""``horovod.spark.conf``: settings of Spark, as ``SparkConf.set(*pair)`` takes them.
+"""Settings of ``horovod.spark.conf``: pairs for ``SparkConf.set(*pair)``.
 
-Spark 4.1 no longer knows ``spark.blacklist``, so that these have the names that it has had since
-3.1. They mattered to elastic runs whose tasks Spark itself started again; ``run_elastic`` of this
-package launches ranks anew, whatever they say.
+Spark 3.1 renamed ``spark.blacklist``, and Spark 4.1 dropped the old names. These are the new ones.
+They affected elastic runs whose tasks Spark restarted; ``run_elastic`` here ignores them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,0 @@
-"""``horovod.spark.runner``: what ``horovod.spark`` itself has."""
-
-from __future__ import annotations
-
-from hvd_estimators.launch.api import run, run_elastic
-
-__all__ = ["run", "run_elastic"]
