@@ -262,7 +262,7 @@ class _WatchfulPoller:
         if ready and time.monotonic() < self._next_look:
             return ready
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        # Workers run until they are told to stop, and polling ends before that.
+        # Workers run until they receive a stop request, and polling ends before that.
         dead = [process for process in self._processes if process.poll() is not None]
         if not dead:
             return ready
@@ -475,7 +475,7 @@ def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
 
 
 class _PlannedReader(Reader):
-    """Petastorm's reader with planned row ranges instead of its own sharding."""
+    """Petastorm's reader with planned row ranges instead of Petastorm's sharding."""
 
     def __init__(
         self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any

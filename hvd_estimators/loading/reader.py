@@ -129,10 +129,10 @@ class DataModule(ABC):
 
     @abstractmethod
     def train_data(self) -> Iterator[Batch]:
-        """Return an infinite iterator of training batches, each column name to array.
+        """Return an infinite iterator of training batches.
 
-        Arrays have the shape ``(rows, *shape)``. If the iterator ends, training fails with a
-        `DataError`.
+        Each batch maps column names to arrays. Arrays have the shape ``(rows, *shape)``. If the
+        iterator ends, training fails with a `DataError`.
         """
 
     @abstractmethod

@@ -36,7 +36,7 @@ class Files(ABC):
     storage_options: dict[str, Any]
 
     creates_exclusively: ClassVar[bool] = False
-    """Whether `write_new` succeeds for exactly one of several concurrent processes."""
+    """True if `write_new` succeeds for exactly one of several concurrent processes."""
 
     @property
     @abstractmethod
@@ -213,7 +213,7 @@ class Files(ABC):
             If the storage cannot be queried.
         """
         fs = self.fs
-        # When fsspec walks a tree, it skips directories that it cannot list, unless told to raise.
+        # When fsspec walks a tree, it skips directories that it cannot list by default.
         walks = type(fs).find is fsspec.AbstractFileSystem.find
         options = {"on_error": "raise"} if walks else {}
 

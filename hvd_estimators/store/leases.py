@@ -258,7 +258,7 @@ class Heartbeat:
     def __init__(self, store: Files, path: str, details: Mapping[str, Any] | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.lost = False
-        """Whether another process has taken over or deleted the file."""
+        """True after another process has taken over or deleted the file."""
         self._store = store
         self._path = path
         self._claim = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
@@ -554,7 +554,7 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether another process has taken over the lease because it considered this one dead."""
+        """True after another process has taken over the lease, considering this one dead."""
         return self._heartbeat.lost
 
     @property

@@ -160,7 +160,7 @@ def store_class(path: str) -> type[Any]:
 
 
 def dbfs_path(path: str) -> str | None:
-    """Return a DBFS path relative to the DBFS root, or None if ``path`` is not a DBFS path."""
+    """Return the absolute path within DBFS, or None if ``path`` is not a DBFS path."""
     match = _DBFS.fullmatch(path)
     return match[1] or "/" if match else None
 
