@@ -268,8 +268,8 @@ def read_tail(store: Store, path: str) -> bytes:
 
 def leaf_positions(schema: pa.Schema) -> dict[str, range]:
     """Map each column to the positions of the Parquet columns that store it."""
-    # Paths are not usable: field b of a struct a has the same path as a column a.b, and the paths
-    # below a list differ between writers.
+    # Paths are ambiguous: field b of a struct a has the same path as a column a.b. The paths below
+    # a list also differ between writers.
     leaves, start = {}, 0
     for field in schema:
         leaves[field.name] = range(start, start + num_leaves(field.type))

@@ -200,8 +200,8 @@ class FilesystemStore(Store):
         Raises
         ------
         ParamError
-            If fsspec does not know the scheme, if it would interpret the path as a pattern, or if
-            the path is on another filesystem than the prefix.
+            If fsspec does not know the scheme or would interpret the path as a pattern. Also if the
+            path is on another filesystem than the prefix.
         DependencyError
             If a package that fsspec needs is not installed.
         """

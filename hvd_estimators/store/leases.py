@@ -12,9 +12,10 @@ record of a run is ``runs/<run_id>/lease.json``. A `Heartbeat` rewrites the reco
 
 If the store records modification times, only the store's clock determines the age of a heartbeat.
 The age is then the difference between the record's time and that of a probe file written now.
-Otherwise the owner's clock is compared with the reader's clock (both UTC). A clock difference
-shifts the moment at which the reader considers the owner dead. This is harmless below
-`STALE_SECONDS` minus two heartbeats, which is four minutes.
+Otherwise the owner's clock is compared with the reader's clock (both UTC). A reader whose clock is
+fast then considers the owner dead too early by the difference. A reader whose clock is slow does so
+too late. The difference is harmless below `STALE_SECONDS` minus two heartbeats, which is four
+minutes.
 
 Guarantees:
 
@@ -23,9 +24,9 @@ Guarantees:
 - Otherwise, and when a lease is taken over from a dead owner, each process writes the file, waits
   `SETTLE_SECONDS`, and reads the file again. The last writer owns the lease. Two processes can both
   believe that they own it only if a write takes longer than that to become visible.
-- An owner that was wrongly considered dead (its machine was asleep for minutes, or could not reach
-  the store) logs a warning at its next heartbeat. Its ranks find out before they write their next
-  checkpoint.
+- An owner can be wrongly considered dead if its machine was asleep for minutes or could not reach
+  the store. It then logs a warning at its next heartbeat. Its ranks find out before they write
+  their next checkpoint.
 
 A rank can outlive its launch by some seconds if it may still save its current step. It can outlive
 it longer if its machine is disconnected or its process was stopped. Meanwhile, its driver may have
@@ -185,9 +186,9 @@ def is_abandoned(
     Returns
     -------
     bool
-        True at once if the owner ran on this machine and has ended, or if it is this process and no
-        longer holds the lease. True after `STALE_SECONDS` without a heartbeat if the owner runs on
-        another machine. False if the age is unknown.
+        True at once if the owner ran on this machine and has ended. Also if it is this process and
+        no longer holds the lease. True after `STALE_SECONDS` without a heartbeat if the owner runs
+        on another machine. False if the age is unknown.
     """
     if claim is None:
         return False
