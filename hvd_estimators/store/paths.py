@@ -225,8 +225,7 @@ class StorePaths(Files):
         """Return the paths of a run's checkpoints with a suffix, oldest first.
 
         Numbers in file names sort numerically. The list includes checkpoints written by the
-        estimators and by a ``ModelCheckpoint``. `hvd_estimators.load_checkpoint` opens the
-        estimators' checkpoints.
+        estimators and by a ``ModelCheckpoint``. `hvd_estimators.load_checkpoint` opens them.
         """
         directory = self.get_checkpoint_path(run_id)
         if directory is None:
