@@ -1,1 +1,1 @@
-"""Parquet datasets and what they hold, on both sides."""
+"""Parquet datasets and their manifests. Runs on the driver and on ranks."""

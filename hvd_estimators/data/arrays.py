@@ -1,4 +1,4 @@
-"""Arrow columns to NumPy arrays, without a Python loop over rows."""
+"""Conversion of Arrow columns to NumPy arrays, without a Python loop over rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Array", "Columns", "num_rows", "table_to_columns", "take"]
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
-"""Column name to array; the first axis counts rows and is equally long in all of them."""
+"""Column name to array. The first axis of every array is the rows, with equal length."""
 
 
 def table_to_columns(
@@ -29,16 +29,17 @@ def table_to_columns(
     Parameters
     ----------
     table : pyarrow.Table
-        Holds each spec's stored columns.
+        Contains each spec's stored columns.
     specs : sequence of ColumnSpec
-        The columns that are wanted, in the order of the result.
+        The requested columns, in the order of the result.
     file : str
-        Path of the file that all rows came from: partition columns are read off it.
+        Path of the file that contains all rows. The values of partition columns come from this
+        path.
 
     Raises
     ------
     DataError
-        If a column holds nulls, or a row whose length is not the spec's.
+        If a column contains nulls, or a row whose length differs from the spec.
     ColumnError
         If the path lacks the value of a partition column.
     """
@@ -51,7 +52,7 @@ def table_to_columns(
 
 
 def num_rows(columns: Columns) -> int:
-    """Return the number of rows that the columns hold."""
+    """Return the number of rows in the columns."""
     return len(next(iter(columns.values())))
 
 
@@ -102,9 +103,10 @@ def _one_chunk(table: pa.Table, name: str) -> pa.Array:
 
 
 def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
-    """Return the lengths of a list (or bytes) column's rows, and their elements one after another.
+    """Return the row lengths of a list (or bytes) column and its concatenated elements.
 
-    The column must have no nulls: below a null, lists of a fixed size hold arbitrary values.
+    The column must not contain nulls, because a null in a fixed-size list column has arbitrary
+    elements.
     """
     column = _decoded(column, name)
     if is_bytes(column.type):
@@ -114,7 +116,7 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
         values = column.values.slice(column.offset * size, len(column) * size)
         lengths = np.full(len(column), size)
     elif is_list_view(column.type):
-        # Its rows can overlap and come in any order.
+        # Rows of list views can overlap and can be in any order.
         lengths, values = column.sizes.to_numpy(), column.flatten()
     else:
         offsets = column.offsets.to_numpy()
@@ -131,7 +133,7 @@ def _lists(column: pa.Array, name: str) -> tuple[Array, pa.Array]:
 
 
 def _bytes(column: pa.Array) -> tuple[Array, pa.Array]:
-    """Do what `_lists` does for bytes, which Arrow cannot view as lists."""
+    """Implement `_lists` for bytes, which Arrow cannot view as lists."""
     if pa.types.is_fixed_size_binary(column.type):
         size, data = column.type.byte_width, 1
         offsets = (column.offset + np.arange(len(column) + 1)) * size
@@ -154,7 +156,7 @@ def _scalars(column: pa.Array, name: str) -> Array:
 
 
 def _text(column: pa.Array, name: str) -> Array:
-    """Return text as objects; rows with the same value of a dictionary share one object."""
+    """Return text as objects; rows with the same dictionary value share one object."""
     if not pa.types.is_dictionary(column.type):
         return column.to_numpy(zero_copy_only=False)
     values = column.dictionary.to_numpy(zero_copy_only=False)
@@ -167,7 +169,7 @@ def _decoded(column: pa.Array, name: str) -> pa.Array:
     if not pa.types.is_dictionary(column.type):
         return column
     decoded = column.dictionary_decode()
-    _refuse_nulls(name, decoded.null_count)  # a value of the dictionary can be null
+    _refuse_nulls(name, decoded.null_count)  # a dictionary value can be null
     return decoded
 
 

@@ -1,4 +1,4 @@
-"""What Parquet footers tell: row groups, nulls, and the columns of files that others wrote."""
+"""Dataset discovery from Parquet footers: row groups, nulls and column types."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hvd_estimators.store.base import Store
 __all__ = ["complete_shapes", "first_rows", "read_manifest", "read_split"]
 
 _PAGE_BUFFER = 2**16
-"""How many bytes are read at a time when only the first rows are wanted."""
+"""Bytes per read when only the first rows are needed."""
 
 _HEAD_BYTES = 2**22
-"""The same where the store is asked for them; see `FetchedFile`."""
+"""Maximum bytes in memory when the first rows are fetched from a store; see `FetchedFile`."""
 
 _REQUESTS = 8
 
@@ -34,17 +34,18 @@ _REQUESTS = 8
 def read_split(store: Store, path: str, columns: Sequence[ColumnSpec]) -> Split:
     """Read the footers of all files under a path.
 
-    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
-    ``.crc`` files. Files and row groups without rows need not have the columns.
+    Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored. Files
+    and row groups without rows may lack the columns.
 
     Raises
     ------
     StoreError
-        If there are no Parquet files, or a file is not Parquet.
+        If there are no Parquet files, or if a file is not Parquet.
     ColumnError
         If the files lack a column.
     DataError
-        If a column holds nulls. Nulls that the footers do not record are found when rows are read.
+        If a column contains nulls. Nulls that the footers do not record are detected when rows are
+        read.
     """
     return _split(path, read_footers(store, path), columns)
 
@@ -57,7 +58,7 @@ def read_manifest(
     *,
     allow_text: bool | Mapping[str, bool] = False,
 ) -> DatasetManifest:
-    """Describe Parquet files that `prepare_data` did not write.
+    """Describe Parquet files that were not written by `prepare_data`.
 
     Parameters
     ----------
@@ -66,22 +67,22 @@ def read_manifest(
     train_path, val_path : str
         Directories of Parquet files, or single files; ``val_path`` is None without validation.
     names : sequence of str
-        The columns that are needed. A column that no file holds is looked for in the paths, as a
-        Hive partition.
+        The required columns. A column that is not in the files is looked up in the paths, as a Hive
+        partition.
     allow_text : bool or mapping
-        Also take columns of strings and bytes: all, or those named, each with whether bytes are
-        text.
+        Also accept string and bytes columns. True accepts all of them. A mapping accepts its keys;
+        each value specifies whether bytes are text.
 
     Returns
     -------
     DatasetManifest
-        Types are those of the first training file that has rows.
+        With the column types of the first training file that has rows.
 
     Raises
     ------
     StoreError, ColumnError, DataError
-        See `read_split`; also if the training files hold no rows, if a type cannot be trained on,
-        or if two files disagree about it.
+        See `read_split`. Also if the training files contain no rows, if a type is not supported, or
+        if the types of two files differ.
     """
     train = read_footers(store, train_path)
     validation = read_footers(store, val_path) if val_path else []
@@ -90,7 +91,7 @@ def read_manifest(
         raise DataError(f"The Parquet files under {train_path!r} hold no rows.")
     specs: Sequence[ColumnSpec] = [_spec(with_rows, name, allow_text) for name in names]
     train_split = _split(train_path, train, specs, with_rows[0])
-    # Validation rows are read like training rows, so their types are checked against those.
+    # Validation rows are read like training rows, so their types must match the training files.
     val_split = _split(val_path, validation, specs, with_rows[0]) if val_path else None
     return DatasetManifest(complete_shapes(store, train_split, specs), train_split, val_split)
 
@@ -98,12 +99,12 @@ def read_manifest(
 def complete_shapes(
     store: Store, split: Split, specs: Sequence[ColumnSpec]
 ) -> tuple[ColumnSpec, ...]:
-    """Fill in dimensions that are not known yet (-1) from the first row.
+    """Replace unknown dimensions (-1) by those of the first row.
 
     Raises
     ------
     DataError
-        If that row holds a null or an empty list there.
+        If the first row contains a null or an empty list in such a column.
     """
     unknown = [spec for spec in specs if -1 in spec.shape]
     if not unknown:
@@ -116,9 +117,9 @@ def complete_shapes(
 
 
 def first_rows(store: Store, manifest: DatasetManifest, rows: int) -> Columns:
-    """Return the first rows of the training part, at most those of its first row group.
+    """Return the first rows of the training part, at most one row group.
 
-    Only the pages that hold them are read.
+    Only the pages of these rows are read.
     """
     table = _head(store, manifest.train, manifest.columns, rows)
     return table_to_columns(table, manifest.columns, manifest.train.row_groups[0].file)
@@ -133,7 +134,7 @@ def _split(
     groups = []
     for footer in footers:
         if not footer.metadata.num_rows:
-            continue  # writers choose other types for the columns of an empty frame
+            continue  # writers may choose other column types for an empty frame
         for spec in specs:
             _check(footer, spec, first)
         for index in range(footer.metadata.num_row_groups):
@@ -146,13 +147,13 @@ def _split(
 
 
 def _positions(footer: Footer, specs: Sequence[ColumnSpec]) -> list[int]:
-    """Return the positions of the Parquet columns that hold some columns."""
+    """Return the positions of the Parquet columns that store the given columns."""
     names = [name for spec in specs for name in spec.stored_names]
     return [position for name in names for position in footer.leaves[name]]
 
 
 def _check(footer: Footer, spec: ColumnSpec, first: Footer | None) -> None:
-    """Check a file's column, and its type against that of the first file."""
+    """Check that a file has a column of the same type as the first file."""
     if spec.kind == "partition":
         if footer.holds(spec.name):
             raise ColumnError(
@@ -205,7 +206,7 @@ def _spec(
             f"The Parquet files have no column {name!r}; their columns are "
             f"{', '.join([*first.schema.names, *first.partitions])} (read from {first.file!r})."
         )
-    # If a file has no value, its own check says so.
+    # `check_partition` later reports files without a value.
     values = {f.file: f.partitions[name] for f in footers if name in f.partitions}
     return partition_spec(name, values)
 
@@ -233,7 +234,7 @@ def _head(store: Store, split: Split, specs: Sequence[ColumnSpec], rows: int) ->
 
 
 def _shape(spec: ColumnSpec, value: pa.Scalar) -> tuple[int, ...]:
-    """Return the lengths of a row's lists, of lists in lists, and so on."""
+    """Return the list lengths of a row's value, one per nesting level."""
     shape: list[int] = []
     for _ in spec.shape:
         if isinstance(value, pa.DictionaryScalar):

@@ -1,10 +1,10 @@
-"""Parquet files of a dataset and their footers, each read once by a process.
+"""Data files of a dataset and their Parquet footers, each read once per process.
 
-PyArrow's dataset discovery is not used for this. It cannot be told that ``_day=3`` is a partition
-and no hidden folder, as Spark writes it, and it guesses types for partitions (32-bit integers, or
-text where a number has a fraction) without saying which file has which value.
+PyArrow's dataset discovery is not suitable. It treats ``_day=3`` as a hidden folder, although Spark
+writes partitions with such names. It also guesses partition types (32-bit integers, or text for
+numbers with a fraction) without reporting the value of each file.
 
-Runs on both sides.
+Runs on the driver and on ranks.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class DataFile:
     Attributes
     ----------
     path : str
-        Its full path in the store.
+        Full path in the store.
     partitions : dict of str to str
-        Values from the part of the path below the dataset's.
+        Partition values in the path, relative to the dataset's path.
     """
 
     path: str
@@ -58,16 +58,15 @@ class DataFile:
 
 
 def data_files(store: Store, path: str) -> list[DataFile]:
-    """Return the files under a path, or the file itself, in the order of their names.
+    """Return the data files under a path, or the file itself, sorted by name.
 
-    Hidden files and folders (their names begin with ``_`` or ``.``) are left out, and so are
-    ``.crc`` files.
+    Files and folders whose names begin with ``_`` or ``.`` and ``.crc`` files are ignored.
 
     Raises
     ------
     StoreError
-        If there are none, or if they belong to a Delta, Iceberg or Hudi table, whose log says which
-        of them count.
+        If there are no data files, or if they belong to a Delta, Iceberg or Hudi table. Only the
+        table's log says which of its files are current.
     """
     root = store.get_full_path(path)
     below = {file: file.removeprefix(root).strip("/") for file in store.find(root)}
@@ -86,7 +85,7 @@ def data_files(store: Store, path: str) -> list[DataFile]:
 
 
 def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
-    """Reject files of a table format: its folder also holds files that the table has removed."""
+    """Reject table formats, whose folders also contain files that the table has removed."""
     for name in below:
         found = _table_format(name.split("/"))
         if found is not None:
@@ -95,7 +94,7 @@ def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
     for parent in _possible_tables(root, is_file="" in below):
         for mark in ("_delta_log", ".hoodie", _ICEBERG):
             names: list[str] = []
-            # A program may read what it cannot list the parents of.
+            # A process may have access to the files but not to their parent folders.
             with contextlib.suppress(OSError):
                 names = store.names(f"{parent}/{mark}")
             for name in names:
@@ -105,7 +104,10 @@ def _reject_tables(store: Store, root: str, below: Sequence[str]) -> None:
 
 
 def _possible_tables(root: str, is_file: bool) -> list[str]:
-    """Return the folders that a partition, a folder of data files or a file may be a part of."""
+    """Return the folders that could be the root of a table that contains ``root``.
+
+    These are the parents of a file, of partition folders and of a folder named ``data``.
+    """
     folder = posixpath.dirname(root) if is_file else root
     parents = [folder] if is_file else []
     while "=" in (name := posixpath.basename(folder)) or name == "data":
@@ -120,7 +122,7 @@ _ICEBERG = "metadata"
 
 
 def _table_format(parts: list[str]) -> tuple[str, int] | None:
-    """Return the format of the table whose log a file is in, and how deep the table lies."""
+    """Return the table format of a log file and the depth of the table's folder, or None."""
     for depth, (name, inner) in enumerate(zip(parts, [*parts[1:], ""], strict=True)):
         if name == "_delta_log":
             return "delta", depth
@@ -143,7 +145,7 @@ def _belongs_to_table(kind: str, table: str, root: str) -> StoreError:
 
 
 def _is_data(below: str) -> bool:
-    # As in Spark, an underscore does not hide a partition column.
+    # As in Spark, an underscore does not hide a partition folder.
     parts = below.split("/")
     return not below.endswith(".crc") and not any(
         part.startswith(".") or (part.startswith("_") and "=" not in part) for part in parts
@@ -155,20 +157,20 @@ _THREADS = 16
 
 @dataclass(frozen=True)
 class Footer:
-    """A file's footer. It is read each time it is asked for, and never kept.
+    """A file's footer, which is not cached.
 
     Attributes
     ----------
     file : str
-        The file's full path in the store.
+        Full path of the file in the store.
     metadata : pyarrow.parquet.FileMetaData
-        The footer itself.
+        The parsed footer.
     schema : pyarrow.Schema
-        The columns as they are read.
+        Arrow types of the columns.
     leaves : dict of str to range
-        Column to the positions of the Parquet columns that hold it.
+        Column to the positions of the Parquet columns that store it.
     partitions : dict of str to str
-        Values from the part of the path below the dataset's.
+        Partition values in the path, relative to the dataset's path.
     """
 
     file: str
@@ -178,7 +180,7 @@ class Footer:
     partitions: dict[str, str]
 
     def holds(self, name: str) -> bool:
-        """Return whether the file itself holds a column; raise if it holds several."""
+        """Return whether the file contains a column; raise `ColumnError` for duplicate names."""
         count = len(self.schema.get_all_field_indices(name))
         if count > 1:
             raise ColumnError(
@@ -192,7 +194,7 @@ class Footer:
         return self.schema.field(name).type
 
     def nulls(self, name: str) -> int:
-        """Return how many nulls a column holds, as far as the writer recorded them."""
+        """Return the number of nulls in a column, as far as the writer recorded them."""
         return sum(
             statistics.null_count
             for group in range(self.metadata.num_row_groups)
@@ -203,12 +205,12 @@ class Footer:
 
 
 def read_footers(store: Store, path: str) -> list[Footer]:
-    """Read the footers of all files under a path, as `data_files` lists them.
+    """Read the footers of all files under a path, as listed by `data_files`.
 
     Raises
     ------
     StoreError
-        If there are no Parquet files, or a file is not Parquet.
+        If there are no Parquet files, or if a file is not Parquet.
     """
     files = data_files(store, path)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -225,7 +227,7 @@ def _read(store: Store, file: DataFile) -> Footer:
 
 
 def unreadable(file: str, error: Exception) -> StoreError:
-    """Return the error that says that a file cannot be read, and what to do."""
+    """Return an error for an unreadable file, with suggested fixes."""
     return StoreError(
         f"Expected a Parquet file, but PyArrow {pa.__version__} cannot read {file!r} ({error}). "
         "Write it again if it is damaged; move it away, or begin its name with '_', if it is not "
@@ -235,33 +237,25 @@ def unreadable(file: str, error: Exception) -> StoreError:
 
 
 TAIL_BYTES = 2**16
-
-
-"""What is fetched of a file's end to have its footer; a longer footer takes a second request."""
+"""Bytes fetched from a file's end to get its footer; longer footers need a second request."""
 
 
 _MAGIC_BYTES = 8
-
-
-"""What follows a footer: its length and four letters."""
+"""Bytes after a footer: its length and the magic number."""
 
 
 _PARSED = 64
-
-
-"""Footers that are held parsed; many times the memory of those that are not."""
+"""Maximum number of parsed footers in the cache. They need much more memory than unparsed ones."""
 
 
 _UNPARSED_BYTES = 2**26
-
-
-"""Bytes of footers that are held; further ones are read again when they are needed."""
+"""Maximum bytes of unparsed footers in the cache. Further footers are read again when needed."""
 
 
 def read_tail(store: Store, path: str) -> bytes:
-    """Return the end of a file, from the beginning of its footer on if it is Parquet.
+    """Return the end of a file, starting at its footer if the file is Parquet.
 
-    One request, or two where the footer has more than `TAIL_BYTES`.
+    This takes one request, or two if the footer is longer than `TAIL_BYTES`.
     """
     (tail,) = store.read_ranges(path, [(-TAIL_BYTES, None)])
     length = int.from_bytes(tail[-_MAGIC_BYTES:-4], "little") + _MAGIC_BYTES
@@ -273,9 +267,9 @@ def read_tail(store: Store, path: str) -> bytes:
 
 
 def leaf_positions(schema: pa.Schema) -> dict[str, range]:
-    """Return the positions of the Parquet columns that hold each column."""
-    # By position, not by path: a field b of a struct a has the same path as a column a.b, and the
-    # paths below a list differ from writer to writer.
+    """Map each column to the positions of the Parquet columns that store it."""
+    # Paths are ambiguous: field b of a struct a has the same path as a column a.b. The paths below
+    # a list also differ between writers.
     leaves, start = {}, 0
     for field in schema:
         leaves[field.name] = range(start, start + num_leaves(field.type))
@@ -284,7 +278,7 @@ def leaf_positions(schema: pa.Schema) -> dict[str, range]:
 
 
 def _chunk_ranges(metadata: Any, row_group: int, positions: Iterable[int]) -> list[Range]:
-    """Return where the chunks of some Parquet columns lie, in the order of the file.
+    """Return the byte ranges of some column chunks, in file order.
 
     Parameters
     ----------
@@ -293,7 +287,7 @@ def _chunk_ranges(metadata: Any, row_group: int, positions: Iterable[int]) -> li
     row_group : int
         Position of the row group.
     positions : iterable of int
-        Of the Parquet columns.
+        Positions of the Parquet columns.
     """
     group = metadata.row_group(row_group)
     ranges = []
@@ -308,16 +302,16 @@ def _chunk_ranges(metadata: Any, row_group: int, positions: Iterable[int]) -> li
 
 @dataclass(frozen=True)
 class FileFooter:
-    """A file's footer.
+    """A parsed footer of a file.
 
     Attributes
     ----------
     metadata : pyarrow.parquet.FileMetaData
-        The footer itself.
+        The parsed footer.
     leaves : mapping of str to range
         See `leaf_positions`.
     end : int
-        Where the file ends, or somewhat before that.
+        Offset of the end of the file, or slightly less.
     """
 
     metadata: parquet.FileMetaData
@@ -335,16 +329,16 @@ class FileFooter:
         return FileFooter(metadata, leaves, end + len(tail))
 
     def chunks(self, row_group: int, names: Iterable[str]) -> list[Range]:
-        """Return where the columns of these names lie in a row group, in the order of the file."""
+        """Return the byte ranges of some columns in a row group, in file order."""
         positions = [position for name in names for position in self.leaves.get(name, ())]
         return _chunk_ranges(self.metadata, row_group, positions)
 
 
 class FooterCache:
-    """The footers of a store's files, each read once, whoever asks, and when.
+    """Cache of the footers of a store's files.
 
-    They are held for as long as a run may need them: a few parsed, the others as they are stored,
-    64 MiB of those.
+    The cache holds a few parsed footers and up to 64 MiB of unparsed ones, for the whole run.
+    Threads that request the same file share one read.
     """
 
     def __init__(self, store: Store) -> None:
@@ -356,18 +350,18 @@ class FooterCache:
         self._reading: dict[str, Future[bytes]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process reads for itself, or is told by `add`.
+        # Other processes read the footers again, unless they receive them by `add`.
         return FooterCache, (self._store,)
 
     def get(self, path: str) -> FileFooter:
-        """Return a file's footer; several threads may ask for it.
+        """Return a file's footer. Several threads may call this method.
 
         Raises
         ------
         StoreError, OSError
             If the file cannot be read.
         pyarrow.ArrowException
-            If it is not Parquet.
+            If the file is not Parquet.
         """
         with self._lock:
             footer = self._parsed.get(path)
@@ -382,7 +376,7 @@ class FooterCache:
         return footer
 
     def tail(self, path: str) -> bytes:
-        """Return the end of a file, as `read_tail` does."""
+        """Return the end of a file; see `read_tail`."""
         with self._lock:
             tail = self._tails.get(path)
             if tail is not None:
@@ -406,7 +400,7 @@ class FooterCache:
                 del self._reading[path]
 
     def add(self, tails: Mapping[str, bytes]) -> None:
-        """Take in what another process has read."""
+        """Add file ends that another process has read."""
         with self._lock:
             for path, tail in tails.items():
                 if path not in self._tails:

@@ -1,7 +1,7 @@
-"""What a prepared dataset holds: its columns, its files and how many rows each row group has.
+"""Manifest of a prepared dataset: its columns, its files and the rows of each row group.
 
-Written beside the Parquet files as JSON and sent to every rank; imports neither PySpark nor a
-framework, so that both sides can read it.
+The manifest is written as JSON next to the Parquet files and sent to every rank. This module
+imports neither PySpark nor a framework, so that the driver and the ranks can read it.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ Kind = Literal["scalar", "array", "vector", "sparse", "partition", "text"]
 
 @dataclass(frozen=True)
 class ColumnSpec:
-    """One column as it is stored in Parquet.
+    """One column as stored in Parquet.
 
     Attributes
     ----------
     name : str
         The column's name in the DataFrame.
     kind : {"scalar", "array", "vector", "sparse", "partition", "text"}
-        ``vector`` and ``array`` are stored as lists of one length, ``sparse`` as a list of indices
-        and a list of values (see `stored_names`). A ``partition`` is a number in the path, as in
-        ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
-        transformation turns into numbers.
+        ``vector`` and ``array`` are stored as lists of one length. ``sparse`` is stored as a list
+        of indices and a list of values (see `stored_names`). A ``partition`` is a number in the
+        path, as in ``day=3/a.parquet``, and not in the file. ``text`` is strings or bytes, which a
+        transformation converts to numbers.
     dtype : str
         NumPy name of the element type that readers deliver; ``object`` for text.
     shape : tuple of int
         Shape of one row; ``()`` for scalars and partitions, ``(n,)`` for vectors.
     stored : tuple of str
-        What `stored_names` returns, if that is not derived from the name. Default: empty.
+        Value of `stored_names` if it does not follow from the name. Default: empty.
     """
 
     name: str
@@ -46,7 +46,7 @@ class ColumnSpec:
 
     @property
     def stored_names(self) -> tuple[str, ...]:
-        """Names of the Parquet columns that hold this column; none for a partition."""
+        """Names of the Parquet columns that store this column; empty for a partition."""
         if self.stored or self.kind == "partition":
             return self.stored
         if self.kind == "sparse":
@@ -73,9 +73,9 @@ class RowGroup:
     index : int
         Position of the row group in its file.
     rows : int
-        Number of rows that it holds, at least 1.
+        Number of rows, at least 1.
     open_bytes : int
-        About how much memory it takes while it is read page by page; 0 where this does not matter.
+        Approximate memory for reading the row group page by page; 0 if irrelevant.
     """
 
     file: str
@@ -86,32 +86,32 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Split:
-    """The training or the validation part of a dataset, in stored order."""
+    """The training or validation part of a dataset, in stored order."""
 
     path: str
     row_groups: tuple[RowGroup, ...]
 
     @property
     def rows(self) -> int:
-        """Number of rows in all row groups."""
+        """Total number of rows in all row groups."""
         return sum(group.rows for group in self.row_groups)
 
 
 @dataclass(frozen=True)
 class DatasetManifest:
-    """What a dataset holds.
+    """Content of a dataset.
 
     Attributes
     ----------
     columns : tuple of ColumnSpec
-        Its columns.
+        Columns of the dataset.
     train, validation : Split
-        The parts to train and to validate on; ``validation`` is None without one.
+        Training and validation parts; ``validation`` is None without validation data.
     shuffled : bool
-        Whether the stored order is a random one.
+        Whether the stored order is random.
     content : str or None
-        A sum over the rows and their sides of a split, whatever their order; None where it is not
-        known.
+        Checksum of the rows and their assignment to the splits, independent of the row order. None
+        if unknown.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -121,7 +121,7 @@ class DatasetManifest:
     content: str | None = None
 
     def column(self, name: str) -> ColumnSpec:
-        """Return the column of that name.
+        """Return the column with a name.
 
         Raises
         ------
@@ -134,12 +134,12 @@ class DatasetManifest:
         raise KeyError(name)
 
     def to_json(self) -> str:
-        """Return the manifest as a JSON document."""
+        """Return the manifest as JSON."""
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
     def from_json(text: str) -> DatasetManifest:
-        """Read back what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         document = json.loads(text)
         columns = tuple(
             ColumnSpec(c["name"], c["kind"], c["dtype"], tuple(c["shape"]), tuple(c["stored"]))

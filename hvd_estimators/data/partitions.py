@@ -1,4 +1,4 @@
-"""Hive partitions: columns whose values are in the paths of files, as in ``day=3/a.parquet``."""
+"""Hive partitions: columns whose values are in file paths, as in ``day=3/a.parquet``."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 
 
 def partition_values(path: str) -> dict[str, str]:
-    """Return the values in the names of a path's folders, by column; the deepest folder wins.
+    """Return the partition values in a path by column; the deepest folder wins.
 
-    Names and values are decoded: Hive and Spark write ``%3A`` for a colon.
+    Names and values are unquoted, because Hive and Spark write ``%3A`` for a colon.
     """
     values = {}
     for folder in path.split("/")[:-1]:
@@ -33,7 +33,7 @@ def partition_values(path: str) -> dict[str, str]:
 
 
 def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
-    """Describe a partition column.
+    """Return the spec of a partition column.
 
     Parameters
     ----------
@@ -59,14 +59,14 @@ def partition_spec(name: str, values: Mapping[str, str]) -> ColumnSpec:
 
 
 def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> None:
-    """Make sure that a file's path has a value of a partition column.
+    """Check that a file's path contains a valid value of a partition column.
 
     Raises
     ------
     ColumnError
-        If it has none, or one that is not of the column's dtype.
+        If the path has no value, or if the value does not fit the column's dtype.
     DataError
-        If it is Hive's null.
+        If the value is Hive's null.
     """
     if spec.name not in values:
         raise ColumnError(
@@ -82,7 +82,7 @@ def check_partition(spec: ColumnSpec, values: Mapping[str, str], file: str) -> N
 
 
 def partition_column(spec: ColumnSpec, file: str, rows: int) -> npt.NDArray[np.generic]:
-    """Return the value in a file's path, once for each of its rows.
+    """Return the partition value in a file's path, repeated for each of its rows.
 
     Raises
     ------

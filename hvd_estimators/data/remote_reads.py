@@ -1,7 +1,7 @@
-"""Reads of Parquet column chunks from stores that answer requests.
+"""Reads of Parquet column chunks from remote stores.
 
-An object store answers a request after tens of milliseconds, however little is asked for. So a row
-group's columns are fetched in one request for each run of neighbours, all at a time.
+An object store takes tens of milliseconds to answer even a small request. Therefore adjacent
+columns of a row group are fetched in one request, and all requests run in parallel.
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from hvd_estimators.store.base import Store
 __all__ = ["FETCHED_BYTES", "HOLE_BYTES", "FetchedFile", "Range", "joined", "open_bytes"]
 
 FETCHED_BYTES = 2**18
-
-
-"""How many bytes of a column are fetched at a time."""
+"""Bytes of a column that are fetched per request."""
 
 
 _PAGE_BYTES = 2**20
@@ -30,16 +28,16 @@ _PAGE_VALUES = 1024
 
 
 def open_bytes(chunk: Any) -> int:
-    """Return about how much memory a column of a row group takes while it is read page by page.
+    """Return the approximate memory for reading a column of a row group page by page.
 
-    It holds a stored page, a decoded page, a dictionary, and what is fetched ahead. Footers do not
-    tell how large pages are: writers aim at 1 MiB, but check the size only after each thousand
-    values or so.
+    The memory includes a stored page, a decoded page, a dictionary and the prefetched bytes.
+    Footers do not record page sizes. Writers aim at 1 MiB, but check the size only about every
+    thousand values.
 
     Parameters
     ----------
     chunk : pyarrow.parquet.ColumnChunkMetaData
-        What the footer tells about the column.
+        The footer's entry for the column.
     """
     value = chunk.total_uncompressed_size / max(chunk.num_values, 1)
     page = max(_PAGE_BYTES, int(value * _PAGE_VALUES))
@@ -49,22 +47,19 @@ def open_bytes(chunk: Any) -> int:
 
 
 HOLE_BYTES = 2**18
+"""Maximum gap between two chunks that are fetched in one request.
 
-
-"""Bytes that nobody wants, but that are fetched where they lie between two chunks that are wanted.
-
-To fetch them takes a few milliseconds; another request, tens of them.
+Fetching the unused bytes takes a few milliseconds, whereas another request takes tens of
+milliseconds.
 """
 
 
 Range = tuple[int, int]
-
-
-"""Bytes of a file: from the first up to, but not including, the last."""
+"""Byte range of a file: first byte (inclusive) and last byte (exclusive)."""
 
 
 def joined(ranges: Iterable[Range], hole: int = HOLE_BYTES) -> list[Range]:
-    """Join neighbours, and those with at most so many bytes between them."""
+    """Merge adjacent ranges, and ranges with at most ``hole`` bytes between them."""
     runs: list[Range] = []
     for start, stop in sorted(ranges):
         if runs and start - runs[-1][1] <= hole:
@@ -75,33 +70,34 @@ def joined(ranges: Iterable[Range], hole: int = HOLE_BYTES) -> list[Range]:
 
 
 class FetchedFile(io.RawIOBase):
-    """Some column chunks of a file, as a file that PyArrow reads with the footer given.
+    """File object for some column chunks, which PyArrow reads with a given footer.
 
-    Chunks that fit into a number of bytes are all fetched at once, neighbours in one request.
-    Larger ones are fetched piece by piece, the next one while PyArrow decodes the one before, so
-    that a row group of any size takes about as many bytes of memory. One thread at a time may read.
+    If all chunks fit into ``most`` bytes, they are fetched at once, adjacent ones in one request.
+    Otherwise each chunk is fetched piece by piece. The next piece is fetched while PyArrow decodes
+    the current one, so memory use does not depend on the size of the row group. Only one thread at
+    a time may read.
 
     Parameters
     ----------
     store : Store
-        Where the file is.
+        The store of the file.
     path : str
-        Its full path.
+        Full path of the file.
     chunks : sequence of (int, int)
-        What will be read, see `FileFooter.chunks`; each is read from its beginning to its end.
+        Ranges to read, see `FileFooter.chunks`. Each range is read sequentially.
     size : int
-        Where the file ends, at least up to the last chunk.
+        Size of the file, at least up to the end of the last chunk.
     most : int
-        Bytes to hold, about; at least `FETCHED_BYTES` of each chunk are.
+        Approximate maximum of bytes in memory. At least `FETCHED_BYTES` of each chunk are held.
     pool : ThreadPoolExecutor
         Runs the requests.
 
     Attributes
     ----------
     held_bytes : int
-        How many bytes are held, at most.
+        Maximum number of bytes in memory.
     whole : bool
-        Whether all is fetched at once.
+        Whether all chunks are fetched at once.
     """
 
     def __init__(
@@ -136,7 +132,7 @@ class FetchedFile(io.RawIOBase):
             span.fetch(0)
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Request some bytes now."""
+        """Fetch a byte range."""
         (found,) = self._store.read_ranges(self._path, [(start, stop)])
         if len(found) != stop - start:
             raise StoreError(
@@ -146,7 +142,7 @@ class FetchedFile(io.RawIOBase):
         return found
 
     def read_buffer(self, size: int) -> memoryview | bytes:
-        """Return bytes at the position without copying them; PyArrow asks for them by this name."""
+        """Return the next bytes without a copy; PyArrow expects this method name."""
         start, stop = self._position, min(self._position + size, self._size)
         self._position = stop
         if stop <= start:
@@ -154,16 +150,16 @@ class FetchedFile(io.RawIOBase):
         index = bisect.bisect_right(self._starts, start) - 1
         span = self._spans[max(index, 0)] if self._spans else None
         if span is None or not span.start <= start < stop <= span.stop:
-            # Some old files have chunks that are longer than their footers tell.
+            # Some old files have chunks that are longer than their footers say.
             return self.fetch(start, stop)
         return span.read(start, stop)
 
     def read(self, size: int = -1) -> bytes:
-        """Return bytes at the position."""
+        """Return the next bytes."""
         return bytes(self.read_buffer(self._size if size < 0 else size))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a position, and return it."""
+        """Set the position and return it."""
         origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         self._position = origin + offset
         return self._position
@@ -181,14 +177,14 @@ class FetchedFile(io.RawIOBase):
         return True
 
     def close(self) -> None:
-        """Forget what was fetched; what is not needed any more is not requested."""
+        """Release the fetched bytes and cancel pending requests."""
         for span in self._spans:
             span.forget()
         super().close()
 
 
 class _Span:
-    """Neighbouring bytes, fetched piece by piece."""
+    """A contiguous byte range, fetched piece by piece."""
 
     def __init__(
         self, file: FetchedFile, pool: ThreadPoolExecutor, span: Range, piece: int
@@ -200,14 +196,14 @@ class _Span:
         self._pieces: dict[int, Future[bytes]] = {}
 
     def fetch(self, index: int) -> None:
-        """Begin to fetch a piece, if there is one."""
+        """Start to fetch a piece, if it exists and has not been requested."""
         start = self.start + index * self.piece
         if start < self.stop and index not in self._pieces:
             stop = min(start + self.piece, self.stop)
             self._pieces[index] = self._pool.submit(self._fetch, start, stop)
 
     def read(self, start: int, stop: int) -> memoryview | bytes:
-        """Return bytes that lie in here, and forget those before them."""
+        """Return bytes of this range, and release all earlier pieces."""
         first = (start - self.start) // self.piece
         last = (stop - 1 - self.start) // self.piece
         for index in [index for index in self._pieces if index < first]:

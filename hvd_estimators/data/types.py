@@ -1,4 +1,4 @@
-"""Types of columns: from Arrow to the specs that training reads."""
+"""Column types: conversion of Arrow types to column specs."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
 
 
 def without_decimals(column: pa.Array) -> pa.Array:
-    """Return a column with the nearest double for each decimal, in lists, too.
+    """Convert decimals in a column, or in its lists, to the nearest doubles.
 
-    Spark's cast gives the same. Arrow's own cast is often off in the last bit.
+    The result equals that of Spark's cast. Arrow's own cast is often wrong in the last bit.
     """
     kinds = pa.types
     if kinds.is_dictionary(column.type) and kinds.is_decimal(column.type.value_type):
         column = column.dictionary_decode()
     if not kinds.is_decimal(_leaf(column.type)):
         return column
-    # Text in between: Arrow reads the nearest double from it.
+    # Cast via strings, because Arrow parses a string to the nearest double.
     text = column.cast(_with_leaf(column.type, pa.string()))
     return text.cast(_with_leaf(column.type, pa.float64()))
 
@@ -43,7 +43,7 @@ def _leaf(data_type: pa.DataType) -> pa.DataType:
 
 
 def _with_leaf(data_type: pa.DataType, leaf: pa.DataType) -> pa.DataType:
-    """Return a type with another one in its innermost lists."""
+    """Return a type with its innermost list element type replaced."""
     if not _is_any_list(data_type):
         return leaf
     inner = _with_leaf(data_type.value_type, leaf)
@@ -59,7 +59,7 @@ def _is_any_list(data_type: pa.DataType) -> bool:
 
 
 def _one_of(*names: str) -> Callable[[pa.DataType], bool]:
-    # Predicates of types that only newer versions of PyArrow have.
+    # Only newer versions of PyArrow have some of these predicates.
     predicates = [getattr(pa.types, name) for name in names if hasattr(pa.types, name)]
     return lambda data_type: any(predicate(data_type) for predicate in predicates)
 
@@ -84,35 +84,35 @@ def column_spec(
     allow_text: bool = False,
     bytes_as_text: bool = True,
 ) -> ColumnSpec:
-    """Describe a column by its Arrow type.
+    """Return the spec of a column with an Arrow type.
 
-    Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays
-    of unsigned 8-bit integers. A dictionary-encoded column is treated like its values.
+    Numbers and booleans keep their type, decimals become 64-bit floats, and bytes become arrays of
+    unsigned 8-bit integers. A dictionary-encoded column is treated like its values.
 
     Parameters
     ----------
     name : str
         The column's name.
     data_type : pyarrow.DataType
-        Its type.
+        The column's type.
     file : str
-        The file that has it; for messages.
+        The file that contains the column; for messages.
     allow_text : bool
-        Take strings as text, and bytes, too, except those of a fixed size.
+        Accept strings, and bytes without a fixed size, as text.
     bytes_as_text : bool
-        Whether this includes bytes; if not, they become arrays.
+        Whether ``allow_text`` includes bytes. If not, they become arrays.
 
     Returns
     -------
     ColumnSpec
-        Dimensions that the type does not tell are -1.
+        Dimensions that the type does not specify are -1.
 
     Raises
     ------
     ColumnError
-        If the type cannot be trained on.
+        If the type is not supported for training.
     DataError
-        If the type says that there are only nulls.
+        If the type is Arrow's null type, which means that all values are null.
     """
     leaf, shape = data_type, []
     while True:
@@ -155,12 +155,12 @@ def column_spec(
 
 
 def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, Any]:
-    """Return the options of `column_spec` for text in one column.
+    """Return the text options of `column_spec` for one column.
 
     Parameters
     ----------
     allow_text : bool or mapping
-        Whether text is taken in all columns; or the columns with text, each with whether bytes
+        Whether all columns may be text, or a mapping from each text column to whether its bytes
         count as text.
     name : str
         The column.
@@ -171,10 +171,10 @@ def text_options(allow_text: bool | Mapping[str, bool], name: str) -> dict[str, 
 
 
 def is_level(element: pa.DataType) -> bool:
-    """Return whether the elements of a list are a level of Spark's old format, not structs.
+    """Return whether a list's element type is an artificial struct of Spark's legacy format.
 
-    With ``spark.sql.parquet.writeLegacyFormat`` a list in a list has no level of its own for its
-    elements, and PyArrow takes the inner list for a struct that holds nothing else.
+    With ``spark.sql.parquet.writeLegacyFormat``, nested lists lack a level for their elements.
+    PyArrow therefore reads the inner list as a struct with a single field.
     """
     return (
         pa.types.is_struct(element)
@@ -184,7 +184,7 @@ def is_level(element: pa.DataType) -> bool:
 
 
 def num_leaves(data_type: pa.DataType) -> int:
-    """Return how many Parquet columns hold a column of this type."""
+    """Return the number of Parquet columns that store a column of this type."""
     if isinstance(data_type, pa.BaseExtensionType):
         return num_leaves(data_type.storage_type)
     if pa.types.is_struct(data_type):

@@ -1,1 +1,1 @@
-"""Parquet to batches, on the ranks."""
+"""Readers that turn Parquet files into batches. Runs on ranks."""

@@ -1,4 +1,4 @@
-"""Reading with PyArrow alone, in threads: runs with any PyArrow and NumPy."""
+"""Data module that reads with PyArrow only, in threads, for any versions of PyArrow and NumPy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ __all__ = ["ArrowDataModule"]
 
 
 class ArrowDataModule(PlannedDataModule):
-    """Reads row groups with PyArrow, in threads: PyArrow decodes without the interpreter's lock.
+    """Data module that reads row groups with PyArrow in threads, which decode without the GIL.
 
-    Takes ``reader_pool_type="process"`` for ``"thread"``; ``"dummy"`` reads in the thread that
-    asks. A worker holds one part of a
-    row group (see `range_tables`) that waits to be taken.
+    ``reader_pool_type="process"`` behaves like ``"thread"``. With ``"dummy"``, the calling thread
+    reads. Each worker holds at most one unconsumed table of a row group (see `range_tables`).
     """
 
     short_name = "arrow"

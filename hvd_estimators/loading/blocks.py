@@ -1,4 +1,4 @@
-"""Rows of several columns that are selected together: scalar columns of one dtype share a block."""
+"""Blocks of columns: scalar columns of one dtype share an array, so rows are selected together."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ __all__ = ["BlockLayout", "BufferPool", "Rows", "fresh_buffer", "row_bytes"]
 _ALIGNMENT = 64
 _MEASURED_ROWS = 1000
 _OBJECT_BYTES = 64
-"""Bytes that Python needs for a string besides its characters, and NumPy for its place."""
+"""Memory of a Python string besides its characters, including NumPy's pointer to it."""
 
 _TILE_BYTES = 2**18
-"""Bytes of a block that are filled column by column, few enough for the processor's cache."""
+"""Bytes of a block that are filled column by column; small enough for the CPU cache."""
 
 _MANY_COLUMNS = 10
-"""With at least so many columns, transposing is faster than filling a block column by column."""
+"""Number of columns from which transposing is faster than filling a block column by column."""
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Which columns share a block.
+    """Assignment of columns to blocks.
 
     Attributes
     ----------
     groups : tuple of tuple of str
-        Names of the columns of each block. A group of several is a block of shape ``(rows,
-        columns)``; a group of one is that column as it is, of shape ``(rows, *shape)``.
+        Names of the columns of each block. Several columns form a block of shape ``(rows,
+        columns)``. A single column is its own block of shape ``(rows, *shape)``.
     names : tuple of str
-        All columns, in the order in which they were given.
+        All columns, in their original order.
     """
 
     groups: tuple[tuple[str, ...], ...]
@@ -55,17 +55,17 @@ class BlockLayout:
 
 
 class BufferPool:
-    """Gives out memory for arrays, and uses it again once nobody holds the arrays any more.
+    """Pool of array memory that reuses a buffer when all its arrays are released.
 
-    A fresh piece of memory costs a page fault every 4 KiB, which takes longer than filling it.
-    Threads may share one.
+    New memory costs a page fault every 4 KiB, which takes longer than filling the memory. Threads
+    may share a pool.
 
     Parameters
     ----------
     kept : int
-        Pieces that are kept, at most.
+        Maximum number of buffers in the pool.
     new_buffer : callable, optional
-        Returns fresh memory of so many bytes. Default: `fresh_buffer`.
+        Allocates a buffer of a given number of bytes. Default: `fresh_buffer`.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class BufferPool:
         self._buffers: list[tuple[memoryview, weakref.ref[Array]]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an array with nothing in it yet."""
+        """Return an uninitialized array."""
         size = math.prod(shape) * dtype.itemsize
         if not size or dtype.hasobject:
             return np.empty(shape, dtype)
-        # No other thread may look for free memory until what was found is taken.
+        # The lock prevents other threads from taking the same free buffer.
         with self._lock:
             position = len(self._buffers)
             buffer = None
@@ -90,7 +90,8 @@ class BufferPool:
                     position, buffer = i, candidate
                     break
             buffer = buffer or self._new_buffer(size + size // 4)
-            # Views of it, and views of these, hold this array, as its memory is not another's.
+            # Views of this array, and views of those, keep this array alive, because it does not
+            # own its memory.
             array = np.frombuffer(buffer, dtype, math.prod(shape))
             self._buffers[position : position + 1] = [(buffer, weakref.ref(array))]
             del self._buffers[: -self._kept]
@@ -98,14 +99,14 @@ class BufferPool:
 
 
 class Rows:
-    """Rows in blocks: selecting and cutting takes one operation per block, not per column.
+    """Rows in blocks. Selecting and slicing takes one operation per block, not per column.
 
     Parameters
     ----------
     layout : BlockLayout
-        Which columns are in which block.
+        Assignment of columns to blocks.
     blocks : sequence of ndarray
-        One block per group of the layout; rows are the first axis of all of them.
+        One block per group of the layout. Rows are the first axis of all blocks.
     """
 
     __slots__ = ("blocks", "layout")
@@ -116,13 +117,13 @@ class Rows:
 
     @staticmethod
     def of(columns: Columns) -> Rows:
-        """Return columns as they are, each as a block of its own."""
+        """Wrap columns without a copy, each as its own block."""
         layout = BlockLayout(tuple((name,) for name in columns), tuple(columns))
         return Rows(layout, list(columns.values()))
 
     @staticmethod
     def empty(like: Columns, layout: BlockLayout, rows: int, memory: BufferPool) -> Rows:
-        """Return blocks for a number of rows of such columns, with nothing in them yet."""
+        """Return uninitialized blocks for a number of rows with the columns of ``like``."""
         blocks = []
         for group in layout.groups:
             array = like[group[0]]
@@ -131,7 +132,7 @@ class Rows:
         return Rows(layout, blocks)
 
     def columns(self) -> dict[str, Array]:
-        """Return views of the columns, by name; those that share a block are strided."""
+        """Return views of the columns by name; columns that share a block are strided."""
         arrays: dict[str, Array] = {}
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
             if len(group) == 1:
@@ -150,22 +151,25 @@ class Rows:
         return Rows(self.layout, [block[start:stop] for block in self.blocks])
 
     def take(self, positions: Array, memory: BufferPool) -> Rows:
-        """Return a copy of the rows at some positions, in their order; all are in range."""
+        """Return a copy of the rows at some positions, in that order.
+
+        All positions must be in range.
+        """
         taken = []
         for block in self.blocks:
             target = memory.empty((len(positions), *block.shape[1:]), block.dtype)
-            # Without "clip" NumPy gathers into a buffer first.
+            # Without "clip", NumPy gathers into a temporary buffer first.
             np.take(_records(block), positions, axis=0, out=_records(target), mode="clip")
             taken.append(target)
         return Rows(self.layout, taken)
 
     def fill(self, columns: Columns) -> None:
-        """Copy columns, which have as many rows, to these rows.
+        """Overwrite these rows with columns of the same length.
 
         Raises
         ------
         DataError
-            If a column has other shapes or types than those that these rows are for.
+            If the shape or dtype of a column does not match these rows.
         """
         self._check(columns)
         for group, block in zip(self.layout.groups, self.blocks, strict=True):
@@ -177,7 +181,7 @@ class Rows:
                 _pack(columns, group, start, block[start : start + tile])
 
     def put(self, positions: Array, columns: Columns, memory: BufferPool) -> None:
-        """Copy columns to the rows at some positions, of which there are as many.
+        """Copy columns to the rows at some positions, one position per row.
 
         Raises
         ------
@@ -212,9 +216,10 @@ class Rows:
 
 
 def row_bytes(columns: Columns) -> int:
-    """Return about how many bytes a row takes; the size of text is that of the first rows.
+    """Return the approximate size of a row in bytes; text is measured in the first rows.
 
-    That is rounded up to a power of two, so that parts whose text differs a little count alike.
+    Text sizes are rounded up to a power of two, so that parts with slightly different text count
+    alike.
     """
     total = 0
     for array in columns.values():
@@ -233,11 +238,11 @@ def _tile_rows(block: Array) -> int:
 
 
 def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> None:
-    """Copy some rows of columns, from one on, to the columns of a block."""
+    """Copy rows of several columns, from ``start`` on, into a tile of a block."""
     many = len(names) >= _MANY_COLUMNS
-    # In a block of many columns, a value is far from the column's next one, so that each takes a
-    # cache line. Therefore columns are joined first and then transposed by NumPy, which writes line
-    # after line.
+    # In a block of many columns, consecutive values of a column are far apart, so each write
+    # touches another cache line. Therefore the columns are joined first and then transposed by
+    # NumPy, which writes sequentially.
     targets = np.empty((len(names), len(tile)), tile.dtype) if many else tile.T
     for target, name in zip(targets, names, strict=True):
         target[...] = columns[name][start : start + len(tile)]
@@ -246,16 +251,16 @@ def _pack(columns: Columns, names: Sequence[str], start: int, tile: Array) -> No
 
 
 def fresh_buffer(size: int) -> memoryview:
-    """Return fresh memory."""
-    # NumPy asks the system for huge pages, which random access to a large buffer needs. TensorFlow
-    # uses memory without a copy if it begins at a multiple of 64.
+    """Allocate an aligned buffer."""
+    # NumPy requests huge pages from the system, which random access to a large buffer needs.
+    # TensorFlow uses memory without a copy if its address is a multiple of 64.
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memoryview(memory[start : start + size])  # type: ignore[arg-type]
 
 
 def _records(block: Array) -> Array:
-    """Return a block of one entry per row, which NumPy copies as a whole."""
+    """View a block as one record per row, which NumPy copies as a unit."""
     size = block.itemsize * math.prod(block.shape[1:])
     if block.ndim == 1 or block.dtype.hasobject or not size or not len(block):
         return block

@@ -1,6 +1,6 @@
 """Interleaved reading of several row groups, with threads that read ahead.
 
-The order is the same for all readers, and does not depend on how many threads they have.
+The order of the rows is the same for all readers and does not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _END = object()
 
 
 class Prefetch(Generic[T]):
-    """Reads an iterator in a thread, a bounded number of items ahead.
+    """Iterator that reads a source in a thread, a bounded number of items ahead.
 
-    What the iterator raises is raised by `__next__`. `close` ends the thread and closes the
-    iterator, in that thread, if it is a generator.
+    `__next__` raises the errors of the source. `close` stops the thread. If the source is a
+    generator, the thread closes it.
 
     Parameters
     ----------
     source : iterator
-        Drawn from by the thread alone.
+        Consumed only by the thread.
     ahead : int
-        Items that wait for the consumer, at most.
+        Maximum number of items that wait for the consumer.
     name : str
         Name of the thread.
     """
@@ -78,10 +78,10 @@ class Prefetch(Generic[T]):
         return item  # type: ignore[return-value]
 
     def close(self) -> None:
-        """End the thread; waits for it."""
+        """Stop the thread and wait for it."""
         self._closing.set()
         while self._thread.is_alive():
-            # The thread may be waiting for room.
+            # The thread may be blocked on a full queue.
             while not self._items.empty():
                 self._items.get_nowait()
             self._thread.join(0.01)
@@ -101,29 +101,27 @@ class Prefetch(Generic[T]):
         except BaseException as error:
             self._error = self._error or error
         finally:
-            # The consumer waits for this, whatever happened before.
+            # The consumer always waits for the end marker.
             self._items.put(_END)
 
 
 PART_BYTES = 16 * 2**20
-
-
-"""Bytes in memory of the rows that are read at a time; a single row can have more."""
+"""Target size in memory of the rows per read; a single row can be larger."""
 
 
 @dataclass(frozen=True)
 class RangeRead:
-    """A row range, to be read some rows at a time.
+    """A row range that is read in slices.
 
     Attributes
     ----------
     row_range : RowRange
         The range.
     rows : int or None
-        Rows of a slice; slices begin at multiples of that in the row group. None: all rows are one
-        slice.
+        Rows per slice. Slices begin at multiples of this number within the row group. None means
+        one slice with all rows.
     together : int
-        How many row ranges are read at the same time, this one included.
+        Number of row ranges that are interleaved, including this one.
     """
 
     row_range: RowRange
@@ -134,15 +132,14 @@ class RangeRead:
 def range_tables(
     file: parquet.ParquetFile, slices: RangeRead, specs: Sequence[ColumnSpec]
 ) -> Iterator[tuple[pa.Table, bool]]:
-    """Yield the rows of a range, in stored order, in tables of at most about `PART_BYTES`.
+    """Yield the rows of a range in stored order, as tables of up to about `PART_BYTES`.
 
-    That is the size of what they hold once it is decoded, also where one value stands for many in
-    the file.
+    The limit applies to the decoded size, even if the file stores repeated values only once.
 
     Parameters
     ----------
     file : pyarrow.parquet.ParquetFile
-        The range's file, as `hvd_estimators.loading.range_files` opens it.
+        The range's file, as opened by `hvd_estimators.loading.range_files`.
     slices : RangeRead
         Rows of one row group.
     specs : sequence of ColumnSpec
@@ -151,12 +148,12 @@ def range_tables(
     Yields
     ------
     pyarrow.Table, bool
-        Some rows of a slice, and whether they are the last of it.
+        Rows of one slice, and whether the table ends the slice.
 
     Raises
     ------
     StoreError
-        If the file does not hold these rows.
+        If the file does not contain these rows.
     """
     row_range, groups = slices.row_range, file.metadata
     if (
@@ -194,9 +191,9 @@ def range_tables(
 
 
 def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) -> float:
-    """Return the size of a row as decoded by PyArrow; of text, the size that the footer tells.
+    """Return the decoded size of a row; for text, the size in the footer.
 
-    Text is decoded to its dictionary, so that it takes no more than in the file.
+    Text stays dictionary-encoded, so it needs no more memory than in the file.
     """
     group = groups.row_group(row_range.row_group)
     size = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
@@ -207,7 +204,7 @@ def _row_bytes(groups: Any, row_range: RowRange, specs: Sequence[ColumnSpec]) ->
 
 
 def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
-    """Return where to cut rows so that each piece has `PART_BYTES` of text, or one row."""
+    """Return the split points of rows so that each piece has `PART_BYTES` of text, or one row."""
     if not text:
         return [0, rows.num_rows]
     sizes = np.zeros(rows.num_rows, np.int64)
@@ -224,9 +221,7 @@ def _cuts(rows: pa.RecordBatch, text: Sequence[str]) -> list[int]:
 
 
 InterleaveGroup = tuple[RangeRead, ...]
-
-
-"""Row ranges that are read together, a slice of each in turn."""
+"""Row ranges that are read together, one slice of each in turn."""
 
 
 _Stream = Generator[tuple[T, bool], None, None]
@@ -236,13 +231,11 @@ _LEAST_SLICE = 2**16
 
 
 _ROUNDS = 4
-
-
-"""How many times the slices of all open row groups fit into the shuffle buffer."""
+"""Number of rounds of slices, over all open row groups, that fit into the shuffle buffer."""
 
 
 def one_per_group(ranges: Iterable[RowRange]) -> list[InterleaveGroup]:
-    """Return bundles of one range each."""
+    """Return groups of one range each."""
     return [(RangeRead(row_range),) for row_range in ranges]
 
 
@@ -253,23 +246,24 @@ def mixed(
     buffer_bytes: int,
     rng: np.random.Generator,
 ) -> list[InterleaveGroup]:
-    """Put a rank's row ranges in random order, several at a time.
+    """Group a rank's row ranges in random order, several ranges per group.
 
-    Each bundle has one of every few neighbours in the stored order, and ends with all of its
-    ranges at about the same time: its rows, and those of each of its rounds, are a sample of all.
+    Each group takes one range from each run of neighbours in the stored order. All ranges of a
+    group end at about the same time. Each group, and each round of its slices, is therefore a
+    sample of all rows.
 
     Parameters
     ----------
     ranges : sequence of RowRange
         In stored order.
     open_groups : int
-        Ranges of a bundle, at most.
+        Maximum number of ranges in a group.
     row_bytes : int
-        Size of a row.
+        Size of a row in bytes.
     buffer_bytes : int
-        Size of the shuffle buffer; a round takes a part of it.
+        Size of the shuffle buffer in bytes; a round takes a fraction of it.
     rng : numpy.random.Generator
-        Source of chance.
+        Random number generator.
     """
     if open_groups == 1 or len(ranges) == 1:
         return one_per_group(ranges[i] for i in rng.permutation(len(ranges)))
@@ -294,17 +288,17 @@ def interleave(
     read: Callable[[RangeRead], _Stream[T]],
     threads: int,
 ) -> Generator[T, None, None]:
-    """Read bundles one after another, and of each bundle a slice of every range in turn.
+    """Read groups one after another; within a group, read one slice of each range in turn.
 
     Parameters
     ----------
     bundles : iterator of InterleaveGroup
-        May have no end; drawn from as reading goes on.
+        The groups; may be infinite. Consumed lazily.
     read : callable
-        Reads a range: yields its parts, and whether each is the last of a slice.
+        Reads a range. Yields its tables, each with a flag for the last table of a slice.
     threads : int
-        Threads that read ahead; each has a part that waits to be taken, at most. 0: this thread
-        reads, when it is asked to.
+        Number of threads that read ahead; each has at most one unconsumed table. With 0, the
+        calling thread reads on demand.
     """
     if not threads:
         for bundle in bundles:
@@ -339,14 +333,14 @@ def interleave(
 
 
 class _Interleaver(Generic[T]):
-    """The ranges of a bundle, while they are read."""
+    """The ranges of a group while they are read."""
 
     def __init__(self, bundle: InterleaveGroup, read: Callable[[RangeRead], _Stream[T]]) -> None:
         self._waiting = deque(read(slices) for slices in bundle)
         self.ahead: deque[tuple[_Stream[T], Future[tuple[T, bool] | None]]] = deque()
 
     def read_ahead(self, pool: ThreadPoolExecutor, most: int) -> int:
-        """Let threads read from the ranges whose turn is next; return from how many."""
+        """Start reads of the next ranges in threads; return the number of started reads."""
         count = max(min(most, len(self._waiting)), 0)
         for _ in range(count):
             stream = self._waiting.popleft()
@@ -354,7 +348,7 @@ class _Interleaver(Generic[T]):
         return count
 
     def take(self, pool: ThreadPoolExecutor) -> T | None:
-        """Return the next part, or None if a range turns out to have ended."""
+        """Return the next table, or None if its range has ended."""
         stream, future = self.ahead.popleft()
         found = future.result()
         if found is None:
@@ -367,7 +361,7 @@ class _Interleaver(Generic[T]):
         return part
 
     def parts(self) -> Iterator[T]:
-        """Read in this thread."""
+        """Read in the calling thread."""
         while self._waiting:
             stream = self._waiting[0]
             for part, ends_slice in stream:
@@ -378,6 +372,6 @@ class _Interleaver(Generic[T]):
             self._waiting.popleft()
 
     def close(self) -> None:
-        """Close what is open. By then no thread is reading."""
+        """Close the open ranges. At this point, no thread is reading."""
         for stream in [*self._waiting, *(stream for stream, _ in self.ahead)]:
             stream.close()

@@ -1,4 +1,4 @@
-"""Reading with Petastorm's readers and worker pools, row group by row group, as planned."""
+"""Data module that reads planned row ranges with Petastorm's readers and worker pools."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from hvd_estimators.loading.reader import PlannedDataModule
 __all__ = ["Failure", "PetastormDataModule", "make_pool"]
 
 with warnings.catch_warnings():
-    # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
+    # Petastorm 0.13 imports names that PyArrow 14 deprecates.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.reader_impl.arrow_table_serializer import ArrowTableSerializer
     from petastorm.workers_pool import EmptyResultError
@@ -44,45 +44,33 @@ with warnings.catch_warnings():
 
 
 _LAST_WORDS_MS = 1000
-
-
-"""How long something that a dead worker sent may take to arrive."""
+"""Maximum wait for messages of a dead worker, in milliseconds."""
 
 
 _LOOK_SECONDS = 1.0
-
-
-"""How long workers that send results are not checked."""
+"""Interval of liveness checks while workers send results."""
 
 
 _RETRY_SECONDS = 0.05
-
-
-"""How long work waits if no worker has room for it."""
+"""Delay before work is offered again if all workers are busy."""
 
 
 _IDLE_SECONDS = 0.001
-
-
-"""How long the caller sleeps until the next range is there."""
+"""Sleep interval of the caller while it waits for the next range."""
 
 
 _START_SECONDS = 300
-
-
-"""How long worker processes may take to start; Petastorm's own limit is 20 seconds."""
+"""Start timeout of worker processes; Petastorm's own limit is 20 seconds."""
 
 
 _FAILURE = b"hvd_estimators failure:"
-
-
-"""First bytes of a serialized failure; those of an Arrow table are others."""
+"""Prefix of a serialized failure; an Arrow table cannot begin with it."""
 
 
 def make_pool(pool_type: str, workers: int) -> Any:
-    """Return a pool of threads, of processes, or ("dummy") of no worker but the caller."""
+    """Return a worker pool of threads, of processes, or of only the caller ("dummy")."""
     if pool_type == "thread":
-        return SleepingThreadPool(workers, results_queue_size=1)  # five for each worker, at least
+        return SleepingThreadPool(workers, results_queue_size=1)  # at least five per worker
     if pool_type == "process":
         return WatchedProcessPool(workers, _Serializer())
     return CallerPool()
@@ -90,14 +78,14 @@ def make_pool(pool_type: str, workers: int) -> Any:
 
 @dataclass(frozen=True)
 class Failure:
-    """The exception of a worker, sent in place of a table."""
+    """A worker's exception, sent in place of a table."""
 
     error: BaseException
 
     def as_error(self) -> BaseException:
-        """Return what the consumer raises."""
+        """Return the exception that the consumer raises."""
         if isinstance(self.error, StopIteration):
-            # An iterator that raised it would seem to have ended.
+            # A StopIteration would look like the normal end of the iterator.
             error = ReaderError("A reader's worker raised StopIteration.")
             error.__cause__ = self.error
             return error
@@ -105,14 +93,14 @@ class Failure:
 
 
 class _WorkerTraceback(Exception):
-    """The traceback of another process, shown as the cause of its error."""
+    """Traceback from another process, shown as the cause of its error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class _Serializer(ArrowTableSerializer):
-    """Sends tables as Arrow streams, and failures with their traceback."""
+    """Serializer for tables, as Arrow streams, and for failures with their tracebacks."""
 
     def serialize(self, rows: Any) -> Any:
         if not isinstance(rows, Failure):
@@ -121,7 +109,7 @@ class _Serializer(ArrowTableSerializer):
         text = "".join(traceback.format_exception(error))
         last = traceback.format_exception_only(type(error), error)[-1].strip()
         dumped = None
-        # By reference only: classes of a script must not replace those of the rank.
+        # Pickle by reference only: classes of a script must not replace those of the rank.
         with contextlib.suppress(Exception):
             dumped = pickle.dumps(error)
         return _FAILURE + pickle.dumps((dumped, last, text))
@@ -131,7 +119,7 @@ class _Serializer(ArrowTableSerializer):
             return super().deserialize(serialized_rows)
         dumped, last, text = pickle.loads(serialized_rows[len(_FAILURE) :])
         error: BaseException | None = None
-        # Exceptions that take other arguments than their message fail here.
+        # Unpickling fails for exceptions whose constructors take other arguments than the message.
         with contextlib.suppress(Exception):
             error = pickle.loads(dumped) if dumped is not None else None
         if not isinstance(error, BaseException):
@@ -141,7 +129,7 @@ class _Serializer(ArrowTableSerializer):
 
 
 class CallerPool:
-    """Reads in the thread that asks; Petastorm's own waits forever if no more ranges come."""
+    """Pool that reads in the calling thread; Petastorm's blocks after the last range."""
 
     workers_count = 1
 
@@ -176,10 +164,10 @@ class CallerPool:
 
 
 class SleepingThreadPool(ThreadPool):
-    """Petastorm's threads, which sleep while they have nothing to do.
+    """Petastorm's thread pool, with threads that block while they are idle.
 
-    Its own wake up every millisecond to see whether they are to stop. Each time they ask for the
-    interpreter's lock, which training needs.
+    Petastorm's own threads wake up every millisecond to check for a stop request. Each time, they
+    take the GIL from the training thread.
     """
 
     def start(self, worker_class: Any, worker_args: Any = None, ventilator: Any = None) -> None:
@@ -194,7 +182,7 @@ class SleepingThreadPool(ThreadPool):
         super().stop()
         for work, results in zip(self._ventilator_queues, self._results_queues, strict=True):
             work.put(None)
-            # A worker may be waiting for room.
+            # A worker may be blocked on a full queue.
             with contextlib.suppress(queue.Empty):
                 while True:
                     results.get_nowait()
@@ -206,7 +194,7 @@ class SleepingThreadPool(ThreadPool):
 
 
 class _WorkQueue(queue.SimpleQueue[Any]):
-    """Gives a worker its items; None makes it check whether to stop."""
+    """Work queue of one worker; None makes the worker check for a stop request."""
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         item = super().get()
@@ -216,7 +204,7 @@ class _WorkQueue(queue.SimpleQueue[Any]):
 
 
 class WatchedProcessPool(ProcessPool):
-    """Petastorm's processes, with an error if one dies; Petastorm would wait for it forever."""
+    """Petastorm's process pool, with an error if a worker dies; Petastorm would wait forever."""
 
     _results_receiver_poller: Any
     _stopping = False
@@ -243,7 +231,7 @@ class WatchedProcessPool(ProcessPool):
             raise
 
     def ventilate(self, *args: Any, **kwargs: Any) -> None:
-        # Petastorm's own method tries for 20 seconds if no worker is left.
+        # Petastorm's own method retries for 20 seconds if no worker is left.
         self._ventilated_items += 1
         try:
             while not self._stopping:
@@ -252,7 +240,7 @@ class WatchedProcessPool(ProcessPool):
                     return
                 time.sleep(_RETRY_SECONDS)
         except BaseException:
-            # An item that no worker gets must not be waited for.
+            # An item that no worker received must not be counted.
             self._ventilated_items -= 1
             raise
 
@@ -262,7 +250,7 @@ class WatchedProcessPool(ProcessPool):
 
 
 class _WatchfulPoller:
-    """Polls, and checks the processes now and then, and when nothing comes."""
+    """Poller that also checks the worker processes, regularly and when no message arrives."""
 
     def __init__(self, poller: Any, processes: Sequence[Popen[bytes]]) -> None:
         self._poller = poller
@@ -274,12 +262,13 @@ class _WatchfulPoller:
         if ready and time.monotonic() < self._next_look:
             return ready
         self._next_look = time.monotonic() + _LOOK_SECONDS
-        # Workers go on until they are told to stop, and by then nobody polls any more.
+        # Workers run until they receive a stop request, and polling ends before that.
         dead = [process for process in self._processes if process.poll() is not None]
         if not dead:
             return ready
-        # A worker that was not killed sent an exception first. It arrives in the end, since the
-        # others fall silent: they are given nothing more while a range is missing.
+        # A worker that failed without a signal has sent an exception first. The exception always
+        # arrives, because the other workers become idle: they receive no new work while a range is
+        # missing.
         killed = any(process.returncode < 0 for process in dead)
         ready = [] if killed else ready or self._poller.poll(_LAST_WORDS_MS)
         if ready:
@@ -302,7 +291,7 @@ def _end(code: int) -> str:
 
 
 with warnings.catch_warnings():
-    # Petastorm 0.13 imports names that PyArrow 14 calls deprecated.
+    # Petastorm 0.13 imports names that PyArrow 14 deprecates.
     warnings.simplefilter("ignore", FutureWarning)
     from petastorm.arrow_reader_worker import ArrowReaderWorker
     from petastorm.cache import NullCache
@@ -318,21 +307,21 @@ _FILE, _PART, _NEXT = (b"hvd_estimators.%s" % name for name in (b"file", b"part"
 
 
 class PetastormDataModule(PlannedDataModule):
-    """Reads with Petastorm: a worker pool fetches row groups ahead of the training loop.
+    """Data module on Petastorm: a worker pool reads row groups ahead of the training loop.
 
-    Petastorm shards by whole row groups and in an order of its own. This reader keeps its
-    `Reader` and worker pools, and hands the workers the planned row ranges instead, so that each
-    row is read once and the order depends on the seed alone.
+    Petastorm itself shards by whole row groups and chooses their order. This class uses its
+    `Reader` and worker pools, but gives the workers the planned row ranges. Each row is thus read
+    once, and the order depends only on the seed.
 
     Parameters
     ----------
     cache_type : {"null", "local-disk"}
-        "local-disk" keeps what was read in a folder on this machine, for the passes that follow;
-        it is deleted at the end.
+        "local-disk" caches the rows in a local folder for later passes. The folder is deleted at
+        the end.
     cache_location : str, optional
-        Where that folder is made. Default: among the system's temporary files.
+        Parent of that folder. Default: the system's temporary directory.
     cache_size_limit : int
-        Bytes that it may hold, about; what was stored first gives way.
+        Approximate maximum size of the cache in bytes. The oldest entries are evicted first.
     **kwargs
         See `PlannedDataModule`.
     """
@@ -351,7 +340,7 @@ class PetastormDataModule(PlannedDataModule):
         self._cached_parts: LocalDiskCache | None = None
         if cache_type == "local-disk":
             folder = tempfile.mkdtemp(prefix="hvd_estimators-", dir=cache_location)
-            # Parts have all sizes, so there is no row size to check the limit against.
+            # Tables have various sizes, so there is no row size for checking the limit.
             self._cached_parts = LocalDiskCache(folder, cache_size_limit, 0)
 
     def __exit__(
@@ -360,7 +349,7 @@ class PetastormDataModule(PlannedDataModule):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything that is still reading, and delete the cache."""
+        """Stop all readers and delete the cache."""
         super().__exit__(exc_type, exc, traceback)
         if self._cached_parts is not None:
             self._cached_parts.cleanup()
@@ -372,7 +361,7 @@ class PetastormDataModule(PlannedDataModule):
         first = next(passes)
         if not first:
             return
-        # Row groups that are read in turns are read by one worker, which has threads of its own.
+        # Interleaved row groups are read by one worker, which has its own threads.
         together = any(len(bundle) > 1 for bundle in first)
         work: Iterator[Sequence[InterleaveGroup]] = _chain(first, passes)
         if not together:
@@ -391,8 +380,8 @@ class PetastormDataModule(PlannedDataModule):
     def _items(
         self, work: Iterator[Sequence[InterleaveGroup]], files: RangeFiles, threads: int
     ) -> Iterator[dict[str, Any]]:
-        """Return what workers are told; it is drawn from some items ahead."""
-        # A worker with threads looks ahead for itself, and what is on disk need not be fetched.
+        """Yield the work items for the workers. Petastorm consumes them some items ahead."""
+        # A worker with threads reads ahead by itself, and cached rows need not be fetched.
         announced = self.reader_pool_type == "thread" and not threads and not self._cached_parts
         shared = _pickled(files) if self.reader_pool_type == "process" else files
         for sequence, bundles in enumerate(work):
@@ -402,7 +391,8 @@ class PetastormDataModule(PlannedDataModule):
                     files.announce(slices)
             yield {
                 "files": shared,
-                # Processes come and go. This one reads each footer once, and tells them.
+                # Worker processes are short-lived. This process reads each footer once and sends
+                # it.
                 "tails": files.tails(ranges) if self.reader_pool_type == "process" else {},
                 "bundles": bundles,
                 "threads": threads,
@@ -414,8 +404,9 @@ class PetastormDataModule(PlannedDataModule):
     ) -> _PlannedReader:
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
             warnings.simplefilter("ignore", FutureWarning)
-            # Petastorm reads all footers when a reader is made, and knows only some filesystems and
-            # types. Our workers are told what to read, so it is shown another file.
+            # Petastorm reads all footers when it creates a reader, and supports only some
+            # filesystems and types. The workers receive their own work items, so the reader gets a
+            # placeholder file.
             shown = os.path.join(folder, "shown.parquet")
             parquet.write_table(pa.table({"row": [0]}), shown)
             return _PlannedReader(
@@ -441,10 +432,10 @@ def _chain(
 def _in_sequence(
     tables: Iterable[pa.Table], make_room: Callable[[], None]
 ) -> Generator[pa.Table, None, None]:
-    """Yield tables in the order in which they were requested; process pools answer in any order.
+    """Yield tables in the order of the requests; process pools answer in any order.
 
-    `make_room` is called when the last table of an item is at hand, so that what waits here for
-    the tables of a slow worker, or of one that has died, is bounded.
+    `make_room` is called when the last table of an item is available. This limits the tables that
+    wait here for a slow or dead worker.
     """
     early: dict[tuple[int, int], pa.Table] = {}
     wanted = (0, 0)
@@ -459,9 +450,9 @@ def _in_sequence(
 
 
 def _pickled(files: RangeFiles) -> bytes:
-    """Serialize the open files' store and columns, once for all ranges.
+    """Serialize the store and columns of the files once for all ranges.
 
-    Petastorm itself uses plain pickle, which takes neither lambdas nor classes of a script.
+    Petastorm itself uses plain pickle, which supports neither lambdas nor classes of a script.
 
     Raises
     ------
@@ -484,7 +475,7 @@ def _numbers(table: pa.Table, key: bytes) -> tuple[int, int]:
 
 
 class _PlannedReader(Reader):
-    """Petastorm's reader with the plan's row ranges instead of its own sharding."""
+    """Petastorm's reader with planned row ranges instead of Petastorm's sharding."""
 
     def __init__(
         self, *args: Any, items: Iterator[dict[str, Any]], one_at_a_time: bool, **kwargs: Any
@@ -505,7 +496,7 @@ class _PlannedReader(Reader):
 
 
 class _RangeVentilator(Ventilator):
-    """Hands row ranges to the workers, a bounded number of them ahead of the consumer."""
+    """Send row ranges to the workers, a bounded number of them ahead of the consumer."""
 
     def __init__(
         self,
@@ -532,14 +523,14 @@ class _RangeVentilator(Ventilator):
         self._processed += 1
 
     def make_room(self) -> None:
-        """Let one more range be read."""
+        """Allow one more range to be read."""
         self._room.release()
 
     def completed(self) -> bool:
-        """Return whether all ranges were read; raise what ended the thread.
+        """Return whether all ranges have been processed; raise the error that ended the thread.
 
-        Pools that are out of work ask this, and stop reading if it is so. They may have asked
-        before they got the last range, which must be processed as well.
+        A pool without pending work calls this method and stops reading on True. The call can
+        precede the arrival of the last range, so the range must be processed, too.
         """
         if self._error is not None:
             raise self._error
@@ -565,13 +556,14 @@ class _RangeVentilator(Ventilator):
             if self._stopping:
                 return
             self._ventilated += 1
-            # Before it goes out: once it is processed, nobody waits for another.
+            # Set this before sending the item. After the item is processed, the pool no longer
+            # waits.
             self._all_ventilated = upcoming is None
             self._ventilate_fn(**item)
 
 
 class _RangeWorker(ArrowReaderWorker):
-    """Reads row ranges as Arrow tables."""
+    """Worker that reads row ranges as Arrow tables."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -587,7 +579,7 @@ class _RangeWorker(ArrowReaderWorker):
         except WorkerTerminationRequested:
             raise
         except BaseException as error:
-            # Petastorm loses the traceback, takes `queue.Empty` for a lack of work, and waits
+            # Petastorm loses the traceback and treats `queue.Empty` as missing work. It also waits
             # forever for a thread that raises anything but an `Exception`.
             self.publish_func(Failure(error))
 
@@ -620,7 +612,7 @@ class _RangeWorker(ArrowReaderWorker):
                     table, path = following
 
     def _read(self, slices: RangeRead) -> Generator[tuple[tuple[pa.Table, str], bool], None, None]:
-        """Yield the tables of a range and its path, and whether each ends a slice."""
+        """Yield each table of a range with the file's path, and whether it ends a slice."""
         row_range = slices.row_range
         tables = self._read_tables(slices)
         with contextlib.closing(tables):
@@ -641,7 +633,10 @@ class _RangeWorker(ArrowReaderWorker):
                 yield (table, row_range.file), ends_slice
 
     def _read_tables(self, slices: RangeRead) -> Generator[tuple[pa.Table, bool, bool], None, None]:
-        """Yield tables, whether each ends a slice, and the range; opens the file when asked."""
+        """Yield each table with flags for the end of a slice and of the range.
+
+        The file is opened with the first table.
+        """
         assert self._files is not None
         with self._files.open(slices) as file:
             tables = range_tables(file, slices, self._files.specs)
@@ -653,7 +648,7 @@ class _RangeWorker(ArrowReaderWorker):
 
 
 class _TableQueueReader:
-    """Takes tables from the pool as they are; Petastorm would go through pandas."""
+    """Take tables directly from the pool; Petastorm would convert them through pandas."""
 
     batched_output = True
 

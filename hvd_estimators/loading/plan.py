@@ -1,8 +1,8 @@
-"""Plans of reading: which shard has which rows, and how many in each step. Pure arithmetic.
+"""Assignment of rows to shards and steps. Pure arithmetic.
 
-A shard is what one rank reads, or one of several that a rank plays one after the other where there
-are fewer ranks than the plan was made for. Every rank computes the same numbers from the same plan,
-so nothing has to be exchanged to know how many rows the other ranks see in a step.
+A shard is the data of one rank. If a run has fewer ranks than shards, a rank runs several virtual
+shards one after another. Every rank computes the same numbers from the same plan. No communication
+is therefore needed to know the number of rows of other ranks in a step.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ __all__ = [
 ]
 
 _ENOUGH_GROUPS = 8
-
-
-"""The least number of places in the stored order from which a global batch is taken."""
+"""Minimum number of row groups that must contribute to a global batch for good mixing."""
 
 
 def order_warning(
@@ -37,26 +35,26 @@ def order_warning(
     specs: Sequence[ColumnSpec],
     buffer_bytes: int,
 ) -> str | None:
-    """Return a warning about files whose rows cannot be mixed in the available memory.
+    """Return a warning if the rows of the files cannot be mixed in the available memory.
 
-    Rows are mixed well if a rank's rows fit into its buffer, or if enough row groups are read at a
-    time by all ranks together. Else rows that are sorted are trained on nearly in that order.
+    Rows are mixed well if a rank's rows fit into its buffer, or if all ranks together read enough
+    row groups at a time. Otherwise, sorted rows are trained on almost in sorted order.
 
     Parameters
     ----------
     row_groups : sequence of RowGroup
-        The training part's row groups.
+        The row groups of the training part.
     plan : ShardPlan
-        Who reads what.
+        The assignment of rows to shards.
     specs : sequence of ColumnSpec
         The columns.
     buffer_bytes : int
-        Size of a rank's shuffle buffer.
+        Size of a rank's shuffle buffer in bytes.
 
     Returns
     -------
     str or None
-        The warning; None if all is well.
+        The warning, or None.
     """
     row_bytes = sum(spec.width * np.dtype(spec.dtype).itemsize for spec in specs)
     rank_bytes = max(map(plan.rows, range(plan.num_shards))) * row_bytes
@@ -80,9 +78,7 @@ def _mib(num_bytes: float) -> str:
 
 
 MOST_OPEN_GROUPS = 64
-
-
-"""The most row groups that a rank reads at a time, since each has a file open."""
+"""Maximum number of row groups that a rank reads at a time; each needs an open file."""
 
 
 @dataclass(frozen=True)
@@ -107,11 +103,10 @@ class ShardPlan:
     Attributes
     ----------
     shards : tuple of tuple of RowRange
-        Each is what is read of that shard in one pass over the data, in stored order. Together the
-        shards hold every row exactly once, and two of them differ by at most one row.
+        Row ranges that each shard reads in one pass over the data, in stored order. Together, the
+        shards contain every row exactly once. Their sizes differ by at most one row.
     open_groups : int
-        Row groups of a shard that are read at a time where rows are shuffled, some rows of each in
-        turn.
+        Number of row groups of a shard that are interleaved if rows are shuffled.
     """
 
     shards: tuple[tuple[RowRange, ...], ...]
@@ -119,7 +114,7 @@ class ShardPlan:
 
     @property
     def num_shards(self) -> int:
-        """Number of (canonical) shards: of the ranks that the plan was made for."""
+        """Number of canonical shards: the number of ranks for which the plan was made."""
         return len(self.shards)
 
     def rows(self, shard: int) -> int:
@@ -127,25 +122,25 @@ class ShardPlan:
         return sum(row_range.rows for row_range in self.shards[shard])
 
     def steps(self, batch_size: int) -> int:
-        """Return the number of steps, the same for all shards, in which one pass is made."""
+        """Return the number of steps in one pass, which is the same for all shards."""
         return -(-max(map(self.rows, range(self.num_shards))) // batch_size)
 
     def batch_sizes(self, shard: int, batch_size: int) -> list[int]:
-        """Return the rows of each step of one shard; see `batch_sizes`."""
+        """Return the number of rows in each step of one shard; see `batch_sizes`."""
         return batch_sizes(self.rows(shard), self.steps(batch_size), batch_size)
 
     def global_batch_sizes(self, batch_size: int) -> list[int]:
-        """Return the rows of each step over all shards."""
+        """Return the number of rows in each step, over all shards."""
         return self.sizes_of(range(self.num_shards), batch_size)
 
     def sizes_of(self, shards: Iterable[int], batch_size: int) -> list[int]:
-        """Return the rows of each step over some shards."""
+        """Return the number of rows in each step, over some shards."""
         per_shard = [self.batch_sizes(shard, batch_size) for shard in shards]
         return [sum(sizes) for sizes in zip(*per_shard, strict=True)]
 
 
 def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
-    """Return the shards that a rank plays in each step, one after the other.
+    """Return the virtual shards that a rank runs in each step, one after another.
 
     Parameters
     ----------
@@ -157,19 +152,19 @@ def virtual_shards(num_shards: int, rank: int, size: int) -> tuple[int, ...]:
     Returns
     -------
     tuple of int
-        ``rank, rank + size, rank + 2 * size`` and so on: with as many ranks as shards the rank
-        itself. Some ranks have one more than others.
+        ``rank, rank + size, rank + 2 * size`` and so on. If there are as many ranks as shards, this
+        is only the rank itself. Some ranks may have one shard more than others.
     """
     return tuple(range(rank, num_shards, size))
 
 
 def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
-    """Cut rows into a number of batches: full ones first, and none empty if possible.
+    """Split rows into a number of batches: full ones first, and none empty if possible.
 
     Parameters
     ----------
     rows : int
-        Rows to cut, at most ``steps * batch_size``.
+        Rows to split, at most ``steps * batch_size``.
     steps : int
         Number of batches.
     batch_size : int
@@ -178,7 +173,7 @@ def batch_sizes(rows: int, steps: int, batch_size: int) -> list[int]:
     Returns
     -------
     list of int
-        ``steps`` sizes, each from 0 to ``batch_size``, that add up to ``rows``.
+        ``steps`` sizes, each from 0 to ``batch_size``, with the sum ``rows``.
     """
     sizes = []
     for steps_left in range(steps, 0, -1):
@@ -196,25 +191,26 @@ def plan_shards(
     seed: int | None = None,
     open_bytes: int = 0,
 ) -> ShardPlan:
-    """Cut row groups into shards.
+    """Split row groups into shards.
 
-    Shards are contiguous, or, with a seed, each has one of every few neighbouring row groups, so
-    that it is a sample of all rows, however these are sorted. Row groups are cut where a shard
-    ends inside one: the two ranks that meet there both read it and each keeps its part.
+    Without a seed, shards are contiguous. With a seed, each shard gets about one of every
+    ``num_shards`` neighbouring row groups. It is then a sample of all rows, even if the rows are
+    sorted. If a shard ends inside a row group, the group is split. Both ranks read the group, and
+    each keeps its own rows.
 
     Parameters
     ----------
     row_groups : sequence of RowGroup
         The dataset's row groups in stored order.
     num_shards : int
-        Number of shards, at least 1: of the ranks with which a run begins.
+        Number of shards, at least 1. Equals the number of ranks at the start of a run.
     allow_empty : bool
-        Accept fewer rows than shards (validation): some shards then have none.
+        Accept fewer rows than shards (validation); some shards are then empty.
     seed : int, optional
-        Deals row groups to shards by chance.
+        Seed for the random assignment of row groups to shards.
     open_bytes : int
-        Memory for the row groups of a shard that are read at a time; see `RowGroup.open_bytes`.
-        0: they are read one after another.
+        Memory for interleaved row groups of a shard in bytes; see `RowGroup.open_bytes`. With 0,
+        row groups are read one after another.
 
     Returns
     -------
@@ -224,7 +220,7 @@ def plan_shards(
     Raises
     ------
     DataError
-        If there are fewer rows than shards and ``allow_empty`` is not set.
+        If there are fewer rows than shards and ``allow_empty`` is False.
     """
     total = sum(group.rows for group in row_groups)
     if total < num_shards and not allow_empty:
@@ -254,7 +250,7 @@ def plan_shards(
 
 
 def _dealt(row_groups: Sequence[RowGroup], num_shards: int, seed: int) -> list[RowGroup]:
-    """Deal row groups, one to each shard at a time; return them shard by shard."""
+    """Assign row groups randomly, one to each shard per round; return them shard by shard."""
     rng = np.random.default_rng([seed, num_shards])
     hands: list[list[RowGroup]] = [[] for _ in range(num_shards)]
     for first in range(0, len(row_groups), num_shards):

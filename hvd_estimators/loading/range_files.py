@@ -1,7 +1,7 @@
-"""The Parquet files of a store, opened for the row ranges that are read of them. Runs on ranks.
+"""Access to a store's Parquet files for reading row ranges. Runs on ranks.
 
-PyArrow opens local files by itself. Of others, the columns of a row group are fetched in few
-requests (see `FetchedFile`), and those of the next ranges while this one is decoded.
+PyArrow opens local files directly. From remote files, the columns of a row group are fetched in a
+few requests (see `FetchedFile`). The next ranges are fetched while the current one is decoded.
 """
 
 from __future__ import annotations
@@ -27,36 +27,35 @@ from hvd_estimators.store.base import Store
 __all__ = ["AHEAD_BYTES", "OPEN_BYTES", "WHOLE_BYTES", "RangeFiles"]
 
 WHOLE_BYTES = 4 * PART_BYTES
-"""Stored bytes of a row group's columns that are fetched at once; larger ones come in pieces.
+"""Maximum stored bytes of a row group's columns for a fetch at once; larger ones are split.
 
-What Spark writes by default, row groups of 128 MiB before they are compressed, mostly fits.
+Spark's default row groups, 128 MiB before compression, are mostly smaller.
 """
 
 OPEN_BYTES = WHOLE_BYTES
-"""Such bytes of all row groups that are read at the same time, a slice of each in turn."""
+"""Maximum fetched bytes of all row groups that are interleaved."""
 
 AHEAD_BYTES = WHOLE_BYTES
-"""Such bytes that are fetched before they are asked for."""
+"""Maximum bytes that are prefetched."""
 
 _AHEAD_RANGES = 4
 _REQUESTS = 16
-"""Requests at a time."""
+"""Maximum number of parallel requests."""
 
 _LOCAL_FOOTERS = 64
 
 
 class RangeFiles:
-    """Opens the files that row ranges lie in, for several threads. A context manager.
+    """Context manager that opens the files of row ranges, for several threads.
 
     Parameters
     ----------
     store : Store
-        Where the files are.
+        The store of the files.
     specs : sequence of ColumnSpec
         The columns to read.
     footers : FooterCache, optional
-        The footers of the store's files that are known. Default: none, and nobody else is to know
-        those that are read here.
+        Cache of known footers. Default: a new, private cache.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class RangeFiles:
         self.footers = footers or FooterCache(store)
         self._store = store
         self._names = [name for spec in specs for name in spec.stored_names]
-        # Text stays as it is stored: as a few values that many rows may share.
+        # Keep text dictionary-encoded, because many rows may share a few values.
         self._text = [spec.name for spec in specs if spec.kind == "text"]
         self._local_footers: OrderedDict[str, parquet.FileMetaData] = OrderedDict()
         self._lock = threading.Lock()
@@ -75,7 +74,7 @@ class RangeFiles:
         self._ahead: deque[tuple[RangeRead, FetchedFile]] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What is open stays in the process that opened it.
+        # Open files and threads stay in the process that created them.
         return RangeFiles, (self._store, self.specs, self.footers)
 
     def __enter__(self) -> Self:
@@ -90,7 +89,7 @@ class RangeFiles:
         self.close()
 
     def close(self) -> None:
-        """Fetch nothing more, and forget what was fetched for later."""
+        """Stop fetching and release prefetched bytes."""
         with self._lock:
             pool, self._pool = self._pool, None
             self._announced.clear()
@@ -103,7 +102,7 @@ class RangeFiles:
 
     @contextlib.contextmanager
     def open(self, slices: RangeRead) -> Iterator[parquet.ParquetFile]:
-        """Open the file of a row range, to read its row group once by `range_tables`."""
+        """Open the file of a row range, for one read of its row group by `range_tables`."""
         path = slices.row_range.file
         local = self._store.local_path(path)
         if local is not None:
@@ -120,7 +119,8 @@ class RangeFiles:
         footer = self.footers.get(path)
         with contextlib.closing(self._fetched(slices, footer)) as source:
             self._advance()
-            # Not closed by PyArrow, which did not open it.
+            # Not used as a context manager, because PyArrow does not close a file that it did not
+            # open.
             yield parquet.ParquetFile(
                 source,
                 metadata=footer.metadata,
@@ -130,9 +130,9 @@ class RangeFiles:
             )
 
     def announce(self, slices: RangeRead) -> None:
-        """Say that a range will be opened, after those that were announced before.
+        """Announce a range that will be opened after all earlier announced ranges.
 
-        As soon as there is room for it, it is fetched. Does nothing where files are local.
+        The range is fetched as soon as the prefetch limit allows it. Does nothing for local files.
         """
         path = slices.row_range.file
         if self._store.local_path(path) is not None:
@@ -143,7 +143,7 @@ class RangeFiles:
         footer.add_done_callback(lambda _: self._advance())
 
     def tails(self, ranges: Iterable[RangeRead]) -> dict[str, bytes]:
-        """Return the ends of the files of some ranges, for `FooterCache.add` in another process."""
+        """Return the file ends of some ranges, for `FooterCache.add` in another process."""
         paths = dict.fromkeys(slices.row_range.file for slices in ranges)
         remote = [path for path in paths if self._store.local_path(path) is None]
         if not remote:
@@ -151,7 +151,7 @@ class RangeFiles:
         return dict(zip(remote, self._running().map(self.footers.tail, remote), strict=True))
 
     def ahead(self, bundles: Iterator[tuple[RangeRead, ...]]) -> Iterator[tuple[RangeRead, ...]]:
-        """Yield bundles of ranges that are opened in their order, and announce some beforehand."""
+        """Yield groups of ranges unchanged, and announce upcoming ranges before they are opened."""
         waiting: deque[tuple[RangeRead, ...]] = deque()
         for bundle in bundles:
             for slices in bundle:
@@ -162,7 +162,7 @@ class RangeFiles:
         yield from waiting
 
     def _fetched(self, slices: RangeRead, footer: FileFooter) -> FetchedFile:
-        """Return what was fetched of a range beforehand, or begin to fetch it."""
+        """Return the prefetched file of a range, or start to fetch it."""
         with self._lock:
             for entry in self._ahead:
                 if entry[0] == slices:
@@ -175,7 +175,7 @@ class RangeFiles:
         return self._fetch(slices, footer)
 
     def _advance(self) -> None:
-        """Fetch the next ranges that were announced, as long as there is room."""
+        """Fetch announced ranges in order, within the prefetch limit."""
         with self._lock:
             while self._announced and self._pool is not None:
                 slices, footer = self._announced[0].slices, self._announced[0].footer
@@ -188,7 +188,7 @@ class RangeFiles:
                     if taken and taken + needed > AHEAD_BYTES:
                         return
                     self._ahead.append((slices, self._fetch(slices, footer.result())))
-                # Who opens a file whose footer cannot be read gets the error.
+                # If the footer cannot be read, opening the file raises the error.
                 self._announced.popleft()
 
     def _fetch(self, slices: RangeRead, footer: FileFooter) -> FetchedFile:
@@ -203,7 +203,7 @@ class RangeFiles:
 
     def _chunks(self, slices: RangeRead, footer: FileFooter) -> list[tuple[int, int]]:
         group = slices.row_range.row_group
-        # Who reads a row group that is no more there gets the error.
+        # If the row group no longer exists, reading it raises the error.
         return footer.chunks(group, self._names) if group < footer.metadata.num_row_groups else []
 
     def _running(self) -> ThreadPoolExecutor:
@@ -225,12 +225,12 @@ class RangeFiles:
 
 @dataclass(frozen=True)
 class _Announced:
-    """A range that will be opened, and the footer of its file, which is being read."""
+    """A range that will be opened, and the pending footer of its file."""
 
     slices: RangeRead
     footer: Future[FileFooter]
 
 
 def _share(slices: RangeRead) -> int:
-    """Return how many bytes of a range are held at a time."""
+    """Return the maximum number of bytes of a range in memory."""
     return min(WHOLE_BYTES, OPEN_BYTES // slices.together)

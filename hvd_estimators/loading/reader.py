@@ -1,4 +1,4 @@
-"""Readers of planned row ranges: order, shuffling, batching and caching."""
+"""Data modules for planned row ranges: order, shuffling, batching and caching."""
 
 from __future__ import annotations
 
@@ -40,25 +40,26 @@ Batch = dict[str, Array]
 
 
 class DataModule(ABC):
-    """Gives a rank its batches. Runs on the worker; used as a context manager.
+    """Base class of data modules, which provide a rank's batches. Runs on ranks.
 
-    Subclass it to feed training from elsewhere and pass the class as ``data_module``. It is made
-    with keyword arguments only; take those you need and pass the rest on.
+    Use it as a context manager. To train on other data, define a subclass and pass it as
+    ``data_module``. The constructor receives only keyword arguments. Use those that you need and
+    pass the others to the base class.
 
     Parameters
     ----------
     train_dir, val_dir : str
-        Where the Parquet files lie; ``val_dir`` is None without validation.
+        Paths of the Parquet files; ``val_dir`` is None without validation.
     num_train_epochs : int
-        Epochs that will be asked for.
+        Number of epochs to train.
     has_val : bool
         Whether `val_data` will be called.
     train_batch_size, val_batch_size : int
         Rows in a full batch of one rank.
     shuffle : bool
-        Whether training rows come in random order.
+        Whether training rows are shuffled.
     transform_fn : callable, optional
-        Row (a dict of values) to row, applied to every row that is read.
+        Maps a row (a dict of values) to a row. Applied to every row.
     inmemory_cache_all : bool
         Keep the rank's rows in memory after the first pass.
     cur_shard, shard_count : int
@@ -66,13 +67,13 @@ class DataModule(ABC):
     schema_fields : sequence of str
         The columns that training needs.
     storage_options : dict, optional
-        Passed to the store's fsspec filesystem.
+        Options for the store's fsspec filesystem.
     steps_per_epoch_train, steps_per_epoch_val : int
         Batches of one epoch.
     verbose : int
-        0 is silent.
+        0 disables output.
     **kwargs
-        Whatever else the trainer knows; see `PlannedDataModule`.
+        Further arguments of the trainer; see `PlannedDataModule`.
     """
 
     short_name: ClassVar[str] = ""
@@ -124,21 +125,22 @@ class DataModule(ABC):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Release readers and threads; does nothing by default."""
+        """Release readers and threads. By default, this method does nothing."""
 
     @abstractmethod
     def train_data(self) -> Iterator[Batch]:
-        """Return training batches without end: column name to array of ``(rows, *shape)``.
+        """Return an infinite iterator of training batches.
 
-        Where they end nevertheless, training ends with a `DataError`.
+        Each batch maps column names to arrays. Arrays have the shape ``(rows, *shape)``. If the
+        iterator ends, training fails with a `DataError`.
         """
 
     @abstractmethod
     def val_data(self) -> Iterator[Batch]:
-        """Return the batches of one pass over this rank's validation rows, a new one each time."""
+        """Return a new iterator over the batches of one pass over this rank's validation rows."""
 
     def train_chunks(self) -> Iterator[Chunk]:
-        """Return the training batches in chunks, for those who take several at a time."""
+        """Return the training batches in chunks of several batches."""
         return _single_chunks(self.train_data())
 
     def val_chunks(self) -> Iterator[Chunk]:
@@ -146,38 +148,38 @@ class DataModule(ABC):
         return _single_chunks(self.val_data())
 
     def num_val_batches(self) -> int | None:
-        """Return how many validation batches a pass has on this rank, if that is known beforehand.
+        """Return the number of this rank's validation batches per pass, or None if unknown.
 
-        None (the default) if only a pass over the rows can answer.
+        Default: None, which means that only a pass over the rows can determine the number.
         """
         return None
 
     def global_train_sizes(self) -> Iterator[int] | None:
-        """Return the rows of each training step over all ranks, if they are known beforehand.
+        """Return the number of rows in each training step over all ranks, or None if unknown.
 
-        None (the default) makes the trainer add the ranks' rows up in every step.
+        Default: None. The trainer then sums the ranks' rows in every step.
         """
         return None
 
 
 class ChunkedDataModule(DataModule):
-    """A data module that makes chunks; single batches are cut from these."""
+    """Data module that produces chunks and splits them into single batches."""
 
     def train_data(self) -> Iterator[Batch]:
-        """Return the batches of `train_chunks`, one by one."""
+        """Return the batches of `train_chunks`."""
         return _batches(self.train_chunks())
 
     def val_data(self) -> Iterator[Batch]:
-        """Return the batches of `val_chunks`, one by one."""
+        """Return the batches of `val_chunks`."""
         return _batches(self.val_chunks())
 
     @abstractmethod
     def train_chunks(self) -> Iterator[Chunk]:
-        """Return the training batches in chunks, without end."""
+        """Return an infinite iterator of training batches in chunks."""
 
     @abstractmethod
     def val_chunks(self) -> Iterator[Chunk]:
-        """Return the validation batches of one pass in chunks, anew each time."""
+        """Return a new iterator over the validation batches of one pass, in chunks."""
 
 
 def _single_chunks(batches: Iterator[Batch]) -> Iterator[Chunk]:
@@ -194,44 +196,42 @@ _CHUNKS_AHEAD = 2
 
 
 _DRAWN_ROWS = 2**12
-
-
-"""Rows that are held, and rows that are taken at a time to be transformed."""
+"""Number of cached rows that are drawn and transformed at a time."""
 
 
 class PlannedDataModule(ChunkedDataModule):
-    """A data module that delivers exactly the rows of a `ShardPlan`.
+    """Data module that delivers exactly the rows of a `ShardPlan`.
 
-    A subclass only reads: it turns row ranges into columns, in the order that it is given. Order,
-    shuffling, batching, row transformation and caching are done here, once for all readers.
+    A subclass implements only `read`, which turns row ranges into columns in the given order. This
+    class implements order, shuffling, batching, row transformation and caching.
 
     Parameters
     ----------
     columns : sequence of ColumnSpec
         The columns to read.
     train_plan, val_plan : ShardPlan
-        Which rank reads what; ``val_plan`` is None without validation.
+        Assignment of rows to shards; ``val_plan`` is None without validation.
     random_seed : int
-        Together with rank and pass it determines the order of the rows.
+        Determines the row order, together with the rank and the pass.
     skip_train_steps : int
-        Training batches that were taken before (a resumed run starts after them).
+        Number of training batches to skip. A resumed run starts after them.
     reader_pool_type : {"thread", "process", "dummy"}
-        How readers work in parallel.
+        Type of the worker pool.
     train_reader_worker_count, val_reader_worker_count : int
-        Readers that work in parallel.
+        Number of workers of the pool.
     transformation : Transformation, optional
-        Applied to all rows that are read. Default: ``transform_fn``, where that is given.
+        Applied to all rows. Default: ``transform_fn``, if given.
     shuffle_buffer_size : int, optional
-        Bytes of rows that are held for shuffling. Default: 128 MiB.
+        Size of the shuffle buffer in bytes. Default: 128 MiB.
     store : Store, optional
-        Opens the files. Default: made of ``train_dir`` and ``storage_options``.
+        Opens the files. Default: a store created from ``train_dir`` and ``storage_options``.
     **kwargs
         See `DataModule`.
 
     Attributes
     ----------
     memory : BufferPool
-        Where the batches' memory comes from; may be set until reading begins.
+        Allocates the batches. May be replaced before reading starts.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class PlannedDataModule(ChunkedDataModule):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Stop everything that is still reading."""
+        """Stop all readers."""
         for source in list(self._open):
             source.close()
 
@@ -287,21 +287,21 @@ class PlannedDataModule(ChunkedDataModule):
     ) -> Generator[Columns, None, None]:
         """Read row ranges, pass after pass, in the given order.
 
-        Called in a thread of its own, unless the pool type is "dummy". It may read ahead, by a
-        bounded number of bytes.
+        This method is called in a separate thread, unless the pool type is "dummy". It may read a
+        bounded number of bytes ahead.
 
         Parameters
         ----------
         passes : iterator of sequence of InterleaveGroup
-            What to read in each pass, bundle after bundle, and of each a slice of every range in
-            turn (see `interleave`); may have no end, and is drawn from as reading goes on.
+            Groups of ranges to read in each pass. The ranges of a group are interleaved (see
+            `interleave`). May be infinite; consumed lazily.
         workers : int
-            How many readers may work in parallel.
+            Maximum number of parallel readers.
 
         Yields
         ------
         dict
-            The columns of one or more parts of each slice; no part has rows of two ranges.
+            Columns of one or more tables of each slice. No dict contains rows of two ranges.
         """
 
     def train_chunks(self) -> Iterator[Chunk]:
@@ -326,7 +326,7 @@ class PlannedDataModule(ChunkedDataModule):
                     yield chunk.skip(skipped) if skipped else chunk
 
     def _read_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
-        """Return the training batches, read anew in each pass."""
+        """Return the training batches; read the files in each pass."""
         rngs = (
             self._rng(pass_number, "rows") if self.shuffle else None
             for pass_number in itertools.count(first_pass)
@@ -336,7 +336,7 @@ class PlannedDataModule(ChunkedDataModule):
             yield from stream_batches(parts, sizes, rngs, self.memory, self.shuffle_buffer_bytes)
 
     def _held_chunks(self, sizes: list[int], first_pass: int) -> Generator[Chunk, None, None]:
-        """Return the training batches, read once, and shuffled as a whole in each pass."""
+        """Return the training batches; read the files once and shuffle all rows in each pass."""
         bundles = one_per_group(self.train_plan.shards[self.cur_shard])
         total = self.train_plan.rows(self.cur_shard)
         with contextlib.closing(
@@ -347,7 +347,7 @@ class PlannedDataModule(ChunkedDataModule):
         if self.transformation is None:
             yield from shuffle_in_memory(rows, sizes, rngs, self.memory)
             return
-        # Each pass is transformed anew, since transformations may be random.
+        # Transform the rows in each pass, because transformations may be random.
         some = batch_sizes(total, -(-total // _DRAWN_ROWS), _DRAWN_ROWS)
         parts_drawn = (
             chunk.rows.columns() for chunk in shuffle_in_memory(rows, some, rngs, self.memory)
@@ -365,7 +365,7 @@ class PlannedDataModule(ChunkedDataModule):
             yield from stream_batches(parts, sizes, memory=self.memory)
 
     def num_val_batches(self) -> int:
-        """Return how many validation batches a pass has on this rank, up to the steps of one."""
+        """Return this rank's validation batches per pass, at most the steps per epoch."""
         if self.val_plan is None:
             return 0
         return min(len(self._val_sizes(self.val_plan)), self.steps_per_epoch_val)
@@ -375,7 +375,7 @@ class PlannedDataModule(ChunkedDataModule):
         return [size for size in plan.batch_sizes(self.cur_shard, self.val_batch_size) if size]
 
     def _ahead(self, chunks: Generator[Chunk, None, None], name: str) -> Iterator[Chunk]:
-        """Make chunks in a thread of their own, while earlier ones are used."""
+        """Produce chunks in a separate thread while earlier ones are used."""
         in_this_thread = self.reader_pool_type == "dummy"
         source = (
             chunks if in_this_thread else Prefetch(chunks, _CHUNKS_AHEAD, f"hvd_estimators {name}")
@@ -388,7 +388,7 @@ class PlannedDataModule(ChunkedDataModule):
             self._open.discard(source)
 
     def global_train_sizes(self) -> Iterator[int]:
-        """Return the rows of each training step over all ranks, without end."""
+        """Return an infinite iterator of the rows in each training step, over all ranks."""
         sizes = self.train_plan.global_batch_sizes(self.train_batch_size)
         step = self.skip_train_steps
         while True:
@@ -413,7 +413,7 @@ class PlannedDataModule(ChunkedDataModule):
     def _read_cached(
         self, passes: Iterator[Sequence[InterleaveGroup]], workers: int
     ) -> Generator[Columns, None, None]:
-        """Read the ranges in stored order, each once."""
+        """Return the ranges in stored order; read each range once."""
         for bundles in passes:
             ranges = [slices.row_range for bundle in bundles for slices in bundle]
             missing = [row_range for row_range in ranges if row_range not in self._cache]
@@ -445,14 +445,14 @@ class PlannedDataModule(ChunkedDataModule):
 
 
 def _make_read_only(parts: Iterable[Columns]) -> None:
-    """Keep a transformation, which may edit arrays, from editing these and not a copy."""
+    """Make cached arrays read-only, so that a transformation must copy them before editing."""
     for part in parts:
         for array in part.values():
             array.setflags(write=False)
 
 
 def _take_rows(parts: Iterator[Columns], rows: int) -> Iterator[Columns]:
-    """Yield parts until they have a number of rows."""
+    """Yield parts until they contain a number of rows."""
     while rows > 0:
         part = next(parts, None)
         if part is None:

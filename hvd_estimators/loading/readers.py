@@ -1,4 +1,4 @@
-"""Data modules: opening them, and checks of the batches that they deliver."""
+"""Factory of data modules, virtual shards, and checks of user-defined data modules."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ __all__ = [
 
 
 class CheckedDataModule(ChunkedDataModule):
-    """Passes on what a data module delivers, and raises if it ends too early.
+    """Wrap a user's data module and raise an error if it ends too early.
 
-    Training would go on without rows, or wait for the other ranks, and a mean over nothing is nan.
+    Otherwise, training would continue without rows or wait for the other ranks, and the mean over
+    no rows would be nan.
 
     Parameters
     ----------
     module : DataModule
-        The user's.
+        The user's data module.
     rank : int
         This rank.
     steps : int
         Training batches of an epoch on each rank.
     skip_steps : int
-        Those that were taken in an earlier part of the run.
+        Training batches of an earlier part of the run.
     has_val_rows : bool
-        Whether the rank has rows to validate on.
+        Whether the rank has validation rows.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class CheckedDataModule(ChunkedDataModule):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Leave the user's module."""
+        """Exit the user's data module."""
         self.module.__exit__(exc_type, exc, traceback)
 
     def train_chunks(self) -> Iterator[Chunk]:
@@ -105,7 +106,7 @@ class CheckedDataModule(ChunkedDataModule):
         self._val_batches = delivered
 
     def global_train_sizes(self) -> Iterator[int] | None:
-        """Return the answer of the user's module."""
+        """Return the sizes that the user's data module reports."""
         return self.module.global_train_sizes()
 
     @property
@@ -114,16 +115,16 @@ class CheckedDataModule(ChunkedDataModule):
 
 
 class VirtualShards(ChunkedDataModule):
-    """The batches of several shards: for each step those of all shards, one after the other.
+    """Batches of a rank that runs several virtual shards, one after another in each step.
 
-    A rank with one shard fewer than others gets an empty batch in each step, so that all ranks
-    take the same number of batches. Each shard has a reader of its own, and so the order of its
-    rows that it would have on a rank of its own.
+    A rank with one shard fewer than others gets an empty micro-batch in each step, so that all
+    ranks have the same number of micro-batches. Each shard has its own reader. Its row order is
+    therefore the same as on its own rank.
 
     Parameters
     ----------
     modules : sequence of PlannedDataModule
-        One reader per shard that the rank plays.
+        One reader per shard of the rank.
     size : int
         Number of ranks.
     """
@@ -150,7 +151,7 @@ class VirtualShards(ChunkedDataModule):
         self._opened.__exit__(exc_type, exc, traceback)
 
     def train_chunks(self) -> Generator[Chunk, None, None]:
-        """Return the training batches, each in a chunk of its own."""
+        """Return the training batches, each in its own chunk."""
         idle = self._passes - len(self.modules)
         with contextlib.ExitStack() as stack:
             shards = [
@@ -169,11 +170,11 @@ class VirtualShards(ChunkedDataModule):
                 yield from itertools.islice(chunks, module.steps_per_epoch_val)
 
     def num_val_batches(self) -> int:
-        """Return how many validation batches a pass over all shards has."""
+        """Return the number of validation batches in a pass over all shards."""
         return sum(module.num_val_batches() for module in self.modules)
 
     def global_train_sizes(self) -> Iterator[int]:
-        """Return the rows of each batch over all ranks, without end."""
+        """Return an infinite iterator of the number of rows in each batch over all ranks."""
         first = self.modules[0]
         sizes = [
             first.train_plan.sizes_of(
@@ -195,12 +196,12 @@ def _one_by_one(chunks: Iterator[Chunk]) -> Generator[Chunk, None, None]:
 
 
 def check_data_module(data_module: str | type[DataModule] | None) -> None:
-    """Make sure that a data module can be made. Runs on the driver.
+    """Check that a data module can be created. Runs on the driver.
 
     Raises
     ------
     ParamError
-        If it is neither a known name nor a class derived from `DataModule`.
+        If it is neither a known name nor a subclass of `DataModule`.
     DependencyError
         If it needs a package that is not installed.
     """
@@ -223,22 +224,22 @@ def check_data_module(data_module: str | type[DataModule] | None) -> None:
 def check_shards(
     data_module: str | type[Any] | None, num_shards: int, num_ranks: int, run_id: str | None
 ) -> None:
-    """Make sure that ranks can play a run's shards. Runs on the driver.
+    """Check that the given number of ranks can run a run's shards. Runs on the driver.
 
     Parameters
     ----------
     data_module : str, type or None
-        What reads the rows.
+        Name or class of the data module.
     num_shards, num_ranks : int
-        The run's canonical shards, and the ranks that are to play them.
+        Number of the run's canonical shards, and number of ranks.
     run_id : str or None
         The run, for messages.
 
     Raises
     ------
     ParamError
-        If there are more ranks than shards, or if a module of the user's, which reads one shard
-        on each rank, would have to read several.
+        If there are more ranks than shards. Also if there are fewer ranks than shards and the data
+        module is user-defined, because it reads only one shard per rank.
     """
     if num_ranks > num_shards:
         raise ParamError(
@@ -255,7 +256,7 @@ def check_shards(
 
 
 def reads_several(data_module: str | type[Any] | None) -> bool:
-    """Return whether a rank can read several shards, as ours let it; not with a user's own."""
+    """Return whether a rank can read several shards; False for user-defined data modules."""
     return not isinstance(data_module, type) or issubclass(data_module, PlannedDataModule)
 
 
@@ -269,7 +270,7 @@ def open_data_module(
     epochs: int,
     memory: BufferPool | None = None,
 ) -> DataModule:
-    """Make a rank's data module. Runs on the worker.
+    """Create a rank's data module. Runs on ranks.
 
     Parameters
     ----------
@@ -278,24 +279,26 @@ def open_data_module(
     rank, size : int
         This rank and the number of ranks.
     epoch : int
-        The epoch to begin with.
+        The first epoch to train.
     rows : int
-        Rows of that epoch, of all shards, that were trained on before; see `DataSpec.rows_after`.
+        Rows of that epoch, over all shards, that were already trained on; see
+        `DataSpec.rows_after`.
     epochs : int
-        Epochs that are left, this one included.
+        Number of remaining epochs, including the first one.
     memory : BufferPool, optional
-        Where the batches' memory comes from; not with a data module of the user's.
+        Allocates the batches; not used by user-defined data modules.
 
     Returns
     -------
     DataModule
-        With as many ranks as shards it has one batch per step; with fewer, `VirtualShards`, which
-        has several. One of the user's is held to what it has to deliver.
+        With as many ranks as shards, a data module with one batch per step. With fewer ranks, a
+        `VirtualShards` with several micro-batches per step. A user-defined data module is wrapped
+        in a `CheckedDataModule`.
 
     Raises
     ------
     ValueError
-        If no step ends after so many rows.
+        If no step ends after ``rows`` rows.
     ParamError
         See `check_shards`.
     """
@@ -319,7 +322,7 @@ def open_data_module(
 def _open_shard(
     data: DataSpec, shard: int, skip_steps: int, epochs: int, memory: BufferPool | None
 ) -> DataModule:
-    """Make the data module of one shard, without the first steps of the run."""
+    """Create the data module of one shard, without the first steps of the run."""
     module = _module_class(data.data_module)(
         train_dir=data.train_path,
         val_dir=data.val_path,
@@ -359,7 +362,7 @@ def _module_class(data_module: str | type[DataModule] | None) -> type[DataModule
         try:
             from hvd_estimators.loading.petastorm import PetastormDataModule
         except ImportError:
-            # Even if it is installed, importing it can fail with today's PyArrow.
+            # Importing an installed Petastorm can fail with current versions of PyArrow.
             if data_module is not None:
                 raise
         else:

@@ -1,4 +1,4 @@
-"""Turns parts of columns into shuffled batches of exact sizes, with array operations only."""
+"""Shuffling and batching of columns into batches of exact sizes, with array operations only."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
 ]
 
 SHUFFLE_BUFFER_BYTES = 128 * 2**20
-"""Bytes of rows that are held for shuffling by default."""
+"""Default size of the shuffle buffer."""
 
 CHUNK_BYTES = 4 * 2**20
-"""About how many bytes of rows leave the buffer at a time."""
+"""Approximate number of bytes that leave the buffer at a time."""
 
 _CHUNK_ROWS = 2**16
 
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some batches that follow one another: their rows, and how many rows each of them has."""
+    """Consecutive batches: their rows, and the number of rows in each batch."""
 
     rows: Rows
     sizes: tuple[int, ...]
@@ -59,39 +59,40 @@ def stream_batches(
     memory: BufferPool | None = None,
     buffer_bytes: int | None = None,
 ) -> Iterator[Chunk]:
-    """Cut rows, pass after pass, into batches of given sizes.
+    """Split rows, pass after pass, into batches of given sizes.
 
-    Shuffled rows come by way of a buffer. Once it is full, the rows of each chunk are drawn from
-    all over it, and the rows that are read next take their places: a row stays for as long as it
-    takes to read one buffer in the mean, and one in three longer, some several times as long. At
-    the end of a pass what is left leaves in random order, and rows of the next pass take its
-    place. A pass that fits into the buffer leaves in any order with the same probability. The
-    order in a pass depends on its generator alone.
+    Shuffled rows go through a buffer. When the buffer is full, the rows of each chunk are drawn
+    from the whole buffer, and newly read rows replace them. On average, a row stays for as long as
+    it takes to read one buffer. One in three rows stays longer, some several times as long.
+
+    At the end of a pass, the remaining rows leave in random order, and rows of the next pass
+    replace them. If a pass fits into the buffer, all orders are equally likely. The order within a
+    pass depends only on its generator.
 
     Parameters
     ----------
     parts : iterable of Columns
-        The rows of the passes, for example one part per row group; may have no end.
+        The rows of the passes, for example one part per row group. May be infinite.
     sizes : sequence of int
-        Rows of each batch of a pass; they add up to the rows of its parts.
+        Rows of each batch of a pass. Their sum is the number of rows in a pass.
     rngs : iterable of numpy.random.Generator or None
-        Source of chance of each pass; None keeps its rows in their order. A pass is shuffled if
-        the others are.
+        Random number generator of each pass; None keeps the order of its rows. Either all passes
+        are shuffled or none.
     memory : BufferPool, optional
-        Where the batches' memory comes from; one that several callers share is used again.
+        Allocates the batches. Callers that share a pool reuse its memory.
     buffer_bytes : int, optional
-        Bytes of rows that are held for shuffling, rows of one chunk at least. Default:
+        Size of the shuffle buffer in bytes; at least the rows of one chunk. Default:
         `SHUFFLE_BUFFER_BYTES`.
 
     Yields
     ------
     Chunk
-        One or more batches; the arrays belong to the receiver. A batch can have no rows.
+        One or more batches. The receiver owns the arrays. A batch can be empty.
 
     Raises
     ------
     DataError
-        If the parts hold other than as many rows as the sizes add up to.
+        If the number of rows in the parts differs from the sum of the sizes.
     """
     stream = _Stream(parts, sum(sizes), memory or BufferPool())
     chunks = list(_chunk_sizes(sizes, stream.rows_in(CHUNK_BYTES, most=_CHUNK_ROWS)))
@@ -111,12 +112,12 @@ def stream_batches(
 def read_into_memory(
     parts: Iterable[Columns], total: int, memory: BufferPool | None = None
 ) -> Rows:
-    """Return all rows of a pass as one piece.
+    """Return all rows of a pass.
 
     Raises
     ------
     DataError
-        If the parts hold other than ``total`` rows.
+        If the parts do not contain exactly ``total`` rows.
     """
     stream = _Stream(parts, total, memory or BufferPool())
     rows = stream.take(total)
@@ -130,7 +131,7 @@ def shuffle_in_memory(
     rngs: Iterable[np.random.Generator],
     memory: BufferPool,
 ) -> Iterator[Chunk]:
-    """Cut rows that are held, pass after pass, into batches: in any order, equally often.
+    """Split rows in memory, pass after pass, into uniformly shuffled batches.
 
     Parameters
     ----------
@@ -150,7 +151,7 @@ def shuffle_in_memory(
 
 
 def _chunk_sizes(sizes: Sequence[int], chunk_rows: int) -> Iterator[tuple[int, ...]]:
-    """Split the sizes of a pass into those of chunks, of one batch at least."""
+    """Group the batch sizes of a pass into chunks of at least one batch."""
     chunk: list[int] = []
     rows = 0
     for size in sizes:
@@ -164,7 +165,7 @@ def _chunk_sizes(sizes: Sequence[int], chunk_rows: int) -> Iterator[tuple[int, .
 
 
 def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Yield items, and whether each is the last one."""
+    """Yield each item and whether it is the last one."""
     rest = iter(items)
     for item in rest:
         for following in rest:
@@ -174,7 +175,7 @@ def _with_end(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 
 
 class _Stream:
-    """The rows of all parts, one after another, pass after pass."""
+    """The rows of all parts in sequence, pass after pass."""
 
     def __init__(self, parts: Iterable[Columns], total: int, memory: BufferPool) -> None:
         self.total = total
@@ -186,14 +187,14 @@ class _Stream:
         self._layout = BlockLayout.of(self._part)
 
     def rows_in(self, num_bytes: int, most: int) -> int:
-        """Return how many rows have a total size; at least one."""
+        """Return the number of rows in a given size in bytes; at least one, at most ``most``."""
         if not self._part:
             return 1
         row = row_bytes(self._part)
         return min(max(num_bytes // max(row, 1), 1), most)
 
     def empty(self, rows: int) -> Rows:
-        """Return memory for a number of rows."""
+        """Return uninitialized memory for a number of rows."""
         return Rows.empty(self._part, self._layout, rows, self.memory)
 
     def take(self, count: int) -> Rows:
@@ -207,7 +208,7 @@ class _Stream:
         return rows
 
     def copy_to(self, rows: Rows, positions: Array) -> None:
-        """Copy the next rows, which are of one pass, to some positions."""
+        """Copy the next rows to some positions. All of these rows must be in one pass."""
         start = 0
         for columns in self._next(len(positions)):
             stop = start + num_rows(columns)
@@ -215,7 +216,7 @@ class _Stream:
             start = stop
 
     def _next(self, count: int) -> Iterator[Columns]:
-        """Yield the columns of the next rows, which are of one pass."""
+        """Yield the columns of the next rows. All of these rows must be in one pass."""
         while count:
             if not self._left:
                 part = next(self._parts, None)
@@ -236,11 +237,11 @@ class _Stream:
 
     @property
     def _left(self) -> int:
-        """Rows of the current part that were not taken."""
+        """Number of remaining rows in the current part."""
         return num_rows(self._part) - self._taken if self._part else 0
 
     def end(self) -> None:
-        """Make sure that no rows are left."""
+        """Check that no rows are left."""
         left = sum(num_rows(part) for part in self._parts)
         if left:
             raise self._other_rows(self.total + left)
@@ -253,10 +254,10 @@ class _Stream:
 
 
 class _Buffer:
-    """Rows that wait to leave, each in its own place.
+    """Shuffle buffer, in which each row has a slot.
 
-    The places of a pass are numbered in the order in which its first rows came to them. Where in
-    memory they lie depends on the pass before, the order of the rows does not.
+    The slots of a pass are numbered in the order in which its first rows filled them. Their memory
+    locations depend on the previous pass, but the order of the rows does not.
     """
 
     def __init__(self, stream: _Stream, size: int) -> None:
@@ -266,7 +267,7 @@ class _Buffer:
         self._filled: list[Array] = []
 
     def fill(self) -> Array:
-        """Make sure that the first rows of a pass are present; return their places."""
+        """Fill the buffer with the first rows of a pass, if necessary, and return their slots."""
         if not self._filled:
             self.refill(np.arange(self.size))
         places = np.concatenate(self._filled)
@@ -274,15 +275,15 @@ class _Buffer:
         return places
 
     def take(self, places: Array) -> Rows:
-        """Return a copy of the rows at some places."""
+        """Return a copy of the rows in some slots."""
         return self._rows.take(places, self._stream.memory)
 
     def put(self, places: Array) -> None:
-        """Let the next rows of the pass take some places."""
+        """Read the next rows of the pass into some slots."""
         self._stream.copy_to(self._rows, places)
 
     def refill(self, places: Array) -> None:
-        """Let the first rows of the next pass take some places."""
+        """Read the first rows of the next pass into some slots."""
         if len(places):
             self._filled.append(np.sort(places))
             self.put(self._filled[-1])
@@ -315,7 +316,7 @@ def _shuffled_pass(
 
 
 def _draw(rng: np.random.Generator, size: int, count: int) -> Array:
-    """Draw places from all over a buffer, none of them twice, each with the same probability."""
+    """Draw distinct slots, spread over the whole buffer, all with equal probability."""
     width = size // max(count, 1)
     first = np.arange(count) * width + int(rng.integers(size))
     return (first + rng.integers(width, size=count)) % size

@@ -1,4 +1,4 @@
-"""The data of a training job as the ranks are told: values only, no Spark objects."""
+"""Serializable description of a training job's data. Contains no Spark objects."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ __all__ = ["DataSpec", "ReaderOptions"]
 
 @dataclass(frozen=True)
 class ReaderOptions:
-    """How rows are read; a data module gets each field as a keyword argument.
+    """Options for reading rows. A data module receives each field as a keyword argument.
 
     Attributes
     ----------
     shuffle : bool
-        Whether training rows come in random order.
+        Whether training rows are shuffled.
     shuffle_buffer_size : int or None
-        Bytes of rows that are held for shuffling; None for the reader's default.
+        Size of the shuffle buffer in bytes; None for the reader's default.
     inmemory_cache_all : bool
         Keep the rows in memory after the first pass.
     cache_type : {"null", "local-disk"}
-        What keeps row groups on disk. Petastorm only.
+        Type of Petastorm's disk cache. Petastorm only.
     cache_location : str or None
-        Directory of that cache; None for that of temporary files.
+        Directory of the disk cache; None for the system's temporary directory.
     cache_size_limit : int
-        Bytes that it may hold, about.
+        Approximate maximum size of the disk cache in bytes.
     reader_pool_type : {"thread", "process", "dummy"}
-        How readers work in parallel.
+        Type of the reader's worker pool.
     train_reader_worker_count, val_reader_worker_count : int
-        Readers that work in parallel.
+        Number of workers of the pool.
     categorical_cols, continuous_cols : sequence of str or None
-        Columns of these kinds, for data modules of the user's.
+        Categorical and continuous columns, for user-defined data modules.
     transform_fn : callable or None
-        The user's function of rows, for data modules of the user's.
+        The user's row function, for user-defined data modules.
     transformation : Transformation or None
-        What this package's readers make of rows; ``transform_fn`` included.
+        Transformation of rows for this package's readers; includes ``transform_fn``.
     store : Store or None
-        Opens the files; None for that of the training files' path.
+        Opens the files; None for a store at the path of the training files.
     storage_options : mapping or None
-        The store's, for data modules of the user's.
+        The store's options, for user-defined data modules.
     verbose : int
-        0 is silent.
+        0 disables output.
     """
 
     shuffle: bool = True
@@ -72,39 +72,39 @@ class ReaderOptions:
     verbose: int = 1
 
     def as_arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of a data module."""
+        """Return the options as keyword arguments of a data module."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True)
 class DataSpec:
-    """The data of a training job and how it is read.
+    """The data of a training job and its reading options.
 
     Attributes
     ----------
     columns : tuple of ColumnSpec
-        The columns that are read.
+        The columns to read.
     train_path, val_path : str
-        Where the Parquet files lie; ``val_path`` is None without validation.
+        Paths of the Parquet files; ``val_path`` is None without validation.
     train_plan, val_plan : ShardPlan
-        Which shard has which rows; ``val_plan`` is None without validation. Both are made for the
-        run's canonical shards.
+        Assignment of rows to the run's canonical shards; ``val_plan`` is None without validation.
     num_ranks : int
-        Number of ranks that play the shards, at most as many.
+        Number of ranks that run the shards; at most the number of shards.
     feature_cols, label_cols : tuple of str
-        Inputs and targets, in the order in which the model takes and gives them.
+        Inputs and targets, in the order of the model's inputs and outputs.
     sample_weight_col : str or None
-        Weight of each row.
+        Column with the weight of each row.
     batch_size, val_batch_size : int
-        Rows of a full batch of one shard.
+        Rows in a full batch of one shard.
     train_steps_per_epoch, validation_steps_per_epoch : int
         Batches of an epoch in each shard.
     random_seed : int
-        Seed of the rows' order.
+        Seed of the row order.
     data_module : str, type or None
-        Name or class of the reader; None for Petastorm where it imports, PyArrow otherwise.
+        Name or class of the reader. None selects Petastorm if it can be imported, otherwise
+        PyArrow.
     options : ReaderOptions
-        How rows are read.
+        Options for reading rows.
     """
 
     columns: tuple[ColumnSpec, ...]
@@ -131,18 +131,18 @@ class DataSpec:
 
     @property
     def passes_per_batch(self) -> int:
-        """Shards that a rank plays for each batch, one of them empty on some ranks."""
+        """Number of micro-batches per batch; some ranks have an empty one."""
         return -(-self.num_shards // self.num_ranks)
 
     def require_one_shard_per_rank(self, name: str, reason: str) -> None:
-        """Refuse what cannot play several shards. Runs on the driver.
+        """Reject a param that does not support virtual shards. Runs on the driver.
 
         Parameters
         ----------
         name : str
             The param.
         reason : str
-            What cannot be done, as the end of a sentence.
+            The reason, as the end of a sentence.
 
         Raises
         ------
@@ -157,20 +157,21 @@ class DataSpec:
             )
 
     def rows_after(self, epoch: int, batches: int) -> int:
-        """Return the rows, of all shards, in the first batches of an epoch.
+        """Return the number of rows, over all shards, in the first batches of an epoch.
 
-        Together with the epoch this is a position in the data that does not depend on who reads it.
+        Together with the epoch, it is a position in the data that does not depend on the number of
+        ranks.
         """
         first = epoch * self.train_steps_per_epoch
         return self._rows_before(first + batches) - self._rows_before(first)
 
     def batches_before(self, epoch: int, rows: int) -> int:
-        """Return the number of batches that hold an epoch's first rows; undoes `rows_after`.
+        """Return the number of batches that contain an epoch's first rows; inverse of `rows_after`.
 
         Raises
         ------
         ValueError
-            If no batch of the epoch ends there.
+            If no batch of the epoch ends after these rows.
         """
         for batches in range(self.train_steps_per_epoch + 1):
             if self.rows_after(epoch, batches) == rows:
@@ -178,13 +179,13 @@ class DataSpec:
         raise ValueError(f"No batch of epoch {epoch} ends after {rows} rows.")
 
     def _rows_before(self, step: int) -> int:
-        """Return the rows, of all shards, in the steps of the run before one."""
+        """Return the number of rows, over all shards, in the run's steps before ``step``."""
         ends = self._ends
         passes, left = divmod(step, len(ends) - 1)
         return passes * ends[-1] + ends[left]
 
     @functools.cached_property
     def _ends(self) -> list[int]:
-        """Rows, of all shards, after each step of a pass over the data; 0 first."""
+        """Cumulative number of rows, over all shards, after each step of a pass; begins with 0."""
         sizes = self.train_plan.global_batch_sizes(self.batch_size)
         return list(itertools.accumulate(sizes, initial=0))

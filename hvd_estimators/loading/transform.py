@@ -1,6 +1,6 @@
-"""A user's function that transforms rows between reading and batching.
+"""Transformation of rows by a user's function, between reading and batching.
 
-Used on both sides: by the readers, and by the driver's dry run.
+The readers use it on ranks; the driver uses it for its dry run.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ BatchFunction = Callable[[dict[str, Array]], Mapping[str, Any]]
 
 
 _FIRST_ROWS = 32
-"""How many rows are transformed first, to see how large they become."""
+"""Number of rows that are transformed first, to measure their size."""
 
 _MOST_SHOWN = 200
-"""How many characters of a row messages show."""
+"""Maximum number of characters of a row in messages."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class EditedField:
     Attributes
     ----------
     name : str
-        Its name.
+        Name of the field.
     dtype : str
-        NumPy name of the type that its values are cast to.
+        NumPy name of the type to which values are cast.
     shape : tuple of int or None, or None
-        Shape of a row; None stands for any length, and instead of the tuple for any shape.
+        Shape of a row. A None element means any length; None instead of the tuple means any shape.
     """
 
     name: str
@@ -55,25 +55,25 @@ class EditedField:
 
 @dataclass(frozen=True)
 class Transformation:
-    """A function of rows or of batches, and what is done with the fields that it returns.
+    """A user's function of rows or batches, with the processing of its output fields.
 
     Attributes
     ----------
     row_function : callable or None
-        Row (a dict of values) to row.
+        Maps a row (a dict of values) to a row.
     batch_function : callable or None
-        Columns (a dict of arrays, rows first) to columns of as many rows; instead of
-        ``row_function``. Both may edit the arrays that they are given.
+        Maps columns (a dict of arrays, rows first) to columns with the same number of rows. Used
+        instead of ``row_function``. Both functions may edit their input arrays.
     edited : tuple of EditedField
         Fields that are cast and checked.
     removed : tuple of str
         Fields that are dropped.
     needed : tuple of str
-        Fields that must be numbers in the end. Text among the others is dropped.
+        Fields that must be numeric in the result. Other fields with text are dropped.
     all_needed : bool
-        Whether all of these must be there.
+        Whether all of ``needed`` must be present.
     text : tuple of str
-        Those of the needed fields that may be text, and then are Python objects.
+        Fields of ``needed`` that may be text. Their values are Python objects.
     """
 
     row_function: RowFunction | None = None
@@ -90,12 +90,12 @@ class Transformation:
         Raises
         ------
         DataError
-            If the function does not return as many rows, all with the same fields, if rows of a
-            field differ in shape, or if a field is not as it was declared.
+            If the function returns another number of rows, rows with different fields or shapes, or
+            a field that does not match its declaration.
         """
         rows = num_rows(columns)
-        # What was read is Arrow's memory or kept for other passes, and therefore read-only; but
-        # functions may edit what they are given.
+        # Input arrays are read-only if they are Arrow memory or cached for other passes. Functions
+        # may edit their inputs, so pass copies.
         columns = {
             name: array if array.flags.writeable else array.copy()
             for name, array in columns.items()
@@ -119,7 +119,8 @@ class Transformation:
             arrays[field.name] = _as_declared(arrays[field.name], field)
         for name in self.text:
             if name in arrays and arrays[name].dtype.kind in "OSU":
-                # As long as the longest text, arrays of NumPy's own types differ from part to part.
+                # NumPy's own text types are as long as the longest text, so they differ between
+                # parts.
                 arrays[name] = arrays[name].astype(object)
         for name in self.needed:
             if name not in arrays:
@@ -152,12 +153,12 @@ class Transformation:
 
 
 class Transformed:
-    """Transforms part after part, and ensures that all have the same fields of the same types.
+    """Transform parts one after another, and check that all have the same fields and types.
 
     Parameters
     ----------
     transformation : Transformation
-        What is applied to every part.
+        Applied to every part.
     """
 
     def __init__(self, transformation: Transformation) -> None:
@@ -171,12 +172,12 @@ class Transformed:
         self._first: dict[str, Array] | None = None
 
     def parts(self, columns: Columns, num_bytes: int) -> Iterator[dict[str, Array]]:
-        """Transform some rows at a time, about as many as a number of bytes holds.
+        """Transform rows in steps whose results take about ``num_bytes`` each.
 
         Raises
         ------
         DataError
-            If the rows have other fields, or fields of another type or shape, than the first.
+            If the fields, types or shapes of the rows differ from those of the first rows.
         """
         rows, start, step = num_rows(columns), 0, _FIRST_ROWS
         while start < rows:
@@ -209,21 +210,21 @@ class Transformed:
 def make_transformation(
     get: Callable[[str], Any], needed: Sequence[str], text: Sequence[str] = ()
 ) -> Transformation | None:
-    """Return what is made of rows, as params say; None if nothing.
+    """Return the transformation that the params define, or None.
 
     Parameters
     ----------
     get : callable
-        The name of a param to its value.
+        Returns the value of a param by name.
     needed : sequence of str
-        Fields that must be there, and numbers, in the end.
+        Fields that must be present and numeric in the result.
     text : sequence of str
-        Those that may be text, too.
+        Fields of ``needed`` that may be text.
 
     Raises
     ------
     ParamError
-        If the params do not go together.
+        If the params are invalid or contradict each other.
     """
     by_row, by_batch = get("transformation_fn"), get("transformation_batch_fn")
     for name, function in (("transformation_fn", by_row), ("transformation_batch_fn", by_batch)):
@@ -246,14 +247,15 @@ def make_transformation(
 
 
 def edited_fields(given: Sequence[Any] | None) -> tuple[EditedField, ...]:
-    """Read ``transformation_edit_fields``: ``(name, dtype, shape)``, with or without more entries.
+    """Parse ``transformation_edit_fields``: tuples ``(name, dtype, shape)``, or longer ones.
 
-    Petastorm's fields, ``(name, dtype, shape, nullable)`` and ``UnischemaField``, are such.
+    Further elements of a tuple are ignored. Petastorm's ``(name, dtype, shape, nullable)`` tuples
+    and ``UnischemaField`` have this form.
 
     Raises
     ------
     ParamError
-        If an entry is not of that form.
+        If an entry does not have this form.
     """
     fields = []
     if isinstance(given, str) or not isinstance(given or (), Iterable):

@@ -1,4 +1,4 @@
-"""Stores: where datasets, checkpoints and logs live."""
+"""Stores: the storage of datasets, checkpoints and logs."""
 
 from __future__ import annotations
 

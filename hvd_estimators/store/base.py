@@ -1,4 +1,4 @@
-"""The store interface: what the rest of the package asks of storage."""
+"""Base class of all stores."""
 
 from __future__ import annotations
 
@@ -53,15 +53,13 @@ LEFT_OUT = {
     "sync_fn": _RANKS,
     "to_remote": _RANKS,
 }
-
-
-"""Methods to what takes their place."""
+"""Unsupported methods of Horovod's stores, mapped to their replacements."""
 
 
 class LeftOutNames:
-    """Base of stores, which explains names that others had."""
+    """Base class that explains missing methods of Horovod's stores."""
 
-    if not TYPE_CHECKING:  # else every name would seem to be there
+    if not TYPE_CHECKING:  # otherwise type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
             if name in LEFT_OUT:
@@ -69,72 +67,72 @@ class LeftOutNames:
                 raise AttributeError(
                     f"{kind} has no {name}, unlike horovod.spark. {LEFT_OUT[name]}"
                 )
-            # A property of a subclass may have failed: its own error says more.
+            # A property of a subclass may have failed. Repeat the lookup to raise the property's
+            # own error.
             return object.__getattribute__(self, name)
 
 
 def require_store(given: Any) -> None:
-    """Make sure that an argument ``store`` is one.
+    """Check that the argument ``store`` is a `Store`.
 
     Raises
     ------
     ParamError
-        If it is something else.
+        If ``given`` is not a `Store`.
     """
     if not isinstance(given, Store):
         raise ParamError(f"store: expected a Store, found {given!r}. Set Store.create(prefix).")
 
 
 class Store(LeftOutNames, StorePaths):
-    """Keeps what a training run reads and writes under one prefix.
+    """Storage of a training run's data, checkpoints and logs under one prefix.
 
-    ``Store.create(prefix)`` picks the class by the prefix. A store holds values only, so it
-    pickles and goes to the workers as it is. Runs on both sides.
+    ``Store.create(prefix)`` picks the class by the prefix. A store holds only plain values, so it
+    can be pickled and sent to the workers. Runs on the driver and on ranks.
 
     Parameters
     ----------
     prefix_path : str, optional
-        Everything lives under this path. May be left out where ``train_path`` and ``runs_path`` are
-        given.
+        Root path of all files. Optional if ``train_path`` and ``runs_path`` are given.
     train_path, val_path, test_path : str, optional
-        Datasets, where they are not ``<prefix>/intermediate_{train,val,test}_data``.
+        Paths of the datasets. Default: ``<prefix>/intermediate_{train,val,test}_data``.
     runs_path : str, optional
-        Runs, where they are not in ``<prefix>/runs``.
+        Path of the runs. Default: ``<prefix>/runs``.
     save_runs : bool
-        Keep checkpoints and logs; without them a run cannot be resumed.
+        Save checkpoints and logs. Without them, a run cannot be resumed.
     storage_options : dict, optional
-        Passed to the fsspec filesystem: keys, tokens, endpoints. They go to the ranks with the
-        store, and into no file, log or message.
+        Options for the fsspec filesystem, such as keys, tokens and endpoints. Ranks receive them
+        with the store. They are never written to files, logs or messages.
     checkpoint_filename : str
-        Begins the names of the checkpoints' files in ``runs/<run_id>/checkpoints``.
+        Prefix of the checkpoint file names in ``runs/<run_id>/checkpoints``.
     save_storage_options : bool
-        Whether an estimator or model that is saved with this store keeps its ``storage_options``,
-        in plain text. By default they are left out, since they may be secrets, and have to be set
-        again after loading.
+        Whether an estimator or model that is saved with this store saves its ``storage_options``,
+        in plain text. By default they are left out because they may contain secrets. They must then
+        be set again after loading.
 
     Raises
     ------
     ParamError
-        If a path is not of this kind of store, holds credentials, or is missing.
+        If a path is missing, contains credentials, or is not supported by this class.
     """
 
     @staticmethod
     def create(prefix_path: str, *args: Any, **kwargs: Any) -> Store:
-        """Make the store that fits a prefix.
+        """Create a store of the class that matches a prefix.
 
         Parameters
         ----------
         prefix_path : str
-            A local path (on Databricks also ``dbfs:/…`` and ``/Volumes/…``), or a URL whose scheme
-            a store is registered for: ``hdfs://``, ``s3://``, ``gs://``, ``abfss://`` and the like,
-            and what `hvd_estimators.store.register_store` has added.
+            A local path (on Databricks also ``dbfs:/…`` and ``/Volumes/…``), or a URL with a
+            registered scheme. Registered schemes are ``hdfs://``, ``s3://``, ``gs://``,
+            ``abfss://`` and similar ones, and those added by `hvd_estimators.store.register_store`.
         *args, **kwargs
             Passed to the store's constructor.
 
         Raises
         ------
         ParamError
-            If no store serves such a prefix.
+            If no store class supports the prefix.
         """
         cls = store_class(prefix_path)
         known = inspect.signature(cls).parameters
@@ -148,40 +146,42 @@ class Store(LeftOutNames, StorePaths):
 
     @abstractmethod
     def spark_url(self, path: str) -> str:
-        """Return a path in the form in which Spark writes to it."""
+        """Return the URL to which Spark writes a path."""
 
     def spark_urls(self, path: str) -> Sequence[str]:
-        """Return the forms in which a Spark may know a path, the best one first.
+        """Return all URLs by which Spark may know a path, the preferred one first.
 
-        By default `spark_url` alone.
+        Default: only `spark_url`.
         """
         return (self.spark_url(path),)
 
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
-        """Let code that opens the store's URLs without it use its options, until the block ends.
+        """Let other libraries use the storage options for the store's URLs within the block.
 
-        Lightning's ModelCheckpoint does so. Does nothing by default.
+        Lightning's ModelCheckpoint, for example, opens the URLs without the store. By default, this
+        method does nothing.
         """
         yield
 
     def check(self) -> None:
-        """Make sure that runs can be written. Runs on the driver.
+        """Check that the store can write runs. Runs on the driver.
 
         Raises
         ------
         StoreError
-            If a file cannot be written under the prefix, or ``runs_path`` where there is none.
+            If the store cannot write a file under the prefix, or under ``runs_path`` if there is no
+            prefix.
         """
         self._check_folder(self.folder)
 
     def check_data(self) -> None:
-        """Make sure that datasets can be written. Runs on the driver.
+        """Check that the store can write datasets. Runs on the driver.
 
         Raises
         ------
         StoreError
-            If a file cannot be written beside ``train_path``.
+            If the store cannot write a file next to ``train_path``.
         """
         self._check_folder(self.data_folder)
 
@@ -199,20 +199,20 @@ class Store(LeftOutNames, StorePaths):
             ) from error
 
     def without_options(self) -> Store:
-        """Return the store without its ``storage_options``, which may hold secrets."""
+        """Return a copy of the store without its ``storage_options``, which may contain secrets."""
         copied = copy.copy(self)
         copied.storage_options = {}
         return copied
 
     def list_runs(self) -> list[runs.RunInfo]:
-        """Return what is known of all runs, the one that began last first. Runs on the driver.
+        """Return information about all runs, most recently started first. Runs on the driver.
 
-        Each costs two reads of small files, several at a time.
+        Each run takes two reads of small files. Several runs are read in parallel.
         """
         return runs.list_runs(self)
 
     def load_history(self, run_id: str) -> pd.DataFrame:
-        """Return what was measured in a run, as far as it has come.
+        """Return the metrics that a run has recorded so far.
 
         Parameters
         ----------
@@ -222,19 +222,19 @@ class Store(LeftOutNames, StorePaths):
         Returns
         -------
         pandas.DataFrame
-            A row per number, as a model's ``history_frame()`` has: ``epoch`` (from 0), ``stage``
-            (``"train"`` or ``"validation"``), ``name`` and ``value``. Of a run whose
-            ``history.json`` was deleted, what its checkpoints tell: an epoch each.
+            One row per value, as in a model's ``history_frame()``. The columns are ``epoch`` (from
+            0), ``stage`` (``"train"`` or ``"validation"``), ``name`` and ``value``. If the run's
+            ``history.json`` was deleted, the rows come from its checkpoints, one epoch each.
 
         Raises
         ------
         ParamError
-            If there is no such run.
+            If the run does not exist.
         """
         return runs.load_history(self, run_id)
 
     def delete_run(self, run_id: str) -> None:
-        """Delete a run: its checkpoints, logs, history and all else that is in its folder.
+        """Delete a run with its checkpoints, logs, history and all other files in its folder.
 
         Parameters
         ----------
@@ -244,6 +244,6 @@ class Store(LeftOutNames, StorePaths):
         Raises
         ------
         ParamError
-            If there is no such run, or a fit trains it.
+            If the run does not exist, or if a fit is training it.
         """
         runs.delete_run(self, run_id)

@@ -1,7 +1,8 @@
-"""A run's checkpoints in its store: which there are, and whether they are whole. On both sides.
+"""List, validate, write and delete a run's checkpoints.
 
-Nothing is renamed, since object stores cannot: a file is put, and then the pointer to it, which
-says what the file has to hold.
+Checkpoints are written without renames, because object stores do not support them. First the
+framework's file is written, then its manifest, which contains the size and digest of the file. Runs
+on the driver and on ranks.
 """
 
 from __future__ import annotations
@@ -48,29 +49,29 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What the pointer to a checkpoint says.
+    """Content of a checkpoint's manifest.
 
     Attributes
     ----------
     path : str
         The framework's file.
     size : int
-        Its bytes.
+        Size of the file in bytes.
     sha256 : str
-        SHA-256 of all of it.
+        SHA-256 digest of the file.
     epoch : int
-        Epochs that were done.
+        Number of completed epochs.
     rows : int
-        Rows, over all shards, of the epoch after these; 0 at an epoch's end.
+        Rows processed in the next epoch, over all shards; 0 at the end of an epoch.
     framework : str
-        What it was written by: ``"torch"``, ``"keras"``, ``"lightning"``.
+        Framework that wrote the file: ``"torch"``, ``"keras"`` or ``"lightning"``.
     metrics : mapping of str to float
-        What was measured in the last epoch that was done; validation's begin with ``val_``. Empty
+        Metrics of the last completed epoch; names of validation metrics begin with ``val_``. Empty
         within an epoch.
     monitor : str or None
-        The metric that told which checkpoint is best; None where there was none.
+        The metric that selects the best checkpoint, or None.
     mode : str
-        ``"min"`` if less of it is better, ``"max"`` if more is.
+        ``"min"`` if lower values of the metric are better, ``"max"`` if higher values are better.
     """
 
     path: str
@@ -85,25 +86,25 @@ class CheckpointInfo:
 
     @property
     def position(self) -> Position:
-        """How far the run had come."""
+        """Progress of the run at this checkpoint."""
         return Position(self.epoch, self.rows)
 
 
 class DamagedCheckpoint(StoreError):
-    """A checkpoint is not what its pointer says. The message is the reason alone."""
+    """Error for a checkpoint that does not match its manifest. The message is only the reason."""
 
 
 class UnreadableCheckpoint(StoreError):
-    """A checkpoint cannot be read, as when all copies of it on HDFS are damaged or away."""
+    """Error for an unreadable checkpoint, for example if all its HDFS replicas are lost."""
 
 
 def checkpoint_path(run: RunPaths, position: Position) -> str:
-    """Return where the framework's file of a position lies."""
+    """Return the path of the framework's file for a position."""
     return f"{run.checkpoints_path}/{file_name(run.checkpoint_filename, position)}"
 
 
 def positions(store: Files, run: RunPaths) -> list[Position]:
-    """Return the positions of which there are checkpoints, in order; looks at names alone."""
+    """Return the positions of all checkpoints, sorted. Only file names are read."""
     if run.checkpoints_path is None:
         return []
     return with_manifest(run.checkpoint_filename, store.names(run.checkpoints_path))
@@ -112,10 +113,10 @@ def positions(store: Files, run: RunPaths) -> list[Position]:
 def list_checkpoints(
     store: Files, run: RunPaths, among: Iterable[Position] | None = None
 ) -> list[CheckpointInfo]:
-    """Return a run's checkpoints, the oldest first.
+    """Return a run's checkpoints, oldest first.
 
-    Those whose pointers are damaged are left out, with a warning. Whether the files are whole is
-    not looked at. ``among`` is what `positions` has returned.
+    Checkpoints with damaged manifests are skipped with a warning. The framework's files are not
+    validated. ``among`` is a result of `positions`.
     """
     found = []
     for path, info in _pointers(store, run, positions(store, run) if among is None else among):
@@ -127,7 +128,7 @@ def list_checkpoints(
 
 
 def newest_checkpoint(store: Files, run: RunPaths) -> CheckpointInfo | None:
-    """Return a run's newest checkpoint whose pointer can be read; None if there is none."""
+    """Return a run's newest checkpoint with a readable manifest, or None."""
     for path, info in _pointers(store, run, reversed(positions(store, run))):
         if isinstance(info, CheckpointInfo):
             return info
@@ -136,13 +137,13 @@ def newest_checkpoint(store: Files, run: RunPaths) -> CheckpointInfo | None:
 
 
 def best_checkpoint(infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    """Return the best of some checkpoints, of equal ones the first; None if nothing tells.
+    """Return the best checkpoint, the first among equals, or None if no metric is available.
 
     Parameters
     ----------
     infos : sequence of CheckpointInfo
-        In the order in which they were written. The last one that has a ``monitor`` says by what
-        all are compared.
+        In the order in which they were written. The ``monitor`` of the last checkpoint that has one
+        is used to compare all of them.
     """
     judge = next((info for info in reversed(infos) if info.monitor is not None), None)
     if judge is None or judge.monitor is None:
@@ -159,28 +160,28 @@ def find_newest_valid(
     look: Callable[[CheckpointInfo], T],
     among: Iterable[Position] | None = None,
 ) -> tuple[CheckpointInfo, T] | None:
-    """Return a run's newest checkpoint that is whole; None if it has no checkpoints.
+    """Return a run's newest valid checkpoint, or None if the run has no checkpoints.
 
-    Damaged ones are skipped in favour of those before, with a warning.
+    Damaged checkpoints are skipped with a warning.
 
     Parameters
     ----------
     store : Files
-        Holds the run.
+        The store of the run.
     run : RunPaths
         The run.
     look : callable
-        Looks at a checkpoint, and raises `DamagedCheckpoint` where that is not whole. What it
-        returns comes with the checkpoint.
+        Called with each checkpoint; raises `DamagedCheckpoint` if it is not valid. Its result is
+        returned with the checkpoint.
     among : iterable of Position, optional
-        What `positions` has returned.
+        Result of `positions`.
 
     Raises
     ------
     StoreError
-        If there are checkpoints, and none is whole.
+        If there are checkpoints but no valid one.
     UnreadableCheckpoint
-        If one of these cannot be read: another time it may be whole.
+        If there is no valid checkpoint and one of them could not be read; it may be valid later.
     """
     unreadable: UnreadableCheckpoint | None = None
     damaged: list[str] = []
@@ -193,7 +194,7 @@ def find_newest_valid(
             except DamagedCheckpoint as error:
                 reason = error
             except UnreadableCheckpoint as error:
-                # If the store were away, those before could not be read either.
+                # If the whole store is unavailable, the earlier checkpoints cannot be read either.
                 reason = unreadable = error
             else:
                 if damaged:
@@ -218,12 +219,12 @@ def find_newest_valid(
 
 
 def check_valid(store: Files, info: CheckpointInfo) -> None:
-    """Make sure that a checkpoint is what its pointer says. Reads all of it.
+    """Check that a checkpoint matches its manifest. Reads the complete file.
 
     Raises
     ------
     DamagedCheckpoint
-        If it is not.
+        If the checkpoint does not match.
     """
     with open_valid(store, info):
         pass
@@ -231,16 +232,16 @@ def check_valid(store: Files, info: CheckpointInfo) -> None:
 
 @contextlib.contextmanager
 def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
-    """Open a checkpoint that is what its pointer says.
+    """Open a checkpoint after checking that it matches its manifest.
 
-    From a store that is elsewhere it is copied to a local file first, once from beginning to end.
+    A file of a remote store is first copied to a local file, in one sequential read.
 
     Raises
     ------
     DamagedCheckpoint
-        If it is missing, cut or changed.
+        If the file is missing, truncated or changed.
     UnreadableCheckpoint
-        If the store does not give it.
+        If the store cannot read the file.
     """
     is_local = store.local_path(info.path) is not None
     with contextlib.ExitStack() as stack:
@@ -271,7 +272,7 @@ def open_valid(store: Files, info: CheckpointInfo) -> Iterator[IO[bytes]]:
 
 
 def write_manifest(store: Files, info: CheckpointInfo) -> None:
-    """Make a checkpoint exist whose file is there."""
+    """Write the manifest of a checkpoint whose file exists, which completes the checkpoint."""
     document = {
         "format": _FORMAT,
         **{name: value for name, value in vars(info).items() if name != "path"},
@@ -282,19 +283,19 @@ def write_manifest(store: Files, info: CheckpointInfo) -> None:
 
 
 def delete_checkpoint(store: Files, run: RunPaths, position: Position) -> None:
-    """Delete a checkpoint; at no moment there is a pointer to a file that is gone."""
+    """Delete a checkpoint, its manifest first, so that no manifest refers to a missing file."""
     path = checkpoint_path(run, position)
     store.delete(manifest_of(path))
     store.delete(path)
 
 
 def info_at(store: Files, path: str) -> CheckpointInfo | None:
-    """Return what the pointer to a file says; None if there is none.
+    """Return the content of a file's manifest, or None if it has none.
 
     Raises
     ------
     DamagedCheckpoint
-        If the pointer cannot be read.
+        If the manifest cannot be parsed.
     """
     pointer = manifest_of(path)
     try:
@@ -315,7 +316,7 @@ def info_at(store: Files, path: str) -> CheckpointInfo | None:
 def _pointers(
     store: Files, run: RunPaths, among: Iterable[Position]
 ) -> Iterator[tuple[str, CheckpointInfo | DamagedCheckpoint]]:
-    """Yield the path of each checkpoint, and what its pointer says, or why that is unknown."""
+    """Yield each checkpoint's path with its manifest, or with the error that makes it unusable."""
     for position in among:
         path = checkpoint_path(run, position)
         try:

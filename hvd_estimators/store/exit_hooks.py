@@ -1,4 +1,4 @@
-"""What is to be done in a store when the interpreter exits, while stores can still be reached."""
+"""Cleanup of stores at interpreter exit, while stores are still reachable."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hvd_estimators.store import retries
 __all__ = ["at_exit"]
 
 _RETRY_SECONDS = 3.0
-"""How long a store that does not answer is tried again at the end of the interpreter."""
+"""Maximum seconds of retries for a failing store at interpreter exit."""
 
 
 def at_exit(function: Callable[[], None]) -> None:
-    """Call a function when the interpreter exits. It may be called twice.
+    """Call a function at interpreter exit. The function may be called twice.
 
-    Functions of the standard library's `atexit` come after the last one who may start a thread:
-    from then on fsspec's filesystems cannot look up a host's name, so that they would fail where
-    their connections have been idle for some seconds, and be tried again for a minute.
+    The standard library's `atexit` functions run after the interpreter has stopped allowing new
+    threads. From then on, fsspec's filesystems cannot resolve host names. They would fail if their
+    connections had been idle for some seconds, and retry for a minute.
     """
 
     def call() -> None:
-        # Also for what is being tried again in other threads.
+        # The shorter limit also applies to retries that are running in other threads.
         retries.RETRY_SECONDS = min(retries.RETRY_SECONDS, _RETRY_SECONDS)
         function()
 
-    # What is registered last is called first, and that is to be before the threads' own end, which
-    # their module registers when it is imported.
+    # The most recently registered function runs first. This one must run before the function that
+    # joins the threads, which `concurrent.futures.thread` registers when it is imported.
     threading._register_atexit(call)  # type: ignore[attr-defined]
-    # For who ends without the end of threads.
+    # For interpreters that exit without joining threads.
     atexit.register(call)

@@ -1,4 +1,4 @@
-"""Files of a store: what is asked of its filesystem, tried again where that fails for a while."""
+"""File operations of a store, with retries of transient errors."""
 
 from __future__ import annotations
 
@@ -19,72 +19,72 @@ from hvd_estimators.store.storage_errors import secret_values
 __all__ = ["Files"]
 
 _REQUESTS = 8
-"""Requests for parts of one file at a time."""
+"""Maximum parallel requests for ranges of one file."""
 
 T = TypeVar("T")
 
 
 class Files(ABC):
-    """Reads, writes, lists and deletes files, by one filesystem of fsspec's. Runs on both sides.
+    """File operations on an fsspec filesystem. Runs on the driver and on ranks.
 
     Attributes
     ----------
     storage_options : dict
-        Passed to the filesystem.
+        Options for the filesystem.
     """
 
     storage_options: dict[str, Any]
 
     creates_exclusively: ClassVar[bool] = False
-    """Whether of several processes that call `write_new` at the same time one alone succeeds."""
+    """True if `write_new` succeeds for exactly one of several concurrent processes."""
 
     @property
     @abstractmethod
     def fs(self) -> fsspec.AbstractFileSystem:
-        """The fsspec filesystem that serves this store's paths."""
+        """The fsspec filesystem of this store's paths."""
 
     @abstractmethod
     def get_full_path(self, path: str) -> str:
-        """Return a path in the form in which Python readers on all machines open it.
+        """Return the form of a path that Python code on any machine can open.
 
-        That is a URL with its scheme, or for a `LocalStore` an absolute path. `fs` opens it.
+        That is a URL with its scheme, or an absolute path for a `LocalStore`. `fs` opens it.
         """
 
     def full_path(self, listed: str) -> str:
-        """Return the form of `get_full_path` for a path as `fs` lists it, without a scheme.
+        """Convert a path that `fs` has listed, without a scheme, to the form of `get_full_path`.
 
-        By default the path as it is.
+        By default, the path is returned unchanged.
         """
         return listed
 
     def local_path(self, path: str) -> str | None:
         """Return the path by which the operating system opens a file.
 
-        None, the default, where only `fs` can open it.
+        Default: None, which means that only `fs` can open the file.
         """
         return None
 
     def url(self, path: str) -> str:
-        """Return a path as a URL by which other packages of Python open it."""
+        """Return the URL by which other Python packages open a path."""
         local = self.local_path(path)
-        # Not percent-encoded: fsspec and Petastorm take the characters as they are.
+        # Not percent-encoded: fsspec and Petastorm take the characters literally.
         return path if local is None else f"file://{local}"
 
     def writable_path(self, path: str) -> str | None:
         """Return the path by which the operating system writes a file in place.
 
-        None where files can only be written as a whole. By default `local_path`.
+        None if files can be written only as a whole. Default: `local_path`.
         """
         return self.local_path(path)
 
     @contextlib.contextmanager
     @abstractmethod
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
-        """Open a file for writing that appears whole when the block ends, or not at all."""
+        """Open a file for writing. The file appears complete when the block ends, or not at all."""
 
     @property
     def secrets(self) -> frozenset[str]:
-        """The texts of ``storage_options`` that no message may hold."""
+        """Secret values of ``storage_options``. Messages must not contain them."""
         return secret_values(self.storage_options)
 
     def exists(self, path: str) -> bool:
@@ -93,19 +93,21 @@ class Files(ABC):
         Raises
         ------
         StoreError
-            If the storage does not tell.
+            If the storage cannot be queried.
         """
         return self._info(path) is not None
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading; several threads may, each has a position of its own.
+        """Open a file for reading. Each returned file has its own position.
+
+        Several threads may call this method.
 
         Raises
         ------
         FileNotFoundError
-            If there is no such file.
+            If the file does not exist.
         StoreError
-            If it cannot be read.
+            If the file cannot be read.
         """
         file: IO[bytes] = self._retried(lambda: self.fs.open(path, "rb"), f"reading {path!r}")
         return file
@@ -116,7 +118,7 @@ class Files(ABC):
         Raises
         ------
         StoreError
-            If there is no such file, or it cannot be read.
+            If the file does not exist or cannot be read.
         """
         try:
             return bytes(self._retried(lambda: self.fs.cat_file(path), f"reading {path!r}"))
@@ -126,23 +128,24 @@ class Files(ABC):
             raise StoreError(f"The store holds no file {path!r} ({error}).") from error
 
     def read_ranges(self, path: str, ranges: Sequence[tuple[int, int | None]]) -> list[bytes]:
-        """Return parts of a file, each by one request, several at a time.
+        """Read byte ranges of a file, with one request each, several in parallel.
 
         Parameters
         ----------
         path : str
             The file.
         ranges : sequence of (int, int or None)
-            First byte of each part, and the byte after its last; None: up to the end. A negative
-            first byte counts from the end: ``(-8, None)`` are the last eight bytes, or all of a
-            file with less. Parts end where the file ends.
+            First byte of each range, and the byte after its last byte, or None for the end of the
+            file. A negative first byte counts from the end. For example, ``(-8, None)`` is the last
+            eight bytes, or the whole file if it is shorter. Ranges are truncated at the end of the
+            file.
 
         Raises
         ------
         FileNotFoundError
-            If there is no such file.
+            If the file does not exist.
         StoreError
-            If it cannot be read.
+            If the file cannot be read.
         """
         return self._retried(lambda: self._ranges(path, ranges), f"reading {path!r}")
 
@@ -163,13 +166,13 @@ class Files(ABC):
         return [bytes(part) for part in found]
 
     def _takes_suffixes(self) -> bool:
-        """Return whether a request can ask for the end of a file whose size is not known."""
+        """Return whether a request can read the end of a file of unknown size."""
         return False
 
     def modified(self, path: str) -> datetime.datetime | None:
-        """Return when a file was written, by the store's clock, in UTC.
+        """Return the modification time of a file by the store's clock, in UTC.
 
-        None if there is no such file, or the store does not note it.
+        None if the file does not exist, or if the store does not record modification times.
         """
 
         def ask() -> Any:
@@ -180,19 +183,19 @@ class Files(ABC):
                 return None
 
         found = self._retried(ask, f"looking for {path!r}")
-        # Without a zone it is local time, as everywhere in Python.
+        # A time without a time zone is local time, as usual in Python.
         is_time = isinstance(found, datetime.datetime)
         return found.astimezone(datetime.timezone.utc) if is_time else None
 
     def write_text(self, path: str, text: str) -> None:
-        """Write a file that appears whole or not at all."""
+        """Write a text file. The file appears complete or not at all."""
         with self.open_atomic(path) as file:
             file.write(text.encode())
 
     def write_new(self, path: str, text: str) -> bool:
-        """Write a file, whole, if there is none, and return whether it was written.
+        """Write a complete file unless it exists, and return whether it was written.
 
-        Two processes may both succeed, unless `creates_exclusively`.
+        Two processes may both succeed, unless `creates_exclusively` is True.
         """
         if self.exists(path):
             return False
@@ -200,24 +203,24 @@ class Files(ABC):
         return True
 
     def find(self, path: str) -> list[str]:
-        """Return the full paths of all files below a path, in the order of their names.
+        """Return the full paths of all files below a path, sorted.
 
-        A file is below itself; there is nothing below a path that does not exist.
+        A file is below itself. The list is empty if the path does not exist.
 
         Raises
         ------
         StoreError
-            If the storage does not tell.
+            If the storage cannot be queried.
         """
         fs = self.fs
-        # Walking a tree, fsspec leaves out by default what it cannot list.
+        # When fsspec walks a tree, it skips directories that it cannot list by default.
         walks = type(fs).find is fsspec.AbstractFileSystem.find
         options = {"on_error": "raise"} if walks else {}
 
         def list_files() -> list[str]:
             self._forget_listings(path)
             try:
-                # Hadoop's connectors mark directories by empty objects.
+                # Hadoop's connectors mark directories with empty objects.
                 return [file for file in fs.find(path, **options) if not file.endswith("/")]
             except (FileNotFoundError, NotADirectoryError):
                 if self._info(path) is None:
@@ -227,14 +230,14 @@ class Files(ABC):
         return sorted(map(self.full_path, self._retried(list_files, f"listing {path!r}")))
 
     def names(self, path: str) -> list[str]:
-        """Return the names of what is in a directory, in alphabetical order.
+        """Return the names of the entries of a directory, sorted.
 
-        There is nothing in a directory that does not exist, and in a file.
+        The list is empty if the directory does not exist, or if the path is a file.
 
         Raises
         ------
         StoreError
-            If the storage does not tell.
+            If the storage cannot be queried.
         """
 
         def list_names() -> list[str]:
@@ -250,7 +253,7 @@ class Files(ABC):
         return sorted(posixpath.basename(entry.rstrip("/")) for entry in listed)
 
     def delete(self, path: str) -> None:
-        """Delete a file or directory; nothing happens where there is none.
+        """Delete a file or directory if it exists.
 
         Raises
         ------
@@ -260,8 +263,8 @@ class Files(ABC):
 
         def remove() -> None:
             info = self._info(path)
-            # A file not by rm, which takes some characters for patterns.
-            with contextlib.suppress(FileNotFoundError):  # somebody else did it meanwhile
+            # Do not delete files with `rm`, which interprets some characters as patterns.
+            with contextlib.suppress(FileNotFoundError):  # another process deleted it meanwhile
                 if info is not None and info["type"] == "directory":
                     self.fs.rm(path, recursive=True)
                 elif info is not None:
@@ -270,10 +273,10 @@ class Files(ABC):
         self._retried(remove, f"deleting {path!r}")
 
     def move_folder(self, source: str, target: str) -> None:
-        """Move a folder to a path where nothing is yet.
+        """Move a folder to a path that does not exist yet.
 
-        One rename where the storage renames folders. Object stores copy the files, several at the
-        same time, so that others may see a part of them for a while.
+        This is one rename if the storage supports renaming folders. On object stores, the files are
+        copied in parallel, so other processes may temporarily see only some of them.
 
         Raises
         ------
@@ -289,7 +292,7 @@ class Files(ABC):
             if not renames:
                 copies = [target + file.removeprefix(source) for file in files]
                 fs.copy(files, copies)
-            elif self._info(source) is not None:  # an earlier try may have moved it
+            elif self._info(source) is not None:  # an earlier attempt may have moved it
                 fs.makedirs(posixpath.dirname(self._path_in_fs(target)), exist_ok=True)
                 fs.mv(source, target, recursive=True)
 
@@ -298,13 +301,13 @@ class Files(ABC):
             self.delete(source)
 
     def delete_empty(self, path: str) -> None:
-        """Delete a directory if there is nothing in it."""
+        """Delete a directory if it is empty."""
         info = self._info(path)
         if info is not None and info["type"] == "directory" and not self.names(path):
             self._retried(lambda: self.fs.rmdir(path), f"deleting {path!r}")
 
     def _info(self, path: str) -> dict[str, Any] | None:
-        """Return what fsspec tells of a file or directory; None where there is none."""
+        """Return fsspec's information about a file or directory, or None if it does not exist."""
 
         def ask() -> dict[str, Any] | None:
             self._forget_listings(path)
@@ -317,11 +320,11 @@ class Files(ABC):
         return self._retried(ask, f"looking for {path!r}")
 
     def _path_in_fs(self, path: str) -> str:
-        """Return a path as `fs` lists it; see `full_path`."""
+        """Return a path in the form that `fs` lists; see `full_path`."""
         return path
 
     def _forget_listings(self, path: str) -> None:
-        """Let the filesystem ask the storage: others may have changed what it has listed."""
+        """Drop cached listings of `fs`, because other processes may have changed the files."""
         self.fs.invalidate_cache(path)
 
     def _retried(self, action: Callable[[], T], what: str) -> T:

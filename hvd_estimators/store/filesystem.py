@@ -1,4 +1,4 @@
-"""Stores on any filesystem of fsspec, with paths that keep their scheme."""
+"""Store on any fsspec filesystem, with paths that keep their scheme."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ __all__ = ["FilesystemStore", "RemoteFile"]
 
 
 class RemoteFile(io.RawIOBase):
-    """Reads a file; where the storage does not answer, it is opened anew and read on.
+    """File reader that reopens the file and resumes reading after transient errors.
 
     Parameters
     ----------
     open_file : callable
-        Opens the file, at its beginning.
+        Opens the file at its beginning.
     path : str
-        Its path, for messages.
+        Path of the file, for messages.
     secrets : collection of str
-        Texts that no message may hold.
+        Texts that messages must not contain.
 
     Raises
     ------
     FileNotFoundError
-        If there is no such file.
+        If the file does not exist.
     StoreError
-        If it cannot be read, or has become another one since it was opened.
+        If the file cannot be read, or if its size has changed since it was opened.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class RemoteFile(io.RawIOBase):
         return int(self._opened().tell())
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Go to a position, and return it."""
+        """Set the position and return it."""
         start = {os.SEEK_SET: 0, os.SEEK_CUR: self.tell(), os.SEEK_END: self._size}[whence]
         position = min(start + offset, self._size)
         self._opened().seek(position)
@@ -92,11 +92,11 @@ class RemoteFile(io.RawIOBase):
             return self._read_on(error, position, wanted)
 
     def readall(self) -> bytes:
-        """Return all that is left."""
+        """Return all remaining bytes."""
         return self.read(-1)
 
     def readinto(self, buffer: Any) -> int:
-        """Read as many bytes as fit into a buffer, and return how many there were."""
+        """Read up to ``len(buffer)`` bytes into a buffer and return their number."""
         view = memoryview(buffer).cast("B")
         content = self.read(len(view))
         view[: len(content)] = content
@@ -144,13 +144,13 @@ class RemoteFile(io.RawIOBase):
     def _opened(self) -> Any:
         if self.closed:
             raise ValueError("I/O operation on closed file.")
-        if self._file is None:  # what was read last has failed
+        if self._file is None:  # the last read failed
             with_retries(self._reopen, self._what, self._secrets)
         return self._file
 
 
 def bytes_of(content: Any) -> bytes:
-    """Return what was read as bytes; a copy only where it is something else."""
+    """Convert content to bytes, without a copy if it already is bytes."""
     return content if isinstance(content, bytes) else bytes(content)
 
 
@@ -161,9 +161,7 @@ _PACKAGES = {
     "oci": "ocifs",
     "oss": "ossfs",
 }
-
-
-"""Scheme to the package that has its filesystem."""
+"""Package that provides the filesystem of each scheme."""
 
 
 _AZURE = ("abfs", "abfss", "az")
@@ -176,21 +174,19 @@ _ACCOUNT = re.compile(r"(?:abfss?|az)://[^/@]+@([^/]+)")
 
 
 _OBJECT_STORES = ("abfs", "abfss", "az", "gcs", "gs", "oci", "oss", "s3", "s3a")
-
-
-"""Where there are no directories to make; s3fs would make the bucket."""
+"""Object stores have no directories; creating one with s3fs would create the bucket."""
 
 
 class FilesystemStore(Store):
-    """Keeps everything under a URL that fsspec opens, and Spark writes to.
+    """Store under a URL that fsspec opens and Spark writes to.
 
-    Paths are full URLs, with the scheme that fsspec gives them. Subclass it where Spark spells a
-    URL differently (`spark_url`), or where files are replaced in a better way (`open_atomic`); see
-    `Store` for the parameters.
+    Paths are full URLs with fsspec's scheme. Override `spark_url` in a subclass if Spark spells
+    URLs differently. Override `open_atomic` if the storage offers a better way to replace files.
+    See `Store` for the parameters.
     """
 
     _first_path: str | None = None
-    """What tells the filesystem, and what Spark is to call it."""
+    """Determines the filesystem and its scheme in Spark."""
 
     @property
     def fs(self) -> fsspec.AbstractFileSystem:
@@ -199,15 +195,15 @@ class FilesystemStore(Store):
         return self._opened(self._first_path)[0]
 
     def get_full_path(self, path: str) -> str:
-        """Return a URL in fsspec's form, without a slash at its end.
+        """Return a URL in fsspec's form, without a trailing slash.
 
         Raises
         ------
         ParamError
-            If fsspec does not know its scheme or would take it for a pattern, or if it is on
-            another filesystem than the prefix.
+            If fsspec does not know the scheme or would interpret the path as a pattern. Also if the
+            path is on another filesystem than the prefix.
         DependencyError
-            If a package is not installed that fsspec needs for it.
+            If a package that fsspec needs is not installed.
         """
         self._check_path(path)
         if self._first_path is None:
@@ -230,25 +226,25 @@ class FilesystemStore(Store):
         return self.full_path(path_in_fs).rstrip("/")
 
     def full_path(self, listed: str) -> str:
-        """Return the URL of what the filesystem lists."""
+        """Return the URL of a path that the filesystem has listed."""
         return str(self.fs.unstrip_protocol(listed))
 
     def local_path(self, path: str) -> str | None:
-        """Return the path that the operating system knows; None where files are elsewhere."""
+        """Return the operating system's path, or None if the files are remote."""
         fs, path_in_fs = self._opened(path)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol
         return path_in_fs if "file" in protocols else None
 
     def spark_url(self, path: str) -> str:
-        """Return the path as it is, or as Hadoop's connectors know it.
+        """Return the path in the form that Hadoop's connectors know.
 
-        Where the store was made with ``s3a://`` that stays; ``az://`` is ``abfss://`` with the name
-        of the account.
+        If the store was created with ``s3a://``, that scheme is used. ``az://`` becomes
+        ``abfss://`` with the account name. All other paths are returned unchanged.
 
         Raises
         ------
         ParamError
-            If no other process sees this filesystem.
+            If no other process can access this filesystem.
         """
         self._check_shared()
         scheme, rest = path.split("://", 1)
@@ -257,9 +253,9 @@ class FilesystemStore(Store):
         return f"s3a://{rest}" if scheme == "s3" and self._given_scheme == "s3a" else path
 
     def spark_urls(self, path: str) -> Sequence[str]:
-        """Return what `spark_url` does; for S3 also its other name.
+        """Return the result of `spark_url`, and for S3 also its other scheme.
 
-        All Sparks but Amazon's own know it as ``s3a``.
+        All Spark distributions except Amazon's know S3 as ``s3a``.
         """
         url = self.spark_url(path)
         scheme, _, rest = url.partition("://")
@@ -267,14 +263,14 @@ class FilesystemStore(Store):
         return (url,) if other is None else (url, f"{other}://{rest}")
 
     def check(self) -> None:
-        """Make sure that others see the prefix and that it can be written to; see `Store.check`."""
+        """Check that the prefix is shared and writable; see `Store.check`."""
         self._check_shared()
         super().check()
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading, which reads on after an error; see `Store.open`."""
+        """Open a file for reading that resumes after errors; see `Store.open`."""
         if self._is_memory():
-            # Its files are one object each, with one position for all who open them.
+            # A file in memory is one object, with one position shared by all readers.
             return io.BytesIO(self.read(path))
         if self.local_path(path) is not None:
             return super().open(path)
@@ -288,15 +284,15 @@ class FilesystemStore(Store):
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
-        """Write to a local file, and put that where it belongs when the block ends well.
+        """Write to a local file and upload it when the block succeeds.
 
-        An object store shows an object when all of it has come: what was there before stays until
-        then, also where an upload fails. Other filesystems may show the beginning of it for a
-        moment, unless a subclass does better.
+        An object store makes the object visible only after a complete upload. The old content stays
+        visible until then, and also if the upload fails. Other filesystems may briefly show a
+        partial file, unless a subclass overrides this method.
         """
         temporary = tempfile.gettempdir()
         what = f"writing {path!r} to a temporary file first, in {temporary!r} (set TMPDIR)"
-        # Closing a file fails once more where its disk is full; the folder goes all the same.
+        # Closing a file fails again if its disk is full; the folder is deleted nevertheless.
         with (
             typed_errors(what),
             tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder,
@@ -312,20 +308,20 @@ class FilesystemStore(Store):
         return file
 
     def _upload(self, local: str, path: str) -> None:
-        """Make a file of the store of a local one; is called again where it fails."""
+        """Upload a local file to the store. Called again after a failure."""
         fs = self.fs
         if scheme_of(path) not in _OBJECT_STORES:
             fs.makedirs(posixpath.dirname(path), exist_ok=True)
         fs.put_file(local, path)
 
     def delete_empty(self, path: str) -> None:
-        """Delete a directory if there is nothing in it; an object store has no such thing."""
+        """Delete a directory if it is empty; do nothing on object stores, which have none."""
         if scheme_of(path) not in _OBJECT_STORES:
             super().delete_empty(path)
 
     @contextlib.contextmanager
     def options_for_others(self) -> Iterator[None]:
-        """Make them fsspec's own for this kind of filesystem; see `Store.options_for_others`."""
+        """Set the options as fsspec's defaults; see `Store.options_for_others`."""
         protocol = self.folder.partition("://")[0]
         before = fsspec.config.conf.get(protocol)
         fsspec.config.conf[protocol] = {**(before or {}), **self._options(self.folder)}
@@ -357,12 +353,12 @@ class FilesystemStore(Store):
             )
 
     def url(self, path: str) -> str:
-        """Return a path as a URL by which other packages of Python open it; see `Store.url`."""
+        """Return the URL by which other Python packages open a path; see `Store.url`."""
         scheme, _, rest = path.partition("://")
         return self._azure_url(rest) if scheme in _AZURE else super().url(path)
 
     def _azure_url(self, rest: str) -> str:
-        """Return the URL by which Hadoop's connector for Azure knows a path, with the account."""
+        """Return the URL with the account name that Hadoop's Azure connector expects."""
         container, _, path = rest.partition("/")
         host = self._azure_host()
         if host is None:
@@ -385,7 +381,7 @@ class FilesystemStore(Store):
         return f"{name}.dfs.core.windows.net" if name else None
 
     def _options(self, path: str) -> dict[str, Any]:
-        """Return what the filesystem is made with: what only the first path tells, as well."""
+        """Return the options of the filesystem, including the account from the first path."""
         options = dict(self.storage_options)
         host = self._azure_host() if scheme_of(path) in _AZURE else None
         if host is not None and "connection_string" not in options:

@@ -1,4 +1,4 @@
-"""Copies of a store's files on this machine, and their digests."""
+"""Local copies of a store's files, and their digests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hvd_estimators.store.files import Files
 __all__ = ["CHUNK_BYTES", "HashingWriter", "copy_from", "fetch"]
 
 CHUNK_BYTES = 2**22
-"""What is copied at a time."""
+"""Bytes copied per read."""
 
 
 class HashingWriter(io.RawIOBase):
-    """Writes to a file and computes the SHA-256 digest of what it writes."""
+    """File wrapper that computes the SHA-256 digest of the written bytes."""
 
     def __init__(self, file: Any) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class HashingWriter(io.RawIOBase):
 
     @property
     def digest(self) -> str:
-        """The digest so far."""
+        """The SHA-256 digest of the bytes written so far."""
         return self._digest.hexdigest()
 
     def writable(self) -> bool:
@@ -34,14 +34,14 @@ class HashingWriter(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Write all of some bytes."""
+        """Write all bytes of ``data``."""
         self._digest.update(data)
         written: int = self._file.write(data)
         return written
 
 
 def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = None) -> str:
-    """Copy a file of the store to one that nobody else can change, and return its digest.
+    """Copy a file of the store to a private file and return its digest.
 
     Parameters
     ----------
@@ -50,14 +50,14 @@ def copy_from(store: Files, path: str, target: IO[bytes], digest: str | None = N
     path : str
         The file.
     target : file
-        Open for writing.
+        Open for writing. No other process may be able to change it.
     digest : str, optional
-        SHA-256 of what the file has to hold.
+        Expected SHA-256 digest of the file.
 
     Raises
     ------
     StoreError
-        If there is no such file, or it holds something else.
+        If the file does not exist, or if its digest differs from ``digest``.
     """
     writer, size = HashingWriter(target), 0
     try:

@@ -1,4 +1,4 @@
-"""A store on HDFS, or on what viewfs mounts of it, that needs no JVM in the ranks."""
+"""Store on HDFS or viewfs that needs no JVM on the ranks."""
 
 from __future__ import annotations
 
@@ -31,58 +31,58 @@ _READ_BUFFER = 2**18
 _CARRIED = re.compile(
     r"dfs\.|fs\.(defaultFS|viewfs\.)|hadoop\.(rpc\.protection|security\.(auth|token))"
 )
-"""What ranks need of Hadoop's configuration, and nothing that may be a secret of something else."""
+"""Hadoop settings that ranks need. The pattern excludes possible secrets of other components."""
 
 
 class HDFSStore(FilesystemStore):
-    """Keeps everything on HDFS.
+    """Store on HDFS.
 
-    The Python side (this process and the ranks) goes by ``hdfs-native``, so that it needs neither a
-    JVM nor Hadoop's libraries; Spark writes by its own client. Both find the name nodes by Hadoop's
-    configuration (``HADOOP_CONF_DIR``, or ``HADOOP_HOME/etc/hadoop``) where a path names none, or a
-    name service. What the ranks need of it travels in the store, and so do ``user`` and
-    ``kerb_ticket``: executors need no configuration.
+    The Python side (driver and ranks) uses ``hdfs-native``, so it needs neither a JVM nor Hadoop's
+    libraries. Spark writes with its own client. If a path names no name node, or names a name
+    service, both use Hadoop's configuration (``HADOOP_CONF_DIR``, or ``HADOOP_HOME/etc/hadoop``).
+    The store object carries the required settings, ``user`` and ``kerb_ticket`` to the ranks, so
+    executors need no configuration.
 
-    Spark's JVMs write as the user that they run as (``HADOOP_USER_NAME``, ``spark.kerberos.*``):
-    give that one and ``user`` access to the same paths.
+    Spark's JVMs write as the user that they run as (``HADOOP_USER_NAME``, ``spark.kerberos.*``).
+    Give that user and ``user`` access to the same paths.
 
     Parameters
     ----------
     prefix_path : str, optional
-        ``hdfs://host:port/path``, ``hdfs://nameservice/path``, ``hdfs:///path`` or ``hdfs:/path``
-        (by Hadoop's configuration), ``viewfs://…``, or ``/path``. May be left out where
-        ``train_path`` and ``runs_path`` are given.
+        ``hdfs://host:port/path``, ``hdfs://nameservice/path``, ``viewfs://…`` or ``/path``. With
+        ``hdfs:///path`` and ``hdfs:/path``, Hadoop's configuration determines the name node.
+        Optional if ``train_path`` and ``runs_path`` are given.
     host : str, optional
-        The name node, where paths name none; ``"default"``: by Hadoop's configuration.
+        The name node for paths that name none. ``"default"`` means the one in Hadoop's
+        configuration.
     port : int, optional
-        Its port; 0 and None: none, so that ``host`` is a name service.
+        Port of the name node. If 0 or None, ``host`` is a name service.
     user : str, optional
-        Who reads and writes; default: ``HADOOP_USER_NAME``, or the user of the process. It is one
-        for all of a process: hdfs-native takes it from ``HADOOP_USER_NAME``, which the store sets
-        on the driver, in the ranks and in Spark's Python workers. With Kerberos a principal, whose
-        ticket is taken.
+        User that reads and writes. Default: ``HADOOP_USER_NAME``, or the user of the process. A
+        process can have only one user, because hdfs-native reads it from ``HADOOP_USER_NAME``. The
+        store sets this variable on the driver, in the ranks and in Spark's Python workers. With
+        Kerberos, the principal whose ticket is used.
     kerb_ticket : str, optional
-        A Kerberos ticket cache, a file that is there on the driver and on all executors. Default:
-        the process's own.
+        Path of a Kerberos ticket cache file that exists on the driver and on all executors.
+        Default: the ticket cache of the process.
     driver : str
         Has no effect: libhdfs is not used.
     extra_conf : dict, optional
-        Further settings of Hadoop, for the Python side.
+        Additional Hadoop settings for the Python side.
     train_path, val_path, test_path, runs_path, save_runs, storage_options, checkpoint_filename
-        See `Store`. Storage options are settings of Hadoop, too; those that are secrets belong
-        there.
+        See `Store`. Storage options are also Hadoop settings. Set secret settings there.
 
     Attributes
     ----------
     user, kerb_ticket
         As given.
     settings : dict
-        Hadoop's settings for the Python side.
+        Hadoop settings for the Python side.
 
     Raises
     ------
     ParamError
-        If a path is not HDFS's.
+        If a path is not an HDFS path.
     DependencyError
         If ``hdfs-native`` is not installed.
     """
@@ -109,12 +109,12 @@ class HDFSStore(FilesystemStore):
             raise ParamError(f"user: expected a name or a Kerberos principal, found {user!r}.")
         self.user = user
         self.kerb_ticket = kerb_ticket
-        # Read where the store is made: executors may have none.
+        # Read the settings here, because executors may have no Hadoop configuration.
         self.settings = {**hadoop_settings(), **(extra_conf or {})}
         self._host = ""
         if host and host != "default":
             self._host = f"{host}:{int(port)}" if port else host
-        self._root: tuple[str, str] | None = None  # scheme and authority, by the first path
+        self._root: tuple[str, str] | None = None  # scheme and authority, from the first path
         super().__init__(prefix_path, *args, **kwargs)
 
     @property
@@ -144,7 +144,7 @@ class HDFSStore(FilesystemStore):
         Raises
         ------
         ParamError
-            If it is no path on this HDFS.
+            If the path is not on this HDFS.
         """
         self._check_path(path)
         scheme = scheme_of(path)
@@ -184,21 +184,21 @@ class HDFSStore(FilesystemStore):
         return self.full_path("/" + path_in_fs.strip("/"))
 
     def full_path(self, listed: str) -> str:
-        """Return the URL of what the filesystem lists."""
+        """Return the URL of a path that the filesystem has listed."""
         return self._base + listed
 
     def local_path(self, path: str) -> str | None:
-        """Return None: no file of HDFS is one of the operating system's."""
+        """Return None, because the operating system cannot open HDFS files."""
         return None
 
     def open(self, path: str) -> IO[bytes]:
-        """Open a file for reading, which reads on after an error; see `Store.open`."""
-        # Each read is a request to a data node.
+        """Open a file for reading that resumes after errors; see `Store.open`."""
+        # Buffer reads, because each one is a request to a data node.
         raw: Any = super().open(path)
         return cast("IO[bytes]", io.BufferedReader(raw, _READ_BUFFER))
 
     def check(self) -> None:
-        """Make sure that the ticket cache is there, and the rest; see `Store.check`."""
+        """Check the ticket cache and write access; see `Store.check`."""
         ticket = self.kerb_ticket
         if ticket is not None and not os.path.exists(ticket.removeprefix("FILE:")):
             raise ParamError(
@@ -208,7 +208,7 @@ class HDFSStore(FilesystemStore):
         super().check()
 
     def write_new(self, path: str, text: str) -> bool:
-        """Write a file, whole, if there is none; of several processes one alone succeeds."""
+        """Write a complete file unless it exists; exactly one of several processes succeeds."""
         with tempfile.NamedTemporaryFile(prefix="hvd_estimators-") as file:
             file.write(text.encode())
             file.flush()
@@ -222,7 +222,7 @@ class HDFSStore(FilesystemStore):
         return True
 
     def _upload(self, local: str, path: str, overwrite: bool = True) -> None:
-        """Write beside the file and rename onto it, which is one step on HDFS."""
+        """Write a temporary file next to the target and rename it, which is atomic on HDFS."""
         fs, target = self.fs, self._path_in_fs(path)
         partial = posixpath.join(
             posixpath.dirname(target), f".{posixpath.basename(target)}-{uuid.uuid4().hex}"
@@ -248,10 +248,10 @@ class HDFSStore(FilesystemStore):
 
 
 def hadoop_settings() -> dict[str, str]:
-    """Return what HDFS's clients need of Hadoop's configuration on this machine.
+    """Return the settings in this machine's Hadoop configuration that HDFS clients need.
 
-    Of ``core-site.xml`` and ``hdfs-site.xml`` in ``HADOOP_CONF_DIR``, or in
-    ``HADOOP_HOME/etc/hadoop``; nothing where there are none.
+    The settings come from ``core-site.xml`` and ``hdfs-site.xml`` in ``HADOOP_CONF_DIR`` or
+    ``HADOOP_HOME/etc/hadoop``. The result is empty if neither folder is configured.
     """
     from xml.etree import ElementTree
 

@@ -1,6 +1,6 @@
-"""fsspec's filesystem of HDFS by hdfs-native: no JVM, and nothing of a process's environment.
+"""fsspec filesystem for HDFS on top of hdfs-native, without a JVM or environment variables.
 
-Importing this needs hdfs-native. Runs on both sides.
+Importing this module requires hdfs-native. Runs on the driver and on ranks.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from hvd_estimators.exceptions import ParamError, StoreError
 __all__ = ["ConfiguredHdfs", "principal_of"]
 
 _PATIENCE = {"dfs.client.failover.max.attempts": "4"}
-"""The store has retries of its own; by default name nodes are tried for minutes."""
+"""The store has its own retries; by default, hdfs-native retries name nodes for minutes."""
 
 _lock = threading.Lock()
 _user: str | None = None
 
 
 class ConfiguredHdfs(HdfsFileSystem):
-    """HDFS, or what viewfs mounts, with a user, a ticket cache and a configuration of its own.
+    """Filesystem for HDFS and viewfs with a user, a ticket cache and Hadoop settings.
 
     Parameters
     ----------
     url : str
         Scheme and authority, as in ``hdfs://namenode:8020``.
     config : mapping
-        Hadoop's settings; they win over those of the configuration folder.
+        Hadoop settings. They override those of the configuration folder.
     user : str, optional
-        Who reads and writes; with Kerberos a principal.
+        User that reads and writes; with Kerberos, a principal.
     ticket_cache : str, optional
-        A Kerberos ticket cache, a file.
+        Path of a Kerberos ticket cache file.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ConfiguredHdfs(HdfsFileSystem):
         ticket_cache: str | None = None,
         **kwargs: Any,
     ) -> None:
-        # Not that of the base, which passes no ticket.
+        # Skip the constructor of the base class, which does not pass a ticket cache.
         AbstractFileSystem.__init__(self, **kwargs)
         self._url = url
         kerberos = {}
@@ -63,23 +63,23 @@ class ConfiguredHdfs(HdfsFileSystem):
         elif user is not None:
             _become(user)
         self.client = Client(url, {**_PATIENCE, **config}, **kerberos)
-        # It is never given up. fsspec forgets its filesystems in a process that was forked, and who
-        # gives up a client there waits for ever for threads that only the parent has.
+        # Never free the client. In a forked process, fsspec drops its filesystems. Freeing a client
+        # there blocks indefinitely on threads that exist only in the parent.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.client))
 
     @property
     def fsid(self) -> str:
-        """What fsspec tells filesystems apart by."""
+        """Key that fsspec uses to distinguish filesystems."""
         return f"hvd_estimators_{self._url}"
 
 
 def _become(user: str) -> None:
-    """Set the user of this process's connections to HDFS: hdfs-native knows one, of the process.
+    """Set the HDFS user of this process; hdfs-native supports only one per process.
 
     Raises
     ------
     ParamError
-        If another store of this process has set another one.
+        If another store of this process has set a different user.
     """
     global _user
     with _lock:
@@ -93,14 +93,14 @@ def _become(user: str) -> None:
 
 
 def principal_of(ticket_cache: str) -> str:
-    """Return the principal that a Kerberos ticket cache is of.
+    """Return the principal of a Kerberos ticket cache.
 
-    The format is MIT Kerberos's credential cache file, version 4.
+    The file must have the format of MIT Kerberos's credential cache, version 4.
 
     Raises
     ------
     StoreError
-        If it cannot be read.
+        If the file cannot be read.
     """
     path = ticket_cache.removeprefix("FILE:")
     try:

@@ -1,38 +1,39 @@
-"""Leases of runs and datasets: one owner at a time, on all hosts.
+"""Leases of runs and datasets: at most one owner at a time, across all hosts.
 
-Runs on the driver. A small file, the lease record, names the process (`ProcessIdentity`). A
-`Heartbeat` writes it again every `HEARTBEAT_SECONDS`. Other processes judge by it whether the owner
-is gone:
+A lease is a small file, the lease record, that names the owning process (`ProcessIdentity`). The
+record of a run is ``runs/<run_id>/lease.json``. A `Heartbeat` rewrites the record every
+`HEARTBEAT_SECONDS`. Other processes use it to decide if the owner is dead:
 
-- On the owner's machine the operating system tells. A process that is stopped, or whose machine was
-  asleep, is alive there, however long ago its last heartbeat is.
-- From another machine, the owner counts as gone when its last heartbeat is older than
-  `STALE_SECONDS`. So one that is paused for longer than that is taken for dead. It notices when it
-  goes on, because it looks whether the claim is still its own before it writes it
-  (`Heartbeat.lost`).
+- On the owner's machine, the operating system decides. A process that is stopped, or whose machine
+  was asleep, counts as alive there, whatever the age of its last heartbeat.
+- On another machine, the owner counts as dead if its last heartbeat is older than `STALE_SECONDS`.
+  A process that was paused for longer therefore counts as dead. It notices this when it resumes,
+  because it checks its ownership before each heartbeat (`Heartbeat.lost`).
 
-The age of a heartbeat is told by the store's clock alone, where it notes when a file was written:
-the file's time against that of a file which is written to ask. Elsewhere the owner's clock is
-compared with the reader's (both UTC): a reader whose clock is fast by some minutes takes the owner
-for dead that much too early, and one whose clock is slow that much too late. That does no harm
-below `STALE_SECONDS` less two heartbeats, four minutes.
+If the store records modification times, only the store's clock determines the age of a heartbeat.
+The age is then the difference between the record's time and that of a probe file written now.
+Otherwise the owner's clock is compared with the reader's clock (both UTC). A reader whose clock is
+fast then considers the owner dead too early by the difference. A reader whose clock is slow does so
+too late. The difference is harmless below `STALE_SECONDS` minus two heartbeats, which is four
+minutes.
 
-Runs on the driver. ``runs/<run_id>/lease.json`` names the process that holds the lease; see
-`hvd_estimators.store.leases` for when a holder counts as gone. What is guaranteed:
+Guarantees:
 
-- Where a store creates files exclusively (`Store.creates_exclusively`), of several processes that
-  take a free lease exactly one gets it.
-- Elsewhere, and where a lease is taken over from a holder that is gone, each process writes the
-  file, lets `SETTLE_SECONDS` pass, and reads it again: who wrote last has it. Two of them may both
-  believe to have it only where a write took longer than that to be seen.
-- A holder that was taken for gone (its machine was asleep for minutes, or did not reach the store)
-  finds out when it next writes its heartbeat, and says so. Its ranks find out before they next
-  write a checkpoint, see `hvd_estimators.store.leases`.
+- If the store creates files exclusively (`Store.creates_exclusively`), exactly one of several
+  processes that compete for a free lease gets it.
+- Otherwise, and when a lease is taken over from a dead owner, each process writes the file, waits
+  `SETTLE_SECONDS`, and reads the file again. The last writer owns the lease. Two processes can both
+  believe that they own it only if a write takes longer than that to become visible.
+- An owner can be wrongly considered dead if its machine was asleep for minutes or could not reach
+  the store. It then logs a warning at its next heartbeat. Its ranks find out before they write
+  their next checkpoint.
 
-A rank outlives its launch by some seconds where it may save the step that it is in, and by more
-where its machine is cut off or its process was stopped. Meanwhile its driver may have launched
-others, or another application may have taken the run over. Both are seen by the run's lease: it
-has another token then, or tells of a later launch.
+A rank can outlive its launch by some seconds if it may still save its current step. It can outlive
+it longer if its machine is disconnected or its process was stopped. Meanwhile, its driver may have
+relaunched the ranks, or another application may have taken over the run. The run's lease shows both
+cases: it has a different token or a later launch number (`FencingToken`).
+
+Leases are taken on the driver; ranks check their `FencingToken`.
 """
 
 from __future__ import annotations
@@ -83,37 +84,32 @@ logger = logging.getLogger(__name__)
 
 
 HEARTBEAT_SECONDS = 30.0
-
-
-"""How often a claim is written anew."""
+"""Interval at which the owner rewrites a lease record."""
 
 
 STALE_SECONDS = 300.0
-
-
-"""Age of the last heartbeat from which on an owner on another machine counts as gone."""
+"""Age of the last heartbeat above which an owner on another machine counts as dead."""
 
 
 _EXIT_SECONDS = 10.0
-
-
-"""How long the end of the interpreter waits for a heartbeat that is on its way."""
+"""Maximum wait at interpreter exit for a heartbeat that is being written."""
 
 
 @dataclass(frozen=True)
 class LeaseRecord:
-    """What a file tells about the process that something belongs to.
+    """Content of a lease file: the owner and its last heartbeat.
 
     Attributes
     ----------
     owner : ProcessIdentity
-        The process.
+        The process that owns the lease.
     created, beaten : datetime.datetime or None
-        When it claimed the thing, and its last heartbeat, by its own clock, in UTC.
+        Time of creation and of the last heartbeat, by the owner's clock, in UTC.
     token : str
-        Tells this claim from the owner's other ones, earlier ones of the same file included.
+        Distinguishes this lease from the owner's other leases, including earlier ones of the same
+        file.
     details : mapping
-        Whatever else was noted.
+        Additional entries.
     """
 
     owner: ProcessIdentity
@@ -123,7 +119,7 @@ class LeaseRecord:
     details: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
     def to_json(self) -> str:
-        """Return the claim as a JSON document."""
+        """Return the lease record as JSON."""
         times = {"created": self.created, "beaten": self.beaten}
         return json.dumps(
             {
@@ -137,12 +133,12 @@ class LeaseRecord:
 
     @staticmethod
     def from_json(text: str | bytes) -> LeaseRecord:
-        """Read back what `to_json` wrote.
+        """Parse the output of `to_json`.
 
         Raises
         ------
         ValueError
-            If it is damaged.
+            If the text is damaged.
         """
         try:
             document = json.loads(text)
@@ -163,7 +159,7 @@ class LeaseRecord:
 
 
 def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
-    """Return what a file tells about its owner; None if it is missing or damaged."""
+    """Return the lease record in a file, or None if it is missing or damaged."""
     try:
         return LeaseRecord.from_json(store.read(path))
     except (StoreError, FileNotFoundError, ValueError):
@@ -173,25 +169,26 @@ def read_lease_record(store: Files, path: str) -> LeaseRecord | None:
 def is_abandoned(
     store: Files, path: str, claim: LeaseRecord | None, clock: StoreClock | None = None
 ) -> bool:
-    """Return whether the owner of a claim is gone, as far as that can be told.
+    """Return whether the owner of a lease is known to be dead.
 
     Parameters
     ----------
     store : Files
-        Where the claim lies.
+        The store of the lease record.
     path : str
-        Its file.
+        The file of the lease record.
     claim : LeaseRecord or None
-        What was read there. Of None nothing is known: not abandoned.
+        The record that was read from the file. None counts as not abandoned.
     clock : StoreClock, optional
-        Tells the age of the heartbeat. Pass one for many claims, as it asks the store the time.
+        Determines the age of the heartbeat. Pass one when checking many leases, because each clock
+        queries the store.
 
     Returns
     -------
     bool
-        True at once if the owner ran on this machine and has ended, or if it is this process, which
-        holds the claim no longer. True after `STALE_SECONDS` without a heartbeat if it runs on
-        another machine. False where the age is not known.
+        True at once if the owner ran on this machine and has ended. Also if it is this process and
+        no longer holds the lease. True after `STALE_SECONDS` without a heartbeat if the owner runs
+        on another machine. False if the age is unknown.
     """
     if claim is None:
         return False
@@ -204,10 +201,10 @@ def is_abandoned(
 
 
 class StoreClock:
-    """Tells how old heartbeats are, by the store's clock where it has one.
+    """Age of heartbeats, by the store's clock if it has one.
 
-    It asks the store once, when it is first needed, by writing a file and looking at its time. So
-    make a new one for each round of looking.
+    The clock queries the store once, at first use, by writing a probe file and reading its
+    modification time. Create a new clock for each round of checks.
     """
 
     def __init__(self, store: Files) -> None:
@@ -215,7 +212,7 @@ class StoreClock:
         self._asked: tuple[datetime | None, float] | None = None
 
     def age(self, path: str, claim: LeaseRecord) -> float | None:
-        """Return the seconds since a claim was last written; None if that is not known."""
+        """Return the seconds since a lease record was last written, or None if unknown."""
         written = self._store.modified(path)
         now = self._now(posixpath.dirname(path)) if written else None
         if written is not None and now is not None:
@@ -243,32 +240,32 @@ class StoreClock:
 
 
 class Heartbeat:
-    """Claims something in a store for this process, and keeps the claim fresh from a thread.
+    """Lease record of this process that a background thread renews.
 
-    A context manager; `start` and `stop` are for those who need the steps. The thread is a daemon,
-    so that it keeps no process alive, and it is stopped when the interpreter exits. A forked child
-    has no such thread, and leaves the file alone.
+    Use it as a context manager, or call `start` and `stop`. The thread is a daemon, so it does not
+    keep the process alive. It stops at interpreter exit. A forked child has no such thread and does
+    not touch the file.
 
     Parameters
     ----------
     store : Files
-        Where the file is written.
+        The store of the file.
     path : str
-        The file. What it says is not looked at when it is claimed: ask `is_abandoned` before.
+        The file. Its old content is not checked; call `is_abandoned` first.
     details : mapping, optional
-        What else the file is to tell, as JSON.
+        Additional JSON entries of the record.
     """
 
     def __init__(self, store: Files, path: str, details: Mapping[str, Any] | None = None) -> None:
         self.token = uuid.uuid4().hex
         self.lost = False
-        """Whether somebody else has claimed the file, or deleted it, in the meantime."""
+        """True after another process has taken over or deleted the file."""
         self._store = store
         self._path = path
         self._claim = LeaseRecord(this_process(), _utc(), _utc(), self.token, dict(details or {}))
         self._lock = threading.Lock()
         self._ending = threading.Event()
-        # The thread ends with it, and does not keep it alive.
+        # The thread stops with this object and must not keep it alive.
         weakref.finalize(self, self._ending.set).atexit = False
 
     def __enter__(self) -> Self:
@@ -284,16 +281,16 @@ class Heartbeat:
         self.stop()
 
     def announce(self) -> None:
-        """Count as alive from now on, where the file is written before `start`."""
+        """Count as alive from now on, for files that are written before `start`."""
         _alive.add(self)
 
     def start(self) -> None:
-        """Write the file, and begin to renew it.
+        """Write the file and start to renew it.
 
         Raises
         ------
         StoreError, OSError
-            If it cannot be written.
+            If the file cannot be written.
         """
         _alive.add(self)
         self._write()
@@ -305,14 +302,14 @@ class Heartbeat:
         ).start()
 
     def stop(self, *, delete: bool = True) -> None:
-        """Stop renewing, and delete the file unless it belongs to somebody else by now.
+        """Stop renewing and delete the file, unless another process owns it by now.
 
-        A heartbeat that is on its way is waited for, so that nobody writes the file afterwards.
+        The call waits for a heartbeat that is being written, so that no write follows.
 
         Parameters
         ----------
         delete : bool
-            Whether to delete the file; otherwise the caller does.
+            Whether to delete the file. If False, the caller must delete it.
         """
         if os.getpid() != self._claim.owner.pid:
             return
@@ -323,18 +320,18 @@ class Heartbeat:
                 self._delete()
 
     def stop_soon(self) -> None:
-        """Stop renewing, but wait for nothing; a heartbeat may still be on its way."""
+        """Stop renewing without waiting. A heartbeat may still be in progress."""
         self._ending.set()
         _alive.discard(self)
 
     def stop_at_exit(self) -> None:
-        """Stop and delete the file, but wait for ten seconds at most."""
+        """Stop and delete the file, but wait for at most ten seconds."""
         self._ending.set()
         if os.getpid() == self._claim.owner.pid and self._lock.acquire(timeout=_EXIT_SECONDS):
             self._delete()
 
     def beat(self) -> None:
-        """Write the file anew, unless it is somebody else's by now; see `lost`."""
+        """Rewrite the file, unless another process owns it by now; see `lost`."""
         with self._lock:
             if self.lost or self._ending.is_set():
                 return
@@ -343,7 +340,7 @@ class Heartbeat:
                     self._write()
                     return
             except OSError as error:
-                # Later ones may get through.
+                # Later heartbeats may succeed.
                 logger.warning("The heartbeat %r could not be written (%s).", self._path, error)
                 return
             self.lost = True
@@ -355,12 +352,12 @@ class Heartbeat:
             )
 
     def note(self, **details: Any) -> None:
-        """Write more details at once, unless the file is somebody else's by now; see `lost`.
+        """Write additional details now, unless another process owns the file; see `lost`.
 
         Raises
         ------
         StoreError, OSError
-            If they cannot be written.
+            If the file cannot be written.
         """
         with self._lock:
             if self.lost or not self._is_ours():
@@ -426,15 +423,11 @@ _POLL_SECONDS = 5.0
 
 
 LAUNCH = "launch"
-
-
-"""Detail of a lease: which launch of ranks its holder has come to, if not the first."""
+"""Key of the lease detail that holds the launch number; absent for the first launch."""
 
 
 SETTLE_SECONDS = 1.0
-
-
-"""Time in which a file that was written is seen by all."""
+"""Time after which all processes see a written file."""
 
 
 def lease_path(run_path: str) -> str:
@@ -443,7 +436,7 @@ def lease_path(run_path: str) -> str:
 
 
 def holder(store: Files, run_path: str) -> LeaseRecord | None:
-    """Return who holds a run's lease; None where nobody does, or the holder is gone."""
+    """Return the lease record of a run's live owner, or None if the lease is free."""
     path = lease_path(run_path)
     content = read_if_there(store, path)
     if content is None:
@@ -451,12 +444,12 @@ def holder(store: Files, run_path: str) -> LeaseRecord | None:
     try:
         claim = LeaseRecord.from_json(content)
     except ValueError:
-        claim = LeaseRecord(ProcessIdentity("", 0, ""))  # its age alone tells
+        claim = LeaseRecord(ProcessIdentity("", 0, ""))  # only its age counts
     return None if is_abandoned(store, path, claim) else claim
 
 
 def read_if_there(store: Files, path: str) -> bytes | None:
-    """Return the content of a file; None where there is none."""
+    """Return the content of a file, or None if it does not exist."""
     try:
         return store.read(path)
     except StoreError as error:
@@ -466,12 +459,12 @@ def read_if_there(store: Files, path: str) -> bytes | None:
 
 
 def require_free(store: Files, run: RunPaths) -> None:
-    """Make sure that nobody holds a run's lease.
+    """Check that a run's lease is free.
 
     Raises
     ------
     ParamError
-        If somebody does; it says who, and since when.
+        If the lease is held. The message names the owner and the start time.
     """
     held = holder(store, run.run_path)
     if held is not None:
@@ -479,15 +472,15 @@ def require_free(store: Files, run: RunPaths) -> None:
 
 
 def await_free(store: Files, run: RunPaths) -> None:
-    """Make sure that nobody holds a run's lease; wait where its holder may be gone.
+    """Check that a run's lease is free; wait if its owner may be dead.
 
-    One that was killed on another machine counts as gone `STALE_SECONDS` after its last heartbeat.
-    One that lives is told by its next heartbeat, within half a minute.
+    An owner that was killed on another machine counts as dead `STALE_SECONDS` after its last
+    heartbeat. A live owner reveals itself by its next heartbeat, within half a minute.
 
     Raises
     ------
     ParamError
-        If somebody holds it, and lives.
+        If a live owner holds the lease.
     """
     first = held = holder(store, run.run_path)
     deadline = time.monotonic() + STALE_SECONDS + 2 * HEARTBEAT_SECONDS
@@ -506,21 +499,21 @@ def await_free(store: Files, run: RunPaths) -> None:
 
 
 class Lease:
-    """A run's lease, until the block ends.
+    """Context manager that holds a run's lease.
 
     Parameters
     ----------
     store : Files
-        Keeps the run.
+        The store of the run.
     run : RunPaths
         The run.
     patient : bool
-        Whether to wait where the holder may be gone, see `await_free`.
+        Whether to wait if the current owner may be dead, see `await_free`.
 
     Raises
     ------
     ParamError
-        By `__enter__` and `confirm`, if somebody else holds it.
+        By `__enter__` and `confirm`, if another process or fit holds the lease.
     """
 
     def __init__(self, store: Files, run: RunPaths, *, patient: bool = False) -> None:
@@ -532,7 +525,7 @@ class Lease:
         self._certain_at: float | None = None
 
     def __enter__(self) -> Self:
-        # Other threads of this process take a claim of theirs for dead that has no heartbeat.
+        # Without a heartbeat, other threads of this process would consider the new lease abandoned.
         self._heartbeat.announce()
         try:
             if not self._created():
@@ -545,7 +538,7 @@ class Lease:
         return self
 
     def _created(self) -> bool:
-        """Return whether the lease was free, and is certainly this one's now."""
+        """Return whether the lease was free and certainly belongs to this object now."""
         if not self._store.creates_exclusively:
             return False
         now = datetime.now(timezone.utc)
@@ -562,33 +555,38 @@ class Lease:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody else has taken it, who took this process for gone."""
+        """True after another process has taken over the lease, considering this one dead."""
         return self._heartbeat.lost
 
     @property
     def path(self) -> str:
-        """The file."""
+        """The lease file."""
         return self._path
 
     @property
     def token(self) -> str:
-        """What tells this lease from others of the run."""
+        """Distinguishes this lease from other leases of the run."""
         return self._heartbeat.token
 
     def note_launch(self, number: int) -> None:
-        """Let ranks of earlier launches know that they are not to write to the run any more.
+        """Record the launch number, so that ranks of earlier launches stop writing to the run.
 
         Raises
         ------
         StoreError, OSError
-            If it cannot be noted.
+            If the lease cannot be written.
         """
         self._heartbeat.note(**{LAUNCH: number})
 
     def confirm(self) -> None:
-        """Make sure that nobody has taken the lease at the same moment; may wait for a second.
+        """Check that no other process took the lease at the same time; may wait for a second.
 
-        To be called before anything is written to the run's folder.
+        Call it before anything is written to the run's folder.
+
+        Raises
+        ------
+        ParamError
+            If another process holds the lease.
         """
         if self._certain_at is None:
             return
@@ -618,16 +616,16 @@ def _refused(run: RunPaths, held: LeaseRecord) -> ParamError:
 
 @dataclass(frozen=True)
 class FencingToken:
-    """Tells whether a launch is still the one that trains a run.
+    """Check whether a launch is still the one that trains a run.
 
     Attributes
     ----------
     path : str
-        The run's lease.
+        The run's lease file.
     token : str
-        The lease's when the launch began.
+        Token of the lease when the launch started.
     launch : int
-        The launch's number under this lease, from 0.
+        Number of the launch under this lease, from 0.
     """
 
     path: str
@@ -635,14 +633,14 @@ class FencingToken:
     launch: int
 
     def check(self, store: Files) -> None:
-        """Make sure that nobody has come in this launch's place.
+        """Check that no other launch or application has replaced this launch.
 
-        Where there is no lease, nobody trains the run, and the driver is about to end as well.
+        Without a lease, no process trains the run, and the driver is about to end as well.
 
         Raises
         ------
         StoreError
-            If somebody has; or if the store does not tell.
+            If the launch was replaced, or if the store cannot be read.
         """
         content = read_if_there(store, self.path)
         if content is None:
@@ -650,7 +648,7 @@ class FencingToken:
         try:
             claim = LeaseRecord.from_json(content)
         except ValueError:
-            return  # whoever damaged it has not trained
+            return  # a process that damages the file is not training
         if claim.token != self.token:
             raise StoreError(
                 f"{claim.owner} has taken the run over from this fit (see {self.path!r}), which "

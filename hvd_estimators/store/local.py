@@ -24,9 +24,9 @@ __all__ = ["DBFSLocalStore", "LocalStore", "VolumesStore"]
 
 
 class LocalStore(Store):
-    """Keeps everything under a directory that the driver and all executors see.
+    """Store in a directory that the driver and all executors share.
 
-    Takes a path or a ``file://`` URL; see `Store` for the parameters.
+    Accepts a path or a ``file://`` URL; see `Store` for the parameters.
     """
 
     creates_exclusively = True
@@ -48,16 +48,16 @@ class LocalStore(Store):
         return str(Path(path).expanduser().absolute())
 
     def full_path(self, listed: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return listed
 
     def local_path(self, path: str) -> str:
-        """Return the path as it is."""
+        """Return the path unchanged."""
         return path
 
     def spark_url(self, path: str) -> str:
-        """Return a ``file://`` URL, whatever Spark's default filesystem is."""
-        # Not percent-encoded: Hadoop takes the characters after the scheme as they are.
+        """Return a ``file://`` URL, independent of Spark's default filesystem."""
+        # Not percent-encoded: Hadoop takes the characters after the scheme literally.
         return "file://" + path
 
     def exists(self, path: str) -> bool:
@@ -71,7 +71,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
-        """Write to a file beside the target, sync it and rename it when the block ends well."""
+        """Write to a file next to the target, then sync and rename it if the block succeeds."""
         target = Path(path)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         try:
@@ -86,7 +86,7 @@ class LocalStore(Store):
             partial.unlink(missing_ok=True)
 
     def write_new(self, path: str, text: str) -> bool:
-        """Write a file, whole, if there is none; of several processes one alone succeeds."""
+        """Write a complete file unless it exists; exactly one of several processes succeeds."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
@@ -96,7 +96,7 @@ class LocalStore(Store):
         except FileExistsError:
             return False
         except OSError:
-            return self._create(target, text)  # some mounted filesystems have no links
+            return self._create(target, text)  # some mounted filesystems do not support links
         finally:
             partial.unlink(missing_ok=True)
         return True
@@ -112,28 +112,26 @@ class LocalStore(Store):
 
 
 MOUNT = "/dbfs"
-
-
-"""Where Databricks mounts DBFS."""
+"""Mount point of DBFS on Databricks."""
 
 
 class _MountedStore(LocalStore):
-    """A folder that is mounted by FUSE, which takes files only as a whole, from begin to end."""
+    """Folder on a FUSE mount that supports only sequential writes of whole files."""
 
-    # Links and exclusive creation are not what they are on a disk.
+    # FUSE mounts do not guarantee the semantics of links and exclusive creation.
     creates_exclusively = False
 
     def write_new(self, path: str, text: str) -> bool:
-        """Write a file if there is none; see `Store.write_new`."""
+        """Write a file unless it exists; see `Store.write_new`."""
         return Store.write_new(self, path, text)
 
     def writable_path(self, path: str) -> str | None:
-        """Return None: nothing can be appended to."""
+        """Return None, because files cannot be appended to."""
         return None
 
     @contextlib.contextmanager
     def open_atomic(self, path: str) -> Iterator[IO[bytes]]:
-        """Write to a local file, copy that beside the target, and rename it."""
+        """Write to a local file, copy it next to the target, and rename the copy."""
         target = Path(path)
         partial = target.with_name(f".{target.name}-{uuid.uuid4().hex}")
         with typed_errors(f"writing {path!r}"), tempfile.TemporaryFile() as file:
@@ -149,23 +147,23 @@ class _MountedStore(LocalStore):
 
 
 class DBFSLocalStore(_MountedStore):
-    """Keeps everything on DBFS, by way of ``/dbfs``, where all machines of Databricks mount it.
+    """Store on DBFS through ``/dbfs``, its mount point on all Databricks machines.
 
-    `Store.create` makes one on Databricks where a prefix is on DBFS.
+    On Databricks, `Store.create` uses this class for DBFS prefixes.
 
     Parameters
     ----------
     prefix_path : str, optional
         ``dbfs:/path``, ``/dbfs/path``, ``file:/dbfs/path`` or ``file:///dbfs/path``.
     mount : str
-        Where DBFS is mounted.
+        Mount point of DBFS.
     train_path, val_path, test_path, runs_path, save_runs, storage_options, checkpoint_filename
         See `Store`.
 
     Raises
     ------
     ParamError
-        If a path is not of these forms.
+        If a path does not have one of these forms.
     """
 
     def __init__(
@@ -176,11 +174,11 @@ class DBFSLocalStore(_MountedStore):
 
     @staticmethod
     def matches_dbfs(path: str) -> bool:
-        """Return whether a path is one on DBFS, of whatever form."""
+        """Return whether a path is on DBFS, in any of its forms."""
         return dbfs_path(path) is not None
 
     def get_full_path(self, path: str) -> str:
-        """Return the path below the mount."""
+        """Return the path below the mount point."""
         if path.startswith(f"{self._mount}/"):
             return super().get_full_path(path)
         found = dbfs_path(path)
@@ -191,7 +189,7 @@ class DBFSLocalStore(_MountedStore):
         return super().get_full_path(self._mount + found)
 
     def spark_urls(self, path: str) -> Sequence[str]:
-        """Return ``dbfs:/path``, and a ``file:`` URL for a Spark that does not know that."""
+        """Return ``dbfs:/path``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""
         return (f"dbfs:{path.removeprefix(self._mount) or '/'}", f"file://{path}")
 
     def spark_url(self, path: str) -> str:
@@ -200,10 +198,10 @@ class DBFSLocalStore(_MountedStore):
 
 
 class VolumesStore(_MountedStore):
-    """Keeps everything in a volume of Unity Catalog, as ``/Volumes/catalog/schema/volume/path``."""
+    """Store in a Unity Catalog volume, as ``/Volumes/catalog/schema/volume/path``."""
 
     def spark_urls(self, path: str) -> Sequence[str]:
-        """Return ``dbfs:/Volumes/…``, and a ``file:`` URL for a Spark that does not know that."""
+        """Return ``dbfs:/Volumes/…``, and a ``file:`` URL for Sparks that do not know ``dbfs:``."""
         return (f"dbfs:{path}", f"file://{path}")
 
     def spark_url(self, path: str) -> str:

@@ -1,7 +1,8 @@
 """Layout of paths under a store's prefix, and names of checkpoint files.
 
-A checkpoint is two files: the framework's own, ``checkpoint-000003.ckpt``, and a pointer to it,
-``checkpoint-000003.json``, which is written last. There is a checkpoint where there is a pointer.
+A checkpoint consists of two files: the framework's file, such as ``checkpoint-000003.ckpt``, and
+its manifest, ``checkpoint-000003.json``. The manifest is written last. A checkpoint exists if its
+manifest exists.
 """
 
 from __future__ import annotations
@@ -30,23 +31,21 @@ __all__ = [
 ]
 
 SUFFIX = ".ckpt"
-
-
-"""Ends the name of the framework's file."""
+"""Suffix of the framework's file."""
 
 
 _POINTER = ".json"
 
 
 class Position(NamedTuple):
-    """How far a run had come; positions are in the order in which they were reached.
+    """Progress of a run. Positions sort in the order in which a run reaches them.
 
     Attributes
     ----------
     epoch : int
-        Epochs that were done.
+        Number of completed epochs.
     rows : int
-        Rows, over all shards, of the epoch after these; 0 at an epoch's end.
+        Rows processed in the next epoch, over all shards; 0 at the end of an epoch.
     """
 
     epoch: int
@@ -60,17 +59,17 @@ def file_name(stem: str, position: Position) -> str:
 
 
 def manifest_of(path: str) -> str:
-    """Return the path of the pointer to a checkpoint's file."""
+    """Return the path of the manifest of a checkpoint file."""
     return path.removesuffix(SUFFIX) + _POINTER
 
 
 def with_manifest(stem: str, names: Iterable[str]) -> list[Position]:
-    """Return the positions of which there are pointers among the names of files, in order."""
+    """Return the positions of all manifests among file names, sorted."""
     return sorted(_positions(stem, names, _POINTER))
 
 
 def orphans(stem: str, names: Iterable[str]) -> list[str]:
-    """Return the names of files that a checkpoint has left that was never finished."""
+    """Return the names of files that unfinished checkpoints left behind."""
     names = list(names)
     whole = {file_name(stem, position) for position in with_manifest(stem, names)}
     unfinished = [
@@ -78,13 +77,13 @@ def orphans(stem: str, names: Iterable[str]) -> list[str]:
         for position in _positions(stem, names, SUFFIX)
         if (name := file_name(stem, position)) not in whole
     ]
-    # What `LocalStore.open_atomic` calls a file until it is whole.
+    # Names that `LocalStore.open_atomic` uses while it writes a file.
     partial = re.compile(rf"\.{re.escape(stem)}-\d{{6,}}(-\d+)?\.(ckpt|json)-[0-9a-f]{{32}}")
     return unfinished + [name for name in names if partial.fullmatch(name)]
 
 
 def listed(stem: str, names: Iterable[str], suffix: str) -> list[str]:
-    """Return the names that end in a suffix, with numbers in their order, unfinished ones not."""
+    """Return the names with a suffix in natural sort order, without unfinished files."""
     names = list(names)
     left_out = set(orphans(stem, names))
     return sorted(
@@ -106,7 +105,7 @@ def _in_order(name: str) -> list[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where the artefacts of one run live; crosses to the workers.
+    """Paths of one run's artifacts. Sent to the workers.
 
     Attributes
     ----------
@@ -115,14 +114,14 @@ class RunPaths:
     run_path : str
         Directory of the run.
     checkpoints_path : str or None
-        Directory of the checkpoints, see `hvd_estimators.store.checkpoints`; None where the store
-        keeps no runs.
+        Directory of the checkpoints, see `hvd_estimators.store.checkpoints`. None if the store does
+        not save runs.
     logs_path : str or None
-        Directory of the TensorBoard event files; None where the store keeps no runs.
+        Directory of the TensorBoard event files. None if the store does not save runs.
     fingerprint : mapping
-        What the run is of, see `hvd_estimators.fitting.run`.
+        Identifies the run's training setup, see `hvd_estimators.fitting.run`.
     checkpoint_filename : str
-        What the names of the checkpoints' files begin with.
+        Prefix of the checkpoint file names.
     """
 
     run_id: str
@@ -134,7 +133,7 @@ class RunPaths:
 
 
 class StorePaths(Files):
-    """The paths of datasets and runs; see `hvd_estimators.store.base.Store` for the parameters."""
+    """Paths of datasets and runs; see `hvd_estimators.store.base.Store` for the parameters."""
 
     def __init__(
         self,
@@ -178,32 +177,33 @@ class StorePaths(Files):
 
     @property
     def folder(self) -> str:
-        """The prefix; ``runs_path`` where there is none."""
+        """The prefix, or ``runs_path`` if there is no prefix."""
         return self.prefix_path or self._runs_path
 
     @property
     def data_folder(self) -> str:
-        """The folder that datasets are written in: that of ``train_path``."""
+        """The folder that contains the datasets: the parent of ``train_path``."""
         assert self._train_path is not None
         return posixpath.dirname(self._train_path)
 
     def get_train_data_path(self, idx: str | None = None) -> str:
-        """Return the folder of the Parquet files to train on.
+        """Return the folder of the training Parquet files.
 
-        With ``idx``, of the dataset that `prepare_data` yielded; its manifest lies there, too.
+        With ``idx``, return the folder of the dataset that `prepare_data` yielded. The dataset's
+        manifest is in the same folder.
         """
         return _numbered("train_path", self._train_path, idx)
 
     def get_val_data_path(self, idx: str | None = None) -> str:
-        """Return the folder of the Parquet files to validate on; with ``idx``, of that dataset."""
+        """Return the folder of the validation Parquet files; with ``idx``, of that dataset."""
         return _numbered("val_path", self._val_path, idx)
 
     def get_test_data_path(self, idx: str | None = None) -> str:
-        """Return where the test part of a dataset lies."""
+        """Return the folder of the test Parquet files; with ``idx``, of that dataset."""
         return _numbered("test_path", self._test_path, idx)
 
     def saving_runs(self) -> bool:
-        """Return whether runs are kept."""
+        """Return whether the store saves runs."""
         return self._save_runs
 
     def get_runs_path(self) -> str:
@@ -215,17 +215,17 @@ class StorePaths(Files):
         return f"{self._runs_path}/{run_id}"
 
     def get_checkpoint_path(self, run_id: str) -> str | None:
-        """Return the directory of a run's checkpoints; None where runs are not kept.
+        """Return the directory of a run's checkpoints, or None if the store does not save runs.
 
-        `get_checkpoints` returns the files in it.
+        `get_checkpoints` lists the files in it.
         """
         return f"{self.get_run_path(run_id)}/checkpoints" if self._save_runs else None
 
     def get_checkpoints(self, run_id: str, suffix: str = ".ckpt") -> list[str]:
-        """Return the paths of a run's checkpoints that end in a suffix, the oldest first.
+        """Return the paths of a run's checkpoints with a suffix, oldest first.
 
-        Numbers in names count as numbers. Those of the estimators, and what a ``ModelCheckpoint``
-        has written. `hvd_estimators.load_checkpoint` opens them.
+        Numbers in file names sort numerically. The list includes checkpoints written by the
+        estimators and by a ``ModelCheckpoint``. `hvd_estimators.load_checkpoint` opens them.
         """
         directory = self.get_checkpoint_path(run_id)
         if directory is None:
@@ -234,15 +234,15 @@ class StorePaths(Files):
         return [f"{directory}/{name}" for name in names]
 
     def get_checkpoint_filename(self) -> str:
-        """Return what the names of checkpoints' files begin with."""
+        """Return the prefix of the checkpoint file names."""
         return self._checkpoint_filename
 
     def get_logs_path(self, run_id: str) -> str | None:
-        """Return the directory of a run's TensorBoard logs; None where runs are not kept."""
+        """Return the directory of a run's TensorBoard logs, or None if runs are not saved."""
         return f"{self.get_run_path(run_id)}/{self.get_logs_subdir()}" if self._save_runs else None
 
     def get_logs_subdir(self) -> str:
-        """Return the name of the logs' directory in a run's directory."""
+        """Return the name of the log directory within a run's directory."""
         return "logs"
 
     def run_paths(self, run_id: str) -> RunPaths:
@@ -268,7 +268,7 @@ class StorePaths(Files):
         return found
 
     def _checked_path(self, name: str, path: str | None) -> str | None:
-        """Return a path's full form; None where none is given."""
+        """Return the full form of a path, or None if no path is given."""
         require_path(name, path)
         if not path:
             return None

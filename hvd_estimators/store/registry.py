@@ -1,4 +1,4 @@
-"""Which store serves a path: a scheme to a class, which packages built on this one can add to."""
+"""Registry of store classes by URL scheme. Other packages can register their own classes."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ __all__ = [
 ]
 
 ENTRY_POINTS = "hvd_estimators.stores"
-"""Group of entry points; the name of each is a scheme, and its value a class of stores."""
+"""Group of entry points. The name of each entry point is a scheme; its value is a store class."""
 
 _LOCAL = "hvd_estimators.store.local:LocalStore"
 _FILESYSTEM = "hvd_estimators.store.filesystem:FilesystemStore"
 _HDFS = "hvd_estimators.store.hdfs:HDFSStore"
 
-# Names, not classes: a store's module is imported when it is asked for. What both fsspec and Spark
-# have filesystems for; memory, which nobody else sees, is refused when it is to be trained on.
+# Names instead of classes, so that a store's module is imported only on demand. The schemes are
+# those that both fsspec and Spark support. "memory" is local to one process, so training on it is
+# rejected later.
 _stores: dict[str, type[Any] | str] = {
     "": _LOCAL,
     "file": _LOCAL,
@@ -42,7 +43,7 @@ _databricks: dict[str, type[Any] | str] = {
     "dbfs": "hvd_estimators.store.local:DBFSLocalStore",
     "volumes": "hvd_estimators.store.local:VolumesStore",
 }
-"""Stores on Databricks alone."""
+"""Stores that exist only on Databricks."""
 
 _DBFS = re.compile(r"(?:dbfs:(?=/(?!/))|(?:file:(?://)?)?/dbfs(?=/|$))(.*)", re.DOTALL)
 
@@ -57,27 +58,29 @@ _UNSHARED = {
     **dict.fromkeys(("data", "reference"), "is seen by this process alone"),
     **dict.fromkeys(("git", "github", "http", "https"), "cannot be written to"),
 }
-"""fsspec's filesystems that stores are never on, and why."""
+"""fsspec filesystems that cannot hold a store, and the reason."""
 
 
 def register_store(scheme: str, store: type[Any] | str) -> None:
-    """Let `Store.create` make stores of a class where a prefix has a scheme.
+    """Register a store class for a URL scheme, for use by `Store.create`.
 
-    A package can do so without being imported, too, by an entry point of the group
-    ``hvd_estimators.stores``. Runs on the driver: ranks get the store as it is.
+    A package can also register a class without being imported, by an entry point of the group
+    ``hvd_estimators.stores``. Runs on the driver. Ranks need no registration because they receive
+    the store object.
 
     Parameters
     ----------
     scheme : str
-        What stands before the colon, as in ``s3``. What was registered for it before is replaced.
+        The part of a URL before the colon, such as ``s3``. Replaces an earlier registration of the
+        scheme.
     store : type or str
-        A class derived from `Store`, or where to import it from, as ``"package.module:Class"``.
-        `FilesystemStore` serves every filesystem that fsspec knows and Spark writes to.
+        A subclass of `Store`, or its location as ``"package.module:Class"``. `FilesystemStore`
+        supports every filesystem that fsspec knows and Spark writes to.
 
     Raises
     ------
     ParamError
-        If one of them is neither.
+        If ``scheme`` is not a non-empty string, or if ``store`` is neither a class nor a string.
     """
     name: Any = scheme
     if not isinstance(name, str) or not name:
@@ -93,12 +96,12 @@ def register_store(scheme: str, store: type[Any] | str) -> None:
 
 
 def require_path(name: str, path: Any) -> None:
-    """Make sure that a path is a string, or none.
+    """Check that a path is a string or None.
 
     Raises
     ------
     ParamError
-        If it is something else.
+        If it is anything else.
     """
     if path is not None and not isinstance(path, str):
         raise ParamError(
@@ -107,28 +110,28 @@ def require_path(name: str, path: Any) -> None:
 
 
 def registered_schemes() -> list[str]:
-    """Return the schemes for which there is a store, in alphabetical order."""
+    """Return all registered schemes, sorted."""
     found = metadata.entry_points(group=ENTRY_POINTS)
     return sorted({*filter(None, _stores), *(entry.name.lower() for entry in found)})
 
 
 def scheme_of(path: str) -> str:
-    """Return a path's scheme in lower case; empty for a path without one.
+    """Return the scheme of a path in lower case; empty for a path without a scheme.
 
-    One letter is no scheme but a drive, and ``file:/data`` has one without two slashes, too. Of a
-    chain (``simplecache::s3://…``) it is the first.
+    A single letter is a drive, not a scheme. ``file:/data`` has a scheme although it has one slash.
+    For a chain (``simplecache::s3://…``), the first scheme is returned.
     """
     match = re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+)(?:::|:/)", path)
     return match[1].lower() if match else ""
 
 
 def store_class(path: str) -> type[Any]:
-    """Return the class of the store that serves a path.
+    """Return the store class for a path.
 
     Raises
     ------
     ParamError
-        If no store is registered for its scheme.
+        If no store class is registered for the path's scheme.
     """
     require_path("prefix_path", path or "")
     scheme = scheme_of(path or "")
@@ -157,7 +160,7 @@ def store_class(path: str) -> type[Any]:
 
 
 def dbfs_path(path: str) -> str | None:
-    """Return a path on DBFS from its root on; None where it is none, or of an unknown form."""
+    """Return the absolute path within DBFS, or None if ``path`` is not a DBFS path."""
     match = _DBFS.fullmatch(path)
     return match[1] or "/" if match else None
 

@@ -1,7 +1,7 @@
-"""Trying again what storage fails at for a while: a network that breaks off, a server that is busy.
+"""Retries of storage operations after transient errors, such as network failures or busy servers.
 
-Clients of storage have retries of their own, of a few seconds. These are for what takes longer: a
-server that starts again, throttling. Runs on both sides.
+Storage clients retry only for a few seconds. These retries are for longer outages, such as a server
+restart or throttling. Runs on the driver and on ranks.
 """
 
 from __future__ import annotations
@@ -24,47 +24,46 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_SECONDS = 60.0
-"""How long something that fails is tried again, from its first failure on."""
+"""Duration of retries, from the first failure on."""
 
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 5.0
 _WARN_AFTER = 1.0
 _TOLD = 400
-"""Characters of an error that are told; a data node tells all that it is."""
+"""Maximum characters of an error text in messages. HDFS data nodes send very long texts."""
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether it may help to try again what has raised an error.
+    """Return whether a retry may help after an error.
 
-    So it is with connections that are refused, reset or time out, with a server's own errors, and
-    with throttling. It does not help where a file is missing, credentials or permission are, or
-    space is.
+    This is the case for connections that are refused, reset or timed out, for server errors, and
+    for throttling. A retry does not help if files, credentials, permissions or space are missing.
     """
     return kind_of(error) is Kind.TRANSIENT
 
 
 def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = ()) -> T:
-    """Call a function, again and again while its errors are transient.
+    """Call a function, and retry it while its errors are transient.
 
-    The waits between the calls grow, and are partly random, so that many ranks do not come back at
-    the same time. Whoever waits for more than a second is told so by a warning.
+    The delays between calls grow and are partly random, so that many ranks do not retry at the same
+    time. A warning is logged if the function still fails after more than a second.
 
     Parameters
     ----------
     action : callable
-        Is called once more when it failed, so that it has to begin from its beginning.
+        Called again after a failure; must be restartable.
     what : str
-        What it does, with the path, for messages: ``"reading 's3://bucket/key'"``.
+        Description of the action with its path, for messages: ``"reading 's3://bucket/key'"``.
     secrets : collection of str
-        Texts that no message may hold.
+        Texts that messages must not contain.
 
     Raises
     ------
     StoreUnavailableError
-        If it went on failing for `RETRY_SECONDS`.
+        If the function keeps failing for `RETRY_SECONDS`.
     StoreError
-        If credentials, permission or space are missing;
-        or instead of any other error whose text holds a secret. A file that is missing stays a
-        FileNotFoundError, and what else is wrong the error that it is.
+        If credentials, permissions or space are missing, or in place of any other error whose text
+        contains a secret. A missing file is always a FileNotFoundError. All other errors are raised
+        unchanged.
     """
     wait, failed_at, warned = _FIRST_WAIT, None, False
     while True:
@@ -94,14 +93,14 @@ def with_retries(action: Callable[[], T], what: str, secrets: Collection[str] = 
 
 @contextlib.contextmanager
 def typed_errors(what: str, secrets: Collection[str] = ()) -> Iterator[None]:
-    """Make typed errors of what a block lacks to write a file: permission and space.
+    """Convert permission and disk-space errors of a block to `StoreError`.
 
-    For a block that cannot be called again, as somebody else's code writes in it.
+    For blocks that cannot be retried because other code writes in them.
 
     Raises
     ------
     StoreError
-        If permission or space is missing.
+        If permissions or space are missing.
     """
     try:
         yield
@@ -134,16 +133,16 @@ def _raise_typed(
     typed = error_class(
         f"The store failed at {what}: {kind.value} ({shown}{tries}). {REMEDIES[kind]}"
     )
-    # A traceback shows the text of a cause as well.
+    # A traceback also prints the text of the cause.
     raise typed from (error if shown == told else None)
 
 
 def _told(error: BaseException) -> str:
-    """Return an error's class and text, with those of what it was raised from."""
+    """Return the class and text of an error and of its causes."""
     texts: list[str] = []
     found: BaseException | None = error
     while found is not None and len(texts) < 3:
-        # Without the name node's traceback.
+        # Omit the name node's traceback.
         told = re.split(r"(?:\n|\\n)(?:\t|\\t)at ", str(found), maxsplit=1)[0]
         told = told if len(told) <= _TOLD else f"{told[:_TOLD]} …"
         texts.append(f"{type(found).__name__}: {told}".rstrip(": "))

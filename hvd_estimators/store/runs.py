@@ -1,7 +1,7 @@
-"""The runs that a store keeps, by what is noted in their folders: listed, read and deleted.
+"""List, read and delete the runs of a store.
 
-``runs/<run_id>/metadata.json`` says what a run is of, ``history.json`` what was measured in it.
-The driver of a fit writes both, as a whole, whenever there is something new.
+``runs/<run_id>/metadata.json`` describes a run, and ``history.json`` contains its metrics. The
+driver of a fit rewrites both files completely whenever something changes.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ Row = tuple[int, str, str, float]
 
 @dataclass(frozen=True)
 class RunInfo:
-    """A run of a store.
+    """Information about a run of a store.
 
     Attributes
     ----------
     run_id : str
-        Its name.
+        Name of the run.
     framework : str
-        ``"torch"``, ``"keras"``, ``"lightning"``, or what an estimator of somebody else's says.
+        ``"torch"``, ``"keras"``, ``"lightning"``, or the name that a third-party estimator uses.
     state : str
-        ``"running"``, ``"finished"``, ``"failed"``, or ``"interrupted"``: somebody wanted it to
-        end, or its driver has ended without a word.
+        ``"running"``, ``"finished"``, ``"failed"`` or ``"interrupted"``. A run is interrupted if it
+        was asked to stop, or if its driver ended without recording a result.
     started : datetime.datetime
-        When its first fit began to train, in UTC.
+        Start of the training in the run's first fit, in UTC.
     ended : datetime.datetime or None
-        When its newest fit ended; None while it runs, or where nobody knows.
+        End of the newest fit. None if the run is running or the time is unknown.
     epochs : int
-        Epochs that are done.
+        Number of completed epochs.
     metrics : dict of str to float
-        What was measured in the newest epoch, as ``"train/loss"`` or ``"validation/loss"``.
+        Metrics of the newest epoch, with keys such as ``"train/loss"`` or ``"validation/loss"``.
     error : str or None
-        Class and message of the error that ended it.
+        Class and message of the error that ended the run.
     path : str
-        Its folder.
+        Folder of the run.
     """
 
     run_id: str
@@ -84,12 +84,12 @@ class RunInfo:
 
 
 def run_file(run_path: str, name: str) -> str:
-    """Return the path of a run's ``"metadata"`` or ``"history"``."""
+    """Return the path of a run's ``"metadata"`` or ``"history"`` file."""
     return f"{run_path}/{name}.json"
 
 
 def read_metadata(store: StorePaths, run_path: str) -> dict[str, Any] | None:
-    """Return what is noted of a run; None if nothing is.
+    """Return the metadata of a run, or None if it has none.
 
     Raises
     ------
@@ -100,7 +100,7 @@ def read_metadata(store: StorePaths, run_path: str) -> dict[str, Any] | None:
 
 
 def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
-    """Return what was measured in a run: epoch, stage, name and value. None if nothing is noted.
+    """Return a run's metrics as (epoch, stage, name, value), or None if there is no history.
 
     Raises
     ------
@@ -118,13 +118,13 @@ def read_history(store: StorePaths, run_path: str) -> list[Row] | None:
 
 
 def history_text(rows: Iterable[Row]) -> str:
-    """Return the content of ``history.json``: a row per line, infinity and NaN as texts."""
+    """Return the content of ``history.json``: one row per line, infinity and NaN as strings."""
     lines = (json.dumps([*row[:3], _strict(row[3])]) for row in rows)
     return f'{{"columns": {json.dumps(list(COLUMNS))}, "rows": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 def list_runs(store: StorePaths) -> list[RunInfo]:
-    """Return the runs of a store, the one that began last first; see `Store.list_runs`."""
+    """Return the runs of a store, most recently started first; see `Store.list_runs`."""
     folder = store.get_runs_path()
     paths = [f"{folder}/{name}" for name in store.names(folder)]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as threads:
@@ -134,7 +134,7 @@ def list_runs(store: StorePaths) -> list[RunInfo]:
 
 
 def load_history(store: StorePaths, run_id: str) -> pd.DataFrame:
-    """Return what was measured in a run; see `Store.load_history`."""
+    """Return the metrics of a run; see `Store.load_history`."""
     import pandas as pd
 
     run = store.run_paths(run_id)
@@ -155,12 +155,12 @@ def delete_run(store: StorePaths, run_id: str) -> None:
 
 
 def require_run(store: StorePaths, run_id: str) -> None:
-    """Make sure that a run has a folder.
+    """Check that a run has a folder.
 
     Raises
     ------
     ParamError
-        If there is none; it names one that has a similar name.
+        If it has none. The message suggests a run with a similar name.
     """
     run_path = store.run_paths(run_id).run_path
     if not store.exists(run_path):
@@ -171,7 +171,7 @@ def require_run(store: StorePaths, run_id: str) -> None:
 
 
 def _rows_of(info: CheckpointInfo) -> list[Row]:
-    """Return what the pointer of a checkpoint tells of its newest epoch."""
+    """Return the metrics of a checkpoint's newest epoch, from its manifest."""
     if info.rows:
         return []
     validation = "val_"
@@ -187,7 +187,7 @@ def _rows_of(info: CheckpointInfo) -> list[Row]:
 
 
 def _info(store: StorePaths, path: str) -> RunInfo | None:
-    """Return what is known of a run; None for a folder that nothing is noted in."""
+    """Return information about a run, or None if the folder has no readable metadata."""
     try:
         metadata = read_metadata(store, path)
     except StoreError:
@@ -246,7 +246,7 @@ def _moment(text: Any) -> datetime.datetime | None:
 
 
 def _strict(value: float) -> float | str:
-    """Return a number that every reader of JSON takes."""
+    """Return a number, or its string if standard JSON cannot represent it."""
     return value if math.isfinite(value) else str(value)
 
 

@@ -1,8 +1,8 @@
-"""What an error of a filesystem means: whether to try again, and what a user can set.
+"""Classification of filesystem errors: whether a retry can help, and how the user can fix them.
 
-fsspec's filesystems pass on what their clients raise, each in its own way: Python's own errors,
-HTTP statuses, names of codes. Clients are told by the names of their classes, so that none has to
-be installed. Runs on both sides.
+fsspec's filesystems pass on the errors of their clients, which come in different forms: Python
+errors, HTTP statuses and named error codes. Client errors are recognized by their class names, so
+that no client must be installed. Runs on the driver and on ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["REMEDIES", "Kind", "holds_credentials", "kind_of", "redacted", "secr
 
 
 class Kind(enum.Enum):
-    """What is wrong."""
+    """Kinds of storage errors."""
 
     TRANSIENT = "the storage or the network does not answer as it should"
     CREDENTIALS = "the credentials are missing, wrong or expired"
@@ -44,7 +44,7 @@ REMEDIES = {
     ),
     Kind.SPACE: "Free space, raise the quota, or set a store elsewhere.",
 }
-"""What to do, by the kind of error."""
+"""Suggested fix for each kind of error."""
 
 _CREDENTIAL_CODES = {
     "CredentialsNotSupported",
@@ -60,7 +60,7 @@ _CREDENTIAL_CODES = {
     "UnrecognizedClientException",
 }
 _TRANSIENT_CODES = {
-    "BadDigest",  # of what was cut on its way
+    "BadDigest",  # of a truncated upload
     "EC2ThrottledException",
     "IncompleteBody",
     "InternalError",
@@ -77,7 +77,7 @@ _TRANSIENT_CODES = {
     "XAmzContentSHA256Mismatch",
 }
 _SPACE_CODES = {"QuotaExceeded", "QuotaExceededException", "ServiceQuotaExceededException"}
-"""Codes in the answers of S3, and of what speaks its protocol."""
+"""Error codes in responses of S3 and of services with the same protocol."""
 
 _CLASSES = {
     "aiohttp.ClientConnectionError": Kind.TRANSIENT,
@@ -112,13 +112,13 @@ _CLASSES = {
     "urllib3.ProtocolError": Kind.TRANSIENT,
     "urllib3.TimeoutError": Kind.TRANSIENT,
 }
-"""Classes of clients' errors, by package and name."""
+"""Error classes of the clients, by package and class name."""
 
 _ERRNOS = {
     **dict.fromkeys(
         (
             errno.EAGAIN,
-            errno.EBUSY,  # how s3fs says 503
+            errno.EBUSY,  # s3fs raises it for HTTP 503
             errno.ECONNABORTED,
             errno.ECONNREFUSED,
             errno.ECONNRESET,
@@ -130,7 +130,7 @@ _ERRNOS = {
             errno.ENOTCONN,
             errno.EPIPE,
             errno.ETIMEDOUT,
-            getattr(errno, "EREMOTEIO", errno.EBUSY),  # how s3fs says 500
+            getattr(errno, "EREMOTEIO", errno.EBUSY),  # s3fs raises it for HTTP 500
             getattr(errno, "ESTALE", errno.EBUSY),
         ),
         Kind.TRANSIENT,
@@ -140,8 +140,8 @@ _ERRNOS = {
     errno.ENOENT: Kind.MISSING,
 }
 
-# What hdfs-native and PyArrow's libhdfs say: classes of Hadoop's exceptions, and of the Rust
-# client's errors, which have no class of their own in Python.
+# Messages of hdfs-native and PyArrow's libhdfs. They contain the class names of Hadoop's exceptions
+# and of the Rust client's errors, which have no Python classes.
 _HADOOP = (
     (Kind.SPACE, r"QuotaExceededException|DiskOutOfSpaceException"),
     (Kind.SPACE, r"There are [1-9]\d* datanode\(s\) running and (0|no) node\(s\) are excluded"),
@@ -161,7 +161,7 @@ _HADOOP = (
 
 
 def kind_of(error: BaseException) -> Kind:
-    """Return what an error means; what it was raised from tells first, since it tells most."""
+    """Return the kind of an error; its root cause takes precedence, being the most specific."""
     for found in reversed(list(_causes(error))):
         kind = _kind_of_one(found)
         if kind is not Kind.OTHER:
@@ -174,7 +174,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     found: BaseException | None = error
     while found is not None and id(found) not in seen:
         if isinstance(found, HvdEstimatorsError):
-            return  # somebody has judged it already
+            return  # already classified
         seen.add(id(found))
         yield found
         found = found.__cause__
@@ -197,7 +197,7 @@ def _kind_of_one(error: BaseException) -> Kind:
 
 
 def _kind_of_answer(response: Mapping[str, Any], operation: str) -> Kind:
-    """Return what an answer of S3 means, as botocore's ClientError holds it."""
+    """Return the kind of an S3 error response, as found in botocore's ClientError."""
     code = str(response.get("Error", {}).get("Code", ""))
     for codes, kind in (
         (_CREDENTIAL_CODES, Kind.CREDENTIALS),
@@ -212,13 +212,13 @@ def _kind_of_answer(response: Mapping[str, Any], operation: str) -> Kind:
     if status is None and code.isdigit():
         status = int(code)
     if status == 400 and operation.startswith("Head"):
-        # An answer to HEAD has no body that could say ExpiredToken.
+        # A response to HEAD has no body that could contain ExpiredToken.
         return Kind.CREDENTIALS
     return Kind.OTHER if status is None else _kind_of_status(int(status))
 
 
 def _status(error: Exception) -> int | None:
-    """Return the HTTP status that an error of a client holds."""
+    """Return the HTTP status of a client's error, or None."""
     if type(error).__module__ == "builtins":
         return None
     holders = (error, getattr(error, "response", None))
@@ -270,7 +270,7 @@ _SECRET_NAMES = re.compile(
 )
 _SIGNED = re.compile(r"(?i)[?&](sig|signature|x-(amz|goog)-[a-z-]+|awsaccesskeyid|token)=")
 _SECRET_TEXTS = (
-    # User and password, and a key and its secret, before a host.
+    # User and password, or key and secret, before a host.
     (re.compile(r"://[^/@\s'\"]*:[^@\s'\"]*@"), "://***@"),
     (
         re.compile(
@@ -284,12 +284,12 @@ _SECRET_TEXTS = (
 
 
 def holds_credentials(path: str) -> bool:
-    """Return whether a URL has a user and a password, a key and its secret, or a signature."""
+    """Return whether a URL contains a user and password, a key and secret, or a signature."""
     _, separator, rest = path.partition("://")
     if not separator:
         return False
     user, at, _ = rest.partition("/")[0].rpartition("@")
-    # A secret may have a slash in it, where a host has none before its "@".
+    # A secret may contain a slash before the "@"; a host may not.
     before = rest.rpartition("@")[0]
     return (bool(at) and ":" in user) or (
         bool(re.match(r"[^/@]+:(?!\d+/)[^@]*$", before)) or bool(_SIGNED.search(rest))
@@ -297,7 +297,7 @@ def holds_credentials(path: str) -> bool:
 
 
 def secret_values(options: Any) -> frozenset[str]:
-    """Return the texts of options that may be secrets, by the names of the options."""
+    """Return the option values that may be secrets, judging by the option names."""
     found: set[str] = set()
 
     def collect(value: Any, is_secret: bool) -> None:
@@ -315,7 +315,7 @@ def secret_values(options: Any) -> frozenset[str]:
 
 
 def redacted(text: str, secrets: Collection[str] = ()) -> str:
-    """Return a text without secrets: those that are known, and what looks like one in a URL."""
+    """Return a text with known secrets, and credentials in URLs, masked."""
     for value in sorted(secrets, key=len, reverse=True):
         text = text.replace(value, "***")
     for pattern, replacement in _SECRET_TEXTS:

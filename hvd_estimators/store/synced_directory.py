@@ -1,7 +1,8 @@
-"""A local directory for what can only write local files, kept the same as one of the store.
+"""Local directory that is synchronized with a directory of the store.
 
-TensorBoard, loggers that write CSV, MLflow's file store and profilers know no stores. Where a
-store is no local directory, they write into one that is temporary, whose files go to the store.
+TensorBoard, CSV loggers, MLflow's file store and profilers can write only local files. If the store
+is not a local directory, they write into a temporary directory, and its files are uploaded to the
+store.
 """
 
 from __future__ import annotations
@@ -27,38 +28,39 @@ __all__ = ["SyncedDirectory"]
 logger = logging.getLogger(__name__)
 
 SYNC_SECONDS = 30.0
-"""How often files go to the store within an epoch."""
+"""Interval of uploads within an epoch."""
 
 _SHARE = 0.1
 
 _TELLING_THEIR_PLACE = ("meta.yaml",)
-"""What MLflow's file store writes the place of a run's artifacts into."""
+"""Files in which MLflow's file store records the location of a run's artifacts."""
 
 
 class SyncedDirectory:
-    """A directory of a run, for libraries that write local files. Runs on a rank.
+    """A run's directory for libraries that write local files. Runs on a rank.
 
-    Used as a context manager. For a store on this machine's filesystem it is the store's directory
-    itself. Otherwise new and changed files go to the store, as a whole, whenever `sync` asks for
-    it, every `SYNC_SECONDS` besides, and when the block ends, also by an error. This is done beside
-    training; where files are so large that it takes long, the times between grow, so that a tenth
-    of the time is spent on it. What could not be sent is sent with what comes next. Several ranks
-    may have the same directory, if their files have different names.
+    Use it as a context manager. For a store on the local filesystem, it is the store's own
+    directory. Otherwise, it uploads new and changed files, each as a whole file. Uploads happen on
+    `sync`, every `SYNC_SECONDS`, and when the block ends, including by an error.
+
+    A background thread uploads while training runs. If uploads are slow, the interval grows so that
+    they take at most a tenth of the time. Files that failed to upload are retried with the next
+    upload. Several ranks may share the directory if their files have different names.
 
     Parameters
     ----------
     store : Store
-        Where the files go.
+        The destination of the files.
     path : str or None
-        The store's directory; None: there is none, and `path` is None.
+        The store's directory. If None, there is no directory, and the attribute `path` is None.
     fetch : bool
-        Begin with what is in the store, as a run does that is gone on with: files that are
-        appended to would lose their beginning otherwise.
+        Download the existing files first, as a resumed run must. Otherwise files that are appended
+        to would lose their earlier content.
 
     Attributes
     ----------
     path : str or None
-        The local directory, while the block lasts.
+        The local directory, within the block.
     """
 
     def __init__(self, store: Store, path: str | None, fetch: bool = True) -> None:
@@ -117,9 +119,10 @@ class SyncedDirectory:
                 shutil.rmtree(self.path, ignore_errors=True)
 
     def sync(self) -> None:
-        """Send new and changed files to the store, in a thread; what has gone is deleted there.
+        """Upload new and changed files in the background, and remove deleted files from the store.
 
-        One that is still on its way is enough: what comes later goes with the next one.
+        If an upload is already running, the call does nothing. Later changes are part of the next
+        upload.
         """
         if self._uploader is not None and (self._upload is None or self._upload.done()):
             with contextlib.suppress(RuntimeError):  # the block has just ended
@@ -142,7 +145,7 @@ class SyncedDirectory:
         self._known = self._files()
 
     def _upload_changes(self, next_time: str = " They are sent again soon.") -> bool:
-        """Send what is new, and return whether all of it was."""
+        """Upload new and changed files, and return whether all uploads succeeded."""
         began = time.monotonic()
         try:
             found = self._files()
@@ -152,7 +155,7 @@ class SyncedDirectory:
             for name, state in found.items():
                 if self._known.get(name) == state:
                     continue
-                # It may grow meanwhile; it is sent once more then.
+                # If the file grows during the upload, the next upload sends it again.
                 with (
                     open(self._local(name), "rb") as source,
                     self._store.open_atomic(f"{self._target}/{name}") as copy,
@@ -163,7 +166,7 @@ class SyncedDirectory:
                         shutil.copyfileobj(source, copy)
                 self._known[name] = state
         except Exception as error:
-            # Logs are not worth a training run.
+            # A failed upload of logs must not stop the training.
             logger.warning(
                 "Files of the run could not be written to %s (%s: %s).%s",
                 self._target,
@@ -177,18 +180,18 @@ class SyncedDirectory:
         return True
 
     def _published(self, content: bytes) -> bytes:
-        """Return a file that tells where it lies, with its place in the store."""
+        """Replace the local path by the store's path in the content of a file."""
         local, target = str(self.path).encode(), str(self._target).encode()
         for written in (b"file://" + local, b"file:" + local, local):
             content = content.replace(written, target)
         return content
 
     def _localized(self, content: bytes) -> bytes:
-        """Return a file that tells where it lies, with its place on this machine."""
+        """Replace the store's path by the local path in the content of a file."""
         return content.replace(str(self._target).encode(), f"file:{self.path}".encode())
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the size and the time of change of each file, by its name."""
+        """Return the size and modification time of each file, by relative path."""
         files = {}
         for folder, _, names in os.walk(self._local("")):
             for name in names:
@@ -196,7 +199,7 @@ class SyncedDirectory:
                 try:
                     status = path.stat()
                 except FileNotFoundError:
-                    continue  # temporary, and gone since
+                    continue  # a temporary file, deleted in the meantime
                 relative = path.relative_to(self._local("")).as_posix()
                 files[relative] = (status.st_size, status.st_mtime_ns)
         return files
