@@ -48,8 +48,8 @@ def use_own_temporary_folder() -> None:
     The temporary files are deleted with that directory. A killed rank cannot delete them itself;
     TensorFlow, for example, leaves its generated code behind.
 
-    Does nothing if another launcher started the rank, or if the rank's temporary directory is not
-    the parent of its own directory. Does nothing if the new path would be too long for sockets.
+    Does nothing if another launcher started the rank, or if the rank's temporary directory differs
+    from its parent's. Does nothing if the new path would be too long for sockets.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE, "")
     before = tempfile.gettempdir()

@@ -24,9 +24,9 @@ __all__ = [
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
     """Assign a rank to each task, contiguous on each host and within each executor.
 
-    Local ranks count the tasks of a host, not of an executor or container, because tasks that see
-    all GPUs of the machine must not choose the same GPU. If containers see only their own GPUs,
-    the ranks of a container still choose different GPUs, because their local ranks are consecutive.
+    Local ranks count the tasks of a host, not of an executor or container. Otherwise tasks that see
+    all GPUs of the machine could choose the same GPU. If containers see only their own GPUs, the
+    ranks of a container still choose different GPUs, because their local ranks are consecutive.
 
     Parameters
     ----------

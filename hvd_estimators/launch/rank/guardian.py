@@ -63,8 +63,8 @@ def split_off_guardian(
         directory if the parent ends before the rank.
     lifeline : int
         Descriptor of the reading end of a pipe whose writing end only the parent holds. The
-        guardian ends the rank if that end closes, if the parent ends while a fork of it keeps the
-        end open, or if the guardian receives SIGTERM.
+        guardian ends the rank if that end closes, or if the parent ends while its fork keeps the
+        end open. It also ends the rank if it receives SIGTERM.
     waiting : int, optional
         Descriptor (``pidfd``) of the process that waits for the rank and counts as its parent.
         Default: the parent process.

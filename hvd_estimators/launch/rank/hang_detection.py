@@ -3,15 +3,14 @@
 There are three cases, each with its own limit:
 
 - A signal has stopped a process (SIGSTOP, Ctrl-Z in a terminal). The rank's task reads the state of
-  the process from ``/proc``, and the rank counts as failed after 60 s. A slow process has another
-  state, and so has one held by a sleeping machine, a paused container or a debugger.
+  the process from ``/proc``, and the rank counts as failed after 60 s. The state differs from that
+  of slow processes. It also differs for sleeping machines, paused containers and debuggers.
 - One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
   whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
   if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
   stopped processes. A fit that relaunches lost ranks sets the limit itself, through
   `PATIENCE_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
-  take. Without a limit an unnoticed hang would cost the whole run; one noticed late costs only
-  that time.
+  take. Without the limit a hang would cost the whole run; with it a hang costs only that time.
 - All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
   Therefore trainers record a sign of progress with each batch, step and epoch, and the parent
   counts the seconds without a new sign. It counts only during training, because it cannot judge
@@ -129,15 +128,15 @@ def sign_left(directory: str) -> str | None:
 
 
 class HangWatch:
-    """Measures how long a rank has made no progress.
+    """Timer for a rank's time without progress.
 
     Parameters
     ----------
     limit : float
         Seconds after which the rank counts as stalled.
     most : float
-        Maximum seconds to count between two looks. A longer interval means that this process was
-        paused.
+        Maximum seconds to count between two calls of `look`. A longer interval means that this
+        process was paused.
     """
 
     def __init__(self, limit: float, most: float) -> None:
@@ -260,15 +259,15 @@ def is_stopped(pid: int) -> bool:
 
 
 class StallWatch:
-    """Measures how long ranks have been stopped.
+    """Timer for the time that ranks have been stopped.
 
     Parameters
     ----------
     limit : float
         Seconds after which a rank counts as stalled.
     most : float
-        Maximum seconds to count between two looks. A longer interval means that this process was
-        paused.
+        Maximum seconds to count between two calls of `look`. A longer interval means that this
+        process was paused.
     """
 
     def __init__(self, limit: float, most: float) -> None:

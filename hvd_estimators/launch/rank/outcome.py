@@ -184,7 +184,7 @@ class RankOutcome:
 
     @property
     def failed(self) -> bool:
-        """True if the rank has no result."""
+        """Return whether the rank has no result."""
         return self.result is None
 
 

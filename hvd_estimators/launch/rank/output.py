@@ -155,7 +155,7 @@ class RateLimiter:
 
 
 class Relay:
-    """Passes lines to a possibly slow function in a separate thread; used as a context manager.
+    """Relay of lines to a possibly slow function in a separate thread; used as a context manager.
 
     When the block ends, remaining lines are delivered for at most ten seconds.
 
@@ -299,7 +299,7 @@ _READ_BYTES = 2**16
 _POLL_MILLISECONDS = 100
 
 
-# More than a pipe holds.
+# More than the capacity of a pipe.
 _DRAIN_BYTES = 2**21
 
 
@@ -381,7 +381,7 @@ class _Stream:
 
 
 class OutputReader:
-    """Reads a process's output in another thread, and keeps the end of the output.
+    """Reader of a process's output in another thread, which keeps the end of the output.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ _PAUSE_SECONDS = 0.2
 
 
 def tell_parent(word: str) -> None:
-    """Send ``joined`` or ``left`` to the parent; do nothing if another backend is the parent.
+    """Send ``joined`` or ``left`` to the parent; do nothing if another backend started the rank.
 
     The request is repeated until it is answered, for at most a minute.
     """

@@ -30,8 +30,8 @@ _OK, _FORBIDDEN, _NOT_FOUND, _CONFLICT = 200, 403, 404, 409
 _LOOK_SECONDS = 0.5
 
 
-# If the time between two looks exceeds this multiple of the interval, this process was paused. The
-# excess then does not count as silence of the ranks.
+# If the time between two calls of `look` exceeds this multiple of the interval, this process was
+# paused. The excess then does not count as silence of the ranks.
 _PAUSED_LOOKS = 4
 
 
@@ -217,7 +217,7 @@ _IDLE_SECONDS = 120.0
 
 
 class RendezvousServer:
-    """Serves a `JobStore` to clients that know the job's secret; used as a context manager.
+    """Server of a `JobStore` for clients that know the job's secret; used as a context manager.
 
     The constructor binds a port at each address, so that `endpoints` can be sent to the ranks.
     Clients can connect only to the addresses that `listen` selects.

@@ -200,13 +200,13 @@ def wanted(env: Mapping[str, str]) -> bool:
 
 
 def warm_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a rank's environment that the warm process imports modules with."""
+    """Return the part of a rank's environment that modules may read when they are imported."""
     return {name: value for name, value in env.items() if not _OF_A_RANK.fullmatch(name)}
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Starts ranks as forks of a warm process.
+    """Start of ranks as forks of a warm process.
 
     Attributes
     ----------

@@ -4,10 +4,11 @@ Only packages of a fixed list are imported. They have been checked: importing th
 that a fork loses, initialises no GPU and draws no random numbers. The user's own modules are never
 imported in advance, because they may change before the next launch.
 
-Two sources tell which of these modules a call needs. The bytes of a pickled call contain the names
-of modules. If the function is pickled by reference, they contain only the names of its module and
-of the function. Therefore the function and its module are inspected, too, which finds the
-frameworks that they use. The inspection imports and runs no code. Runs on the driver.
+The modules that a call needs are found in two ways. The bytes of a pickled call contain the names
+of modules. If the function is pickled by reference, the bytes contain only the names of its module
+and of the function. Therefore the function and its module are inspected, too, to find the
+frameworks that they use. The inspection imports no modules and runs no user code. Runs on the
+driver.
 """
 
 from __future__ import annotations
