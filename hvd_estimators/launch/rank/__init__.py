@@ -1,1 +1,1 @@
-"""A rank's process, seen from both of its ends: by the rank, and by the parent that watches it."""
+"""A rank's process: the code inside the rank and the code of the parent that watches it."""

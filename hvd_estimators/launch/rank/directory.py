@@ -1,8 +1,8 @@
-"""The folder of a rank on its machine: made by its parent, and gone with the rank.
+"""A rank's directory on its machine, which exists only as long as the rank.
 
-It is deleted by the rank's parent or, where that has been killed, by the rank's guardian. What is
-left where all three were killed at once is swept by the next process of this machine and user that
-starts a rank.
+The rank's parent creates and deletes the directory. If the parent was killed, the rank's guardian
+deletes it. If parent, guardian and rank were all killed at once, the directory remains. The next
+process of the same user on this machine that starts a rank then deletes it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = ["make_rank_folder", "sweep", "use_own_temporary_folder"]
 
 _PREFIX = "hvd-estimators-rank-"
 _OWNER_FILE = "owner.json"
-# A socket's path has at most 107 characters, of which Python's and torch's take up to 36.
+# A socket path has at most 107 characters; the names that Python and torch append take up to 36.
 _MOST_CHARACTERS = 70
 _INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def make_rank_folder() -> str:
-    """Make a folder for a rank, and sweep those that nobody is left to delete."""
+    """Create a directory for a rank, and delete abandoned directories of earlier ranks."""
     parent = tempfile.gettempdir()
     _sweep_once(parent)
     folder = tempfile.mkdtemp(prefix=_PREFIX, dir=parent)
@@ -43,11 +43,13 @@ def make_rank_folder() -> str:
 
 
 def use_own_temporary_folder() -> None:
-    """Let this process, a rank, put temporary files into its folder, with which they are deleted.
+    """Make this rank create its temporary files in its own directory.
 
-    One that is killed deletes none itself: TensorFlow leaves the code that it has generated. Does
-    nothing where another launcher has started the rank, or where it has been given another place
-    for its temporary files.
+    The temporary files are deleted with that directory. A killed rank cannot delete them itself;
+    TensorFlow, for example, leaves its generated code behind.
+
+    Does nothing if another launcher started the rank, or if the rank's temporary directory differs
+    from its parent's. Does nothing if the new path would be too long for sockets.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE, "")
     before = tempfile.gettempdir()
@@ -55,7 +57,7 @@ def use_own_temporary_folder() -> None:
     if os.path.dirname(directory) != before or len(folder) > _MOST_CHARACTERS:
         return
     os.makedirs(folder, exist_ok=True)
-    # What torch has compiled is for the next fit, too.
+    # The next fit can reuse the code that torch has compiled, so the cache stays outside.
     with contextlib.suppress(KeyError, OSError):
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
         os.environ.setdefault(_INDUCTOR_VARIABLE, os.path.join(before, f"torchinductor_{user}"))
@@ -63,7 +65,7 @@ def use_own_temporary_folder() -> None:
 
 
 def sweep(parent: str) -> None:
-    """Delete folders of ranks of this user whose parents, and they themselves, are surely gone."""
+    """Delete this user's rank directories whose rank and parent have certainly both ended."""
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -83,8 +85,8 @@ def _sweep_once(parent: str) -> None:
 
 
 def _is_running(pid_file: Path) -> bool:
-    """Return whether there is a process with the ID that a rank had."""
+    """Return whether a process with the rank's process ID exists."""
     try:
         return bool(psutil.pid_exists(int(pid_file.read_text())))
     except FileNotFoundError:
-        return False  # it had not begun, and does not without its parent
+        return False  # the rank had not started, and cannot start without its parent

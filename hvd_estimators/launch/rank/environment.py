@@ -1,4 +1,4 @@
-"""Environment variables of ranks: what they take from the driver, and what the launch adds."""
+"""Environment variables of ranks: those copied from the driver and those added by the launch."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ __all__ = [
 
 
 def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -> list[SlotInfo]:
-    """Give each task a rank, contiguous on each host, and there in each executor.
+    """Assign a rank to each task, contiguous on each host and within each executor.
 
-    Local ranks count the tasks of a host, not of an executor or container: those that see all of
-    the machine's GPUs must not choose the same one. Where containers see only their own GPUs, the
-    ranks of one still choose different ones, since their local ranks follow each other.
+    Local ranks count the tasks of a host, not of an executor or container. Otherwise tasks that see
+    all GPUs of the machine could choose the same GPU. If containers see only their own GPUs, the
+    ranks of a container still choose different GPUs, because their local ranks are consecutive.
 
     Parameters
     ----------
     hosts : sequence of str
         The host of each task.
     executors : sequence of str, optional
-        The executor of each task. Default: those of a host are of one.
+        The executor of each task. Default: one executor per host.
 
     Returns
     -------
     list of SlotInfo
-        Each task's slot, in the order of the tasks. Task 0 has rank 0.
+        The slot of each task, in the order of the tasks. Task 0 has rank 0.
     """
     groups = list(zip(hosts, executors or hosts, strict=True))
     names = list(dict.fromkeys(hosts))
     slots = get_host_assignments(
         [HostInfo(name, hosts.count(name)) for name in names], len(hosts), len(hosts)
     )
-    # Hosts and executors are in the order of their first tasks.
+    # Hosts and executors are ordered by their first tasks.
     order = [names.index(host) for host, _ in groups]
     firsts = [groups.index(group) for group in groups]
     tasks = sorted(range(len(groups)), key=lambda task: (order[task], firsts[task], task))
@@ -57,8 +57,8 @@ def assign_ranks(hosts: Sequence[str], executors: Sequence[str] | None = None) -
 def rank_environment(slot: SlotInfo) -> dict[str, str]:
     """Return the environment variables that make a process one rank of a Gloo job.
 
-    Where the ranks meet is told by `hvd_estimators.launch.rendezvous.gloo_http.GlooProxy`, and on
-    which address they listen by `hvd_estimators.launch.rendezvous.hosts.listening_environment`.
+    `hvd_estimators.launch.rendezvous.gloo_http.GlooProxy` adds the address of the rendezvous.
+    `hvd_estimators.launch.rendezvous.hosts.listening_environment` adds the address to listen on.
     """
     return {
         "HOROVOD_HOSTNAME": str(slot.hostname),
@@ -76,10 +76,11 @@ def rank_environment(slot: SlotInfo) -> dict[str, str]:
 DEFAULTS = {"HOROVOD_GLOO_TIMEOUT_SECONDS": GLOO_TIMEOUT, **LOG_LEVEL}
 
 
-"""Variables of ranks that the user, the driver and the executor have not set."""
+"""Default variables of ranks, used if neither user, driver nor executor has set them."""
 
 
-# Parts of a name; some only at the end of a word, so that TOKENIZERS_PARALLELISM is none of them.
+# Parts of names of secrets. Some match only at the end of a word, so that TOKENIZERS_PARALLELISM
+# does not match.
 _SECRET = re.compile(
     "SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PRIVATE|CONNECTION_?STRING"
     "|(?:TOKENS?|KEYS?|KEY_?ID|PASS|PWD)(?:_|$)"
@@ -87,11 +88,11 @@ _SECRET = re.compile(
 )
 
 
-# A user and a password in a URL, as in those of databases and proxies.
+# A user and a password in a URL, for example of a database or proxy.
 _SECRET_VALUE = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
 
 
-# What describes the driver's machine, process or session, and would be wrong elsewhere.
+# Variables of the driver's machine, process or session, which would be wrong on other machines.
 _OF_THE_DRIVER = re.compile(
     "|".join(
         [
@@ -100,7 +101,7 @@ _OF_THE_DRIVER = re.compile(
             "TMP|TEMP|TMPDIR|TERM.*|COLUMNS|LINES|PS[1-4]|DISPLAY|WAYLAND_.*|XAUTHORITY|XDG_.*",
             "DBUS_.*|SSH_.*|GPG_.*|SUDO_.*|BASH.*|ZSH.*|LS_COLORS|INVOCATION_ID|JOURNAL_STREAM",
             "LD_LIBRARY_PATH|LD_PRELOAD|DYLD_.*|KRB5CCNAME",
-            # Python: the import path travels by itself
+            # Python: the import path is sent separately
             "PYTHONPATH|PYTHONHOME|PYTHONEXECUTABLE|PYTHONUSERBASE|PYTHONSTARTUP|PYTHONPLATLIBDIR",
             "VIRTUAL_ENV.*|CONDA.*|_CE_.*|MPLBACKEND|JPY_.*|PYDEVD_.*|PYTEST_.*|COV_.*",
             # Spark, Java, Hadoop and the cluster's manager
@@ -109,7 +110,7 @@ _OF_THE_DRIVER = re.compile(
             "APPLICATION_WEB_PROXY_BASE|KUBERNETES_.*|MESOS_.*|SLURM.*|LSB_.*|PBS_.*|FLUX_.*",
             # GPUs are assigned to each rank
             r"\w*VISIBLE_DEVICES|GPU_DEVICE_ORDINAL",
-            # what makes a process one of several: the ranks are told by the launcher
+            # variables that make a process a member of a job: the launcher sets them for each rank
             "HOROVOD_(?:RANK|SIZE|LOCAL_.*|CROSS_.*|GLOO_.*|CONTROLLER|CPU_OPERATIONS|HOSTNAME)",
             "HOROVOD_ELASTIC.*|HOROVOD_SPARK_(?:PYTHONPATH|WORK_DIR)|HVD_ESTIMATORS_.*",
             "RANK|LOCAL_RANK|NODE_RANK|GROUP_RANK|ROLE_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE",
@@ -120,13 +121,15 @@ _OF_THE_DRIVER = re.compile(
 
 
 def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of the driver that ranks on other machines see.
+    """Return the driver's variables that ranks on other machines receive.
 
-    All but two kinds. Secrets, which are told by their names (``TOKEN``, ``SECRET``, ``PASSWORD``,
-    ``CREDENTIAL``, ``…_KEY`` and the like) or by a password in a URL, because Spark writes what it
-    sends to tasks to disks and over networks. And what belongs to the driver's machine or process:
-    ``PATH``, ``HOME`` and other places, Python's, Spark's, Java's and Hadoop's own, visible GPUs,
-    ranks.
+    Two kinds are excluded:
+
+    - Secrets, because Spark writes the data that it sends to tasks to disks and over networks. They
+      are recognised by their names (``TOKEN``, ``SECRET``, ``PASSWORD``, ``CREDENTIAL``, ``…_KEY``
+      and similar) or by a password in a URL.
+    - Variables of the driver's machine or process: ``PATH``, ``HOME`` and other paths, those of
+      Python, Spark, Java and Hadoop, visible GPUs, and ranks.
 
     Parameters
     ----------
@@ -147,7 +150,7 @@ def shared_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def child_environment(
     base: Mapping[str, str], *overlays: Mapping[str, str | None] | None
 ) -> dict[str, str]:
-    """Lay environments over each other; None deletes a variable."""
+    """Merge environments, later ones taking precedence; None deletes a variable."""
     env: dict[str, str | None] = dict(base)
     for overlay in overlays:
         env.update(overlay or {})
@@ -155,6 +158,6 @@ def child_environment(
 
 
 def python_path(*paths: Sequence[str]) -> str:
-    """Join import paths for ``PYTHONPATH``, each once."""
+    """Join import paths for ``PYTHONPATH``, without duplicates."""
     merged = dict.fromkeys(path for group in paths for path in group if path)
     return os.pathsep.join(merged)

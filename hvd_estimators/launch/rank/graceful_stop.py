@@ -1,9 +1,9 @@
-"""Time to finish for ranks that have something to save when they are to end.
+"""Graceful stop: a grace period for ranks that must save state before they end.
 
-A rank that nobody waits for any more is killed. One that asks for grace is told by SIGTERM first,
-and killed when its seconds are over. It asks by a file in its directory, which its guardian and its
-parent look for. The driver, which may be on another machine, is told by an event that it is worth
-waiting for such a rank. Imports neither PySpark nor a framework.
+A rank that no process waits for any longer is killed. A rank that asks for grace first receives
+SIGTERM, and is killed when its grace period is over. The rank asks through a file in its
+directory, which its guardian and its parent read. An event notifies the driver, which may be on
+another machine, that it should wait for the rank. Imports neither PySpark nor a framework.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ __all__ = [
 ]
 
 GRACE_VARIABLE = "HVD_ESTIMATORS_GRACE_SECONDS"
-"""Environment variable of ranks: how many seconds they get; 0 for none."""
+"""Environment variable of ranks: the grace period in seconds; 0 disables it."""
 
 DIRECTORY_VARIABLE = "HVD_ESTIMATORS_RANK_DIRECTORY"
-"""Environment variable by which a rank knows its directory."""
+"""Environment variable of ranks: the rank's directory."""
 
-# Schedulers that preempt leave 15 to 30 seconds, of which one to notice is gone.
+# Preempting schedulers leave 15 to 30 seconds; noticing the preemption takes one of them.
 _SECONDS = 15.0
 _FILE = "grace"
-# Spark looks every two seconds whether a task was cancelled, and ends its Python two seconds later.
+# Spark checks for cancelled tasks every two seconds, and ends their Python two seconds later.
 _UNTIL_ASKED_SECONDS = 10.0
 _SILENT_SECONDS = 0.5
 
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def grace_seconds(env: Mapping[str, str]) -> float:
-    """Return how many seconds ranks with some environment get, if they ask."""
+    """Return the grace period in seconds of a rank with the given environment."""
     try:
         seconds = float(env.get(GRACE_VARIABLE, _SECONDS))
     except ValueError:
@@ -58,10 +58,10 @@ def grace_seconds(env: Mapping[str, str]) -> float:
 
 @contextlib.contextmanager
 def asking_for_grace() -> Iterator[None]:
-    """Have this rank told by SIGTERM, in the block, before it is killed. Runs in the rank.
+    """Ask for SIGTERM before this rank is killed, for the duration of the block. Runs in the rank.
 
-    What it prints when nobody reads that any more is no error meanwhile. Does nothing in a process
-    that another launcher has started.
+    Within the block, printing raises no error if no process reads the output any longer. Does
+    nothing in a process that another launcher has started.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     if directory is None:
@@ -72,14 +72,14 @@ def asking_for_grace() -> Iterator[None]:
     before = sys.stdout, sys.stderr
     own: Any = tuple(map(_Forgiving, before))
     try:
-        # Who looks finds all of it, or nothing. The directory goes when nobody waits any more.
+        # Readers find the complete file or none. The directory may already have been deleted.
         with contextlib.suppress(OSError):
             partial.write_text(str(grace_seconds(os.environ)))
             os.replace(partial, path)
         sys.stdout, sys.stderr = own
         yield
     finally:
-        # Somebody else may have put others there.
+        # Other code may have replaced the streams meanwhile.
         sys.stdout, sys.stderr = (
             old if now is mine else now
             for now, mine, old in zip((sys.stdout, sys.stderr), own, before, strict=True)
@@ -89,7 +89,7 @@ def asking_for_grace() -> Iterator[None]:
 
 
 def grace_asked(directory: str) -> float:
-    """Return for how many seconds a rank asks, given its directory; 0 if it does not."""
+    """Return the seconds of grace that a rank asks for, given its directory; 0 if it does not."""
     try:
         return float(Path(directory, _FILE).read_text())
     except (OSError, ValueError):
@@ -97,13 +97,16 @@ def grace_asked(directory: str) -> float:
 
 
 def cancel_grace(directory: str) -> None:
-    """Let a rank be killed at once, whether or not it has asked."""
+    """Withdraw a rank's request for grace, if any, so that the rank is killed at once."""
     with contextlib.suppress(OSError):
         Path(directory, _FILE).unlink()
 
 
 def mute_if_unheard() -> None:
-    """Let what this process prints go nowhere, where nobody reads it: that would be an error."""
+    """Redirect stdout and stderr to the null device if their pipes have no reader any longer.
+
+    Writing to such a pipe would raise an error.
+    """
     for descriptor in (1, 2):
         poller = select.poll()
         poller.register(descriptor, 0)
@@ -114,7 +117,10 @@ def mute_if_unheard() -> None:
 
 
 class _Forgiving:
-    """A stream that takes what nobody reads: who waits for a rank may go before it is told."""
+    """A text stream that ignores broken pipes.
+
+    The process that waits for a rank may end before the rank is notified.
+    """
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -141,27 +147,28 @@ class _Forgiving:
 
 
 class AwaitedRanks:
-    """Ranks that may have something to save when a job is interrupted. On the driver."""
+    """Ranks that may need to save state when a job is interrupted. Used on the driver."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._seconds: dict[int, float] = {}
 
     def add(self, key: int, seconds: float) -> None:
-        """Note a rank, by any key, and for how many seconds it asks."""
+        """Record a rank, under any key, with the seconds of grace that it asks for."""
         with self._changed:
             self._seconds[key] = seconds
 
     def discard(self, key: int) -> None:
-        """Note that a rank has ended, or has nothing to save any more."""
+        """Record that a rank has ended, or has no state left to save."""
         with self._changed:
             self._seconds.pop(key, None)
             self._changed.notify_all()
 
     def wait(self) -> None:
-        """Wait until all have ended, for as long as they ask and it may take until they are told.
+        """Wait until all ranks have ended or the longest grace period is over.
 
-        Another interrupt ends the waiting.
+        The limit includes 10 s, the time that the notification of the ranks may take. Another
+        interrupt ends the wait.
         """
         with self._changed:
             longest = max(self._seconds.values(), default=0.0)

@@ -1,11 +1,12 @@
-"""A rank's guardian: ends the rank, and all that it started, once nobody waits for it any more.
+"""A rank's guardian, which ends the rank and its descendants when no process waits for the rank.
 
-It kills the rank, or asks it to end first, see `hvd_estimators.launch.rank.graceful_stop`.
+The guardian kills the rank. If the rank asked for grace, the guardian sends SIGTERM first, see
+`hvd_estimators.launch.rank.graceful_stop`.
 
-A rank cannot watch for that itself: a thread in Python needs the interpreter lock, which a C
-extension may hold for minutes. Therefore the process that a rank's parent starts splits in two
-before it does anything else: the guardian, which only waits, and its child, which is the rank. When
-any of the three ends, in whatever way, those below it end, too.
+A rank cannot watch its parent itself: a Python thread needs the interpreter lock, which a C
+extension may hold for minutes. Therefore the process that a rank's parent starts first forks: it
+becomes the guardian, which only waits, and its child becomes the rank. If the parent, the guardian
+or the rank ends for any reason, the processes below it end, too.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from hvd_estimators.launch.rank.graceful_stop import grace_asked
 __all__ = ["PID_FILE", "empty_stdin", "split_off_guardian"]
 
 PID_FILE = "rank.pid"
-"""Where in a rank's directory the guardian notes the rank's process ID."""
+"""Name of the file in a rank's directory with the rank's process ID, written by the guardian."""
 
 
 _PARENT_POLL_SECONDS = 0.5
-# The helpers of a rank, such as multiprocessing's resource tracker, clean up after it has ended.
+# Helper processes, such as multiprocessing's resource tracker, clean up after the rank has ended.
 _GRACE_SECONDS = 0.3
 _KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.01
@@ -49,31 +50,32 @@ def split_off_guardian(
     waiting: int | None = None,
     report: socket.socket | None = None,
 ) -> None:
-    """Continue as the rank, the child of a guardian. Returns only in the rank.
+    """Fork into a guardian and its child, the rank. Returns only in the rank.
 
-    Call this while the process has only one thread. The guardian ends like the rank, with the same
-    status or by the same signal, once all processes that the rank started have ended. On Linux it
-    adopts those whose parents have ended, whatever their session or process group.
+    Call this while the process has only one thread. When all processes that the rank started have
+    ended, the guardian ends like the rank, with the same status or by the same signal. On Linux
+    the guardian adopts orphaned descendants of any session or process group.
 
     Parameters
     ----------
     directory : str
-        Gets a file with the rank's process ID. Deleted if the parent ends before the rank does.
+        The rank's directory. Receives a file with the rank's process ID. The guardian deletes the
+        directory if the parent ends before the rank.
     lifeline : int
-        Descriptor of the reading end of a pipe whose other end only the parent holds. The rank is
-        ended when that end closes, or when the parent has ended although a fork of it keeps the
-        end open; and when the guardian gets SIGTERM.
+        Descriptor of the reading end of a pipe whose writing end only the parent holds. The
+        guardian ends the rank if that end closes, or if the parent ends while its fork keeps the
+        end open. It also ends the rank if it receives SIGTERM.
     waiting : int, optional
-        Descriptor (``pidfd``) of the process that waits for the rank, and counts as the parent.
-        Default: the parent is.
+        Descriptor (``pidfd``) of the process that waits for the rank and counts as its parent.
+        Default: the parent process.
     report : socket.socket, optional
-        Where the guardian sends the status that it ends with, for one that is not its parent.
+        Socket to which the guardian sends its exit status, for a process that is not its parent.
     """
     guardian, parent = os.getpid(), os.getppid()
     _control_process(_PR_SET_CHILD_SUBREAPER, 1)
     waking, wake = os.pipe()
     os.set_blocking(wake, False)
-    # So that poll() returns when a child ends.
+    # This makes poll() return when a child ends.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     rank = os.fork()
@@ -102,11 +104,11 @@ def split_off_guardian(
 
 
 def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent: int | None) -> int:
-    """Wait until the rank and all that it has started have ended; return the rank's status."""
+    """Wait until the rank and its descendants have ended; return the rank's status."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    # What the rank is to run is nothing to keep.
+    # The guardian need not keep the rank's pickled call open.
     empty_stdin()
     poller = select.poll()
     for descriptor in (*lifelines, waking):
@@ -118,13 +120,13 @@ def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent:
             os.kill(rank, signal.SIGKILL)
             status = os.waitpid(rank, 0)[1]
             if wanted:
-                status = signal.SIGTERM  # which has ended the rank, for all who see it
+                status = signal.SIGTERM  # to observers, SIGTERM ended the rank
             break
         milliseconds = math.ceil(min(left, _PARENT_POLL_SECONDS) * 1000)
         ready = {descriptor for descriptor, _ in poller.poll(milliseconds)}
         if waking in ready:
             os.read(waking, 4096)
-        # Nothing is ever written to a lifeline.
+        # No process ever writes to a lifeline, so a ready lifeline is closed.
         gone = ready & set(lifelines)
         for lifeline in gone:
             poller.unregister(lifeline)
@@ -144,14 +146,14 @@ def _guard(rank: int, directory: str, lifelines: list[int], waking: int, parent:
 
 
 def empty_stdin() -> None:
-    """Let this process's standard input be empty, so that who reads from it finds its end."""
+    """Redirect this process's standard input to the null device, so that it is empty."""
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
     os.close(empty)
 
 
 def _reap(rank: int) -> int | None:
-    """Reap all children that have ended; return the rank's status if it is among them."""
+    """Reap all children that have ended; return the rank's status if the rank is among them."""
     found = None
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -164,7 +166,7 @@ def _reap(rank: int) -> int | None:
 
 
 def _end_descendants() -> None:
-    """End what the rank left behind: ask first, and kill after a moment."""
+    """End the processes that the rank left behind: first with SIGTERM, after 0.3 s with SIGKILL."""
     started = time.monotonic()
     asked: set[int] = set()
     while time.monotonic() - started < _KILL_SECONDS:
@@ -184,11 +186,11 @@ def _end_descendants() -> None:
 
 
 def _descendants(ancestor: int) -> list[int]:
-    """Return all processes below another one in the process tree; on Linux only."""
+    """Return the IDs of all descendants of a process. Linux only."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            # PID (name) state parent ...; a name can hold anything.
+            # PID (name) state parent ...; the name may contain any character.
             parent = path.read_bytes().rpartition(b")")[2].split()[1]
             children.setdefault(int(parent), []).append(int(path.parent.name))
     found: list[int] = []
@@ -201,7 +203,7 @@ def _descendants(ancestor: int) -> list[int]:
 
 
 def _end_like(status: int) -> NoReturn:
-    """End this process as another one ended."""
+    """End this process with another process's wait status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         # One core file is enough.
@@ -213,7 +215,7 @@ def _end_like(status: int) -> NoReturn:
 
 
 def _control_process(option: int, value: int) -> None:
-    """Call Linux's ``prctl``, which Python has no function for; does nothing elsewhere."""
+    """Call Linux's ``prctl``, which Python does not wrap; do nothing on other systems."""
     if sys.platform == "linux":
         with contextlib.suppress(ImportError, OSError, AttributeError):
             import ctypes

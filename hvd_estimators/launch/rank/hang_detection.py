@@ -1,28 +1,24 @@
-"""Detection of ranks that hang: signs of progress, and watches over them.
+"""Detection of stopped, stalled and hanging ranks.
 
-Horovod looks for ranks that hold up others. Where all of them hang, each in the same call that does
-not return, nobody holds up anybody. Therefore trainers leave a sign with each batch, step and
-epoch, and the parent counts the seconds in which there is none. Only while they train: what else a
-call does on ranks is nobody's to judge. Imports neither PySpark nor a framework.
+There are three cases, each with its own limit:
 
-A process that a signal has stopped (SIGSTOP, a terminal's Ctrl-Z) is told by its state, which its
-task reads from ``/proc``: after 60 s the rank counts as failed. It cannot be mistaken for one that
-is slow, and a machine that sleeps, a container that is paused and a debugger that holds a process
-leave other states.
+- A signal has stopped a process (SIGSTOP, Ctrl-Z in a terminal). The rank's task reads the state of
+  the process from ``/proc``, and the rank counts as failed after 60 s. The state differs from that
+  of slow processes. It also differs for sleeping machines, paused containers and debuggers.
+- One rank holds up the others, for example by a deadlock. It cannot be distinguished from a rank
+  whose first batch or validation takes long. Horovod warns after a minute, and ends the ranks only
+  if the user sets ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That value is then also the limit for
+  stopped processes. A fit that relaunches lost ranks sets the limit itself, through
+  `PATIENCE_VARIABLE`. That limit is longer than any first batch, validation or checkpoint should
+  take. Without the limit a hang would cost the whole run; with it a hang costs only that time.
+- All ranks hang, each in the same call, and none holds up another, so Horovod notices nothing.
+  Therefore trainers record a sign of progress with each batch, step and epoch, and the parent
+  counts the seconds without a new sign. It counts only during training, because it cannot judge
+  other code. This indication is less certain: a callback may evaluate for hours on all ranks.
+  A fit's default limit is therefore 8 times as long, and `HANG_VARIABLE` sets another one.
 
-A rank that hangs, by a deadlock say, cannot be told from one that takes long over its first batch
-or its validation. Horovod warns of it after a minute, and ends the ranks only where the user has
-said for how long a rank may hold up the others: ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``. That is
-then the limit for processes that are stopped as well. ``HOROVOD_STALL_CHECK_DISABLE=1`` turns both
-off.
-
-A fit that launches its ranks again where one is lost has such a limit without the user, in
-`PATIENCE_VARIABLE`: as long as no first batch, validation or checkpoint takes, since a hang that is
-never noticed would cost the whole run, and one that is noticed late costs that time.
-
-Where all ranks hang, none holds up another. Of a fit, signs of progress show that none takes a
-batch. That is less sure a sign, as of a callback that evaluates for hours on all
-ranks. So the fit's own limit for it is some times as long, and `HANG_VARIABLE` sets another.
+``HOROVOD_STALL_CHECK_DISABLE=1`` turns all of these checks off. Imports neither PySpark nor a
+framework.
 """
 
 from __future__ import annotations
@@ -65,7 +61,7 @@ _SECONDS_BETWEEN = 1.0
 
 
 class _Signs:
-    """What this process knows of its own signs."""
+    """State of this process's own signs of progress."""
 
     path: Path | None = None
     wanted = False
@@ -74,9 +70,9 @@ class _Signs:
 
 @contextlib.contextmanager
 def leaving_signs() -> Iterator[None]:
-    """Have this rank's parent watch for signs of progress in the block. Runs in the rank.
+    """Make this rank's parent watch for signs of progress in the block. Runs in the rank.
 
-    In a process that another launcher has started there is nobody to see them.
+    If another launcher has started the process, no parent watches the signs.
     """
     directory = os.environ.get(DIRECTORY_VARIABLE)
     _Signs.path = None if directory is None else Path(directory, _FILE)
@@ -92,31 +88,31 @@ def leaving_signs() -> Iterator[None]:
 
 
 def made_progress() -> None:
-    """Leave a sign; cheap enough for every step, and for the threads that read ahead."""
+    """Record a sign of progress. Cheap enough for every step and for threads that read ahead."""
     now = time.monotonic()
     if not _Signs.wanted or now - _Signs.last < _SECONDS_BETWEEN:
         return
     _Signs.last = now
     if _Signs.path is not None:
-        # The directory goes when nobody waits any more.
+        # The directory may already have been deleted.
         with contextlib.suppress(OSError):
             _Signs.path.write_text(repr(now))
 
 
 def seconds_without_progress() -> float:
-    """Return for how long this process has left no sign; 0 where it is to leave none."""
+    """Return the seconds since this process's last sign of progress; 0 outside of training."""
     return time.monotonic() - _Signs.last if _Signs.wanted else 0.0
 
 
 def leave_stack(stack: str) -> None:
-    """Leave the calls that this rank waits in for its parent."""
+    """Write the call stack in which this rank waits to a file that its parent reads."""
     if _Signs.path is not None:
         with contextlib.suppress(OSError):
             _Signs.path.with_name(_STACK_FILE).write_text(stack)
 
 
 def stack_left(directory: str) -> str:
-    """Return the calls that a rank waits in, given its directory; empty if it has left none."""
+    """Return the call stack that a rank has written to its directory; empty if there is none."""
     try:
         return Path(directory, _STACK_FILE).read_text()
     except OSError:
@@ -124,7 +120,7 @@ def stack_left(directory: str) -> str:
 
 
 def sign_left(directory: str) -> str | None:
-    """Return the last sign of a rank, given its directory; None while it is to leave none."""
+    """Return a rank's last sign of progress, given its directory; None outside of training."""
     try:
         return Path(directory, _FILE).read_text()
     except OSError:
@@ -132,14 +128,15 @@ def sign_left(directory: str) -> str | None:
 
 
 class HangWatch:
-    """Adds up for how long a rank has left no new sign.
+    """Timer for a rank's time without progress.
 
     Parameters
     ----------
     limit : float
-        Seconds after which it counts as stalled.
+        Seconds after which the rank counts as stalled.
     most : float
-        Seconds that count at most between two looks: what is longer was a pause of this process.
+        Maximum seconds to count between two calls of `look`. A longer interval means that this
+        process was paused.
     """
 
     def __init__(self, limit: float, most: float) -> None:
@@ -149,14 +146,14 @@ class HangWatch:
         self._last = 0.0
 
     def look(self, sign: str | None, now: float) -> str | None:
-        """Take note of a rank's last sign, and return what is wrong with it if it hangs.
+        """Record a rank's last sign, and return an error message if the rank hangs.
 
         Parameters
         ----------
         sign : str or None
-            The sign; None while the rank is to leave none.
+            The last sign; None outside of training.
         now : float
-            Seconds by any clock that does not go back.
+            Seconds of any monotonic clock.
         """
         passed, self._last = now - self._last, now
         if sign is None or sign != self._sign:
@@ -174,13 +171,13 @@ class HangWatch:
 PATIENCE_VARIABLE = "HVD_ESTIMATORS_STALL_SECONDS"
 
 
-"""Environment variable of ranks: how long one may hold up others where the user sets no limit."""
+"""Environment variable of ranks: seconds a rank may hold up others if the user sets no limit."""
 
 
 HANG_VARIABLE = "HVD_ESTIMATORS_HANG_SECONDS"
 
 
-"""Environment variable of ranks: how long one may train without any progress; 0 for ever."""
+"""Environment variable of ranks: seconds a rank may train without progress; 0 means no limit."""
 
 
 _SHUTDOWN = "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
@@ -192,18 +189,19 @@ _CHECK = "HOROVOD_STALL_CHECK_TIME_SECONDS"
 _DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 
 
-# As long as a task may be silent.
+# The same limit as for silent tasks.
 _STOPPED_SECONDS = 60.0
 
 
 _HOROVODS_CHECK_SECONDS = 60
 
 
-# Times as long as one rank may hold up others: four hours.
+# Multiple of the seconds that one rank may hold up others; four hours by default.
 _ALL_RANKS = 8
 
 
-# What Horovod's coordinator prints when it ends the job: "1!: [tensor, tensor ...]".
+# Horovod's coordinator prints these lines when it ends the job; "1!: [tensor, tensor ...]" names
+# a rank and the tensors that others wait for.
 _SHUTDOWN_LINE = re.compile(r"is stalled for longer than (\d+) seconds\. Will shutdown")
 
 
@@ -211,14 +209,14 @@ _STALLED_LINE = re.compile(r"^(\d+)!: \[(.*)\]$", re.MULTILINE)
 
 
 def stall_limit(env: Mapping[str, str]) -> float:
-    """Return for how many seconds the process of a rank with some environment may be stopped."""
+    """Return the maximum seconds that a rank with the given environment may be stopped."""
     if _whole(env.get(_DISABLE)) > 0:
         return math.inf
     return float(_whole(env.get(_SHUTDOWN))) or _STOPPED_SECONDS
 
 
 def hang_limit(env: Mapping[str, str]) -> float:
-    """Return for how many seconds a rank with some environment may train without any progress."""
+    """Return the maximum seconds that a rank with the given environment may make no progress."""
     if _whole(env.get(_DISABLE)) > 0:
         return math.inf
     if HANG_VARIABLE in env:
@@ -229,9 +227,10 @@ def hang_limit(env: Mapping[str, str]) -> float:
 
 
 def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that make Horovod keep to the limit that a rank's environment has.
+    """Return the variables that make Horovod apply the stall limit of a rank's environment.
 
-    Horovod looks for stalled ranks once a minute, and shuts down only after as long at least.
+    By default Horovod checks for stalled ranks once a minute, and cannot shut down any sooner. A
+    limit below two minutes therefore needs more frequent checks.
     """
     if _SHUTDOWN not in env and _whole(env.get(PATIENCE_VARIABLE)):
         env = {**env, _SHUTDOWN: env[PATIENCE_VARIABLE]}
@@ -243,31 +242,32 @@ def stall_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _whole(text: str | None) -> int:
-    """Read a number as Horovod does; 0 where it is none."""
+    """Parse a number as Horovod does; return 0 if the text is not a number."""
     found = re.match(r"\s*\+?(\d+)", text or "")
     return int(found[1]) if found else 0
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a signal has stopped a process; False where nobody can tell."""
+    """Return whether a signal has stopped a process; False if the state is unknown."""
     try:
-        # PID (name) state ...; a name can hold anything.
+        # PID (name) state ...; the name may contain any character.
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
     except (OSError, IndexError):
         return False
-    # In lower case a debugger holds it.
+    # A lower-case t means that a debugger holds the process.
     return state == b"T"
 
 
 class StallWatch:
-    """Adds up for how long ranks have been stopped.
+    """Timer for the time that ranks have been stopped.
 
     Parameters
     ----------
     limit : float
-        Seconds after which one counts as stalled.
+        Seconds after which a rank counts as stalled.
     most : float
-        Seconds that count at most between two looks: what is longer was a pause of this process.
+        Maximum seconds to count between two calls of `look`. A longer interval means that this
+        process was paused.
     """
 
     def __init__(self, limit: float, most: float) -> None:
@@ -276,16 +276,16 @@ class StallWatch:
         self._last: dict[int, float] = {}
 
     def look(self, rank: int, stopped: bool, now: float) -> str | None:
-        """Take note of a rank, and return what is wrong with it if it has stalled.
+        """Record a rank's state, and return an error message if the rank has stalled.
 
         Parameters
         ----------
         rank : int
             The rank.
         stopped : bool
-            Whether its process is stopped.
+            Whether the rank's process is stopped.
         now : float
-            Seconds by any clock that does not go back.
+            Seconds of any monotonic clock.
         """
         passed = now - self._last.get(rank, now)
         self._last[rank] = now
@@ -302,18 +302,18 @@ class StallWatch:
 
 
 def stalled_ranks(output: str) -> tuple[float, dict[int, str]] | None:
-    """Return the limit and the ranks that Horovod has shut down for, going by a rank's output.
+    """Parse the stall limit and the stalled ranks of a Horovod shutdown from a rank's output.
 
     Parameters
     ----------
     output : str
-        The end of what rank 0 printed.
+        The end of the output of rank 0.
 
     Returns
     -------
     (float, dict) or None
-        Seconds, and for each rank the names of the tensors that others waited for; None if Horovod
-        has not shut down for such a reason.
+        The limit in seconds, and for each stalled rank the names of the tensors that other ranks
+        waited for. None if Horovod has not shut down because of stalled ranks.
     """
     ended = list(_SHUTDOWN_LINE.finditer(output))
     ranks = {int(rank): tensors for rank, tensors in _STALLED_LINE.findall(output)}

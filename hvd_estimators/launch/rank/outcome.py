@@ -1,4 +1,4 @@
-"""Outcomes of ranks: their results, or the error that explains the failure."""
+"""Outcomes of ranks: their results, or the error that explains the job's failure."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class ErrorReport:
-    """An exception as text; crosses from a rank to the driver.
+    """An exception as text, sent from a rank to the driver.
 
     Attributes
     ----------
     error_type : str
-        The exception's class.
+        The name of the exception's class.
     headline : str
-        One line: class, message, and the user's file and line where the exception passed last.
+        One line: class, message, and file and line of the innermost frame in the user's code.
     traceback : str
-        The traceback, without the frames of this package, PySpark and Py4J.
+        The traceback without the frames of this package, PySpark and Py4J; of bounded length.
     full_traceback : str
-        The traceback with all frames. Both are bounded.
+        The traceback with all frames; of bounded length.
     """
 
     error_type: str
@@ -67,19 +67,19 @@ class ErrorReport:
 
 
 def report_error(error: BaseException) -> ErrorReport:
-    """Describe an exception that was caught."""
+    """Convert a caught exception to a report."""
     message = (str(error).splitlines() or [""])[0]
     name = type(error).__name__
     headline = shortened(f"{name}: {message}" if message else name, 1000)
     frame = _users_frame(traceback.extract_tb(error.__traceback__))
     where = f" ({frame.filename}:{frame.lineno}, in {frame.name})" if frame else ""
-    # A message may hold a whole batch, or model.
+    # The message may contain a whole batch or model.
     full = shortened("".join(traceback.format_exception(error)))
     return ErrorReport(name, f"{headline}{where}", fold_frames(full), full)
 
 
 def fold_frames(text: str) -> str:
-    """Replace the frames of this package, PySpark and Py4J in a traceback by their number."""
+    """Replace the frames of this package, PySpark and Py4J in a traceback by their count."""
     kept: list[str] = []
     folded = 0
     in_folded = False
@@ -107,7 +107,7 @@ def fold_frames(text: str) -> str:
 
 
 def _users_frame(stack: traceback.StackSummary) -> traceback.FrameSummary | None:
-    """Return the innermost frame that is neither this package's nor an installed one's."""
+    """Return the innermost frame that belongs neither to this package nor to a library."""
     for frame in reversed(stack):
         is_library = frame.filename.startswith((f"{_OWN}/", *(f"{path}/" for path in _LIBRARIES)))
         if not is_library and not frame.filename.startswith("<frozen "):
@@ -121,7 +121,7 @@ logger = logging.getLogger(__name__)
 ABORTED = "aborted"
 
 
-"""Error type of a rank that was ended, or not started, because of another one."""
+"""Error type of a rank that was ended, or not started, because another rank failed."""
 
 
 NOT_STARTED = "not started"
@@ -130,39 +130,45 @@ NOT_STARTED = "not started"
 """Error type of a rank whose machine cannot run it."""
 
 
-# Error types that are no exceptions, and what `WorkerFailedError.cause` calls them.
+# Error types that are not exceptions, and their values of `WorkerFailedError.cause`.
 _CAUSES = {"exit": "exited", "killed": "killed", "aborted": "killed", "stalled": "stalled"}
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How a rank ended; crosses from the worker to the driver.
+    """Result or failure of a rank, sent from the worker to the driver.
 
     Attributes
     ----------
     rank : int
         The rank.
     host : str
-        The machine that it ran on.
+        The machine that the rank ran on.
     result : bytes or None
         The pickled return value; None if the rank failed.
     error_type : str
-        Name of the exception, ``"exit"`` where the process ended without one, ``"killed"`` where a
-        signal ended it, ``"stalled"`` where it was ended because it had been stopped for too long,
-        ``"aborted"`` where another rank had failed, ``"not started"`` where there is no such
-        Python; empty for a result.
+        The name of the exception's class; empty if the rank has a result. Other values:
+
+        - ``"exit"``: the process ended without an exception.
+        - ``"killed"``: a signal ended the process.
+        - ``"stalled"``: the process was ended because it was stopped or made no progress for too
+          long.
+        - ``"aborted"``: the rank was ended or not started because another rank failed.
+        - ``"lost"``: another rank could not be reached.
+        - ``"not started"``: the machine cannot run the rank, for example because the Python
+          executable does not exist.
     error : str
-        The traceback, or what is known instead.
+        The traceback, or a description of the failure if there is no traceback.
     output_tail : str
-        The end of what the process printed: some lines, of bounded length.
+        The last lines of the process's output, of bounded length.
     ended_at : float
-        Seconds since the epoch.
+        Time of the end, in seconds since the epoch.
     lost : (int, str), optional
-        Rank and host of the one that could not be reached, where the error type is ``"lost"``.
+        Rank and host of the unreachable rank, if the error type is ``"lost"``.
     timeline : (str, bytes or int), optional
-        The file of Horovod's timeline and its content, or its size where it has too much.
+        The file of Horovod's timeline and its content, or its size if the content is too large.
     report : ErrorReport, optional
-        The exception that left the function, if one did.
+        The exception that the function raised, if any.
     """
 
     rank: int
@@ -178,7 +184,7 @@ class RankOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether the rank has no result."""
+        """Return whether the rank has no result."""
         return self.result is None
 
 
@@ -188,13 +194,13 @@ def results_in_order(outcomes: Sequence[RankOutcome]) -> list[Any]:
     Raises
     ------
     WorkerFailedError
-        If a rank failed, with what the rank that failed first has to say.
+        If a rank failed. It describes the failure of the rank that most likely failed first.
     DependencyError
-        If its machine lacks what a rank needs, or has no such Python.
+        If a machine lacks a dependency of the rank, or the Python executable.
     UnreachableError
-        If the ranks' hosts do not reach each other.
+        If the ranks' hosts cannot reach each other.
     GpuError
-        If two tasks were given the same GPU.
+        If two tasks were assigned the same GPU.
     """
     failed = [outcome for outcome in outcomes if outcome.failed]
     if not failed:
@@ -244,7 +250,7 @@ def _headline(outcome: RankOutcome) -> str:
 
 
 def _others(failed: Sequence[RankOutcome], first: RankOutcome) -> Iterator[tuple[str, list[int]]]:
-    """Yield how other ranks failed, and which of them; equal errors are named once."""
+    """Yield descriptions of the other failures with their ranks; equal errors are grouped."""
     others = [o for o in failed if o is not first and o.error_type != ABORTED]
     alike = [o.rank for o in others if _headline(o) == _headline(first)]
     yield "failed in the same way", alike
@@ -258,7 +264,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> None:
-    """Name the rank that the others waited for, where Horovod has shut down for its sake."""
+    """Raise an error that names the stalled rank, if Horovod shut down because of it."""
     for outcome in outcomes:
         found = stalled_ranks(outcome.output_tail)
         if found is None:
@@ -282,6 +288,9 @@ def _raise_if_stalled(outcomes: Sequence[RankOutcome], first: RankOutcome) -> No
 
 
 def _blame(outcome: RankOutcome) -> tuple[int, float]:
-    """Order failures by how likely they are the cause: a peer's end only breaks collectives."""
+    """Return a sort key for failures, the likeliest cause first.
+
+    The end of a peer only breaks collectives, so such errors are consequences.
+    """
     consequence = {ABORTED: 3, "HorovodInternalError": 2, "lost": 1}.get(outcome.error_type, 0)
     return consequence, outcome.ended_at

@@ -1,4 +1,4 @@
-"""Output of ranks: read line by line, rate-limited, and kept in bounded memory."""
+"""Output of ranks: read by line, filtered, limited and relayed with bounded memory."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ __all__ = [
 LOG_LEVEL_VARIABLE = "TF_CPP_MIN_LOG_LEVEL"
 
 
-"""Environment variable that says which lines TensorFlow logs; 0 is all of them."""
+"""Environment variable with TensorFlow's minimum log level; 0 logs all lines."""
 
 
 LOG_LEVEL = {LOG_LEVEL_VARIABLE: "1"}
 
 
-"""Variables of ranks: TensorFlow logs warnings (of GPUs that it cannot use, say) and errors."""
+"""Variables that make TensorFlow log only errors and warnings, such as of unusable GPUs."""
 
 
-# How Abseil logs before it is initialized, which TensorFlow never does: the date is missing.
+# Abseil's log format before its initialization: without a date. TensorFlow never initializes it.
 _LINE = re.compile(r"([IWE])0000 00:00:\d+\.\d+ +\d+ \w+\.cc:\d+\] ")
 
 
@@ -51,7 +51,7 @@ _SEVERITIES = "IWE"
 
 _ALWAYS = (
     re.compile("WARNING: All log messages before absl::InitializeLog"),
-    # Of libraries that TensorFlow's own build links twice.
+    # From libraries that TensorFlow's build links twice.
     re.compile(r".*\] Unable to register cu\w+ factory: Attempting to register factory"),
     re.compile(r".*\] computation placer already registered"),
 )
@@ -61,10 +61,11 @@ _NO_GPU = re.compile(r".*\] failed call to cuInit")
 
 
 def unnoticed(env: Mapping[str, str]) -> Callable[[Sequence[str]], list[str]] | None:
-    """Return what leaves out TensorFlow's lines below the log level of a rank's environment.
+    """Return a filter for TensorFlow's lines below the log level of a rank's environment.
 
-    TensorFlow logs some lines before it reads the variable, and some as errors although they are
-    none: that CUDA does not start on a machine without GPUs. Runs in the rank's parent.
+    TensorFlow logs some lines before it reads the variable. It logs other lines as errors that are
+    not errors, for example that CUDA does not start on a machine without GPUs. Runs in the rank's
+    parent.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def unnoticed(env: Mapping[str, str]) -> Callable[[Sequence[str]], list[str]] | 
     Returns
     -------
     callable or None
-        Takes lines and returns those to show. None if the environment asks for all lines.
+        Takes lines and returns the lines to show. None if the environment asks for all lines.
     """
     level = env.get(LOG_LEVEL_VARIABLE, "")
     if not level.isdecimal() or int(level) == 0:
@@ -102,14 +103,14 @@ _MOST_BYTES = 2**23
 _BATCH_BYTES = 2**16
 
 
-# What Python needs for a line beside its text, in about.
+# Approximate memory that Python needs for a line in addition to its text.
 _LINE_BYTES = 128
 
 
 _PATIENCE_SECONDS = 5.0
 
 
-# Of the time that a process runs, this much it may be held up because nobody takes its output.
+# Share of a process's run time for which slow delivery of its output may block it.
 _PATIENCE_SHARE = 0.1
 
 
@@ -120,19 +121,19 @@ _NOTE_SECONDS = 1.0
 
 
 def lines_left_out(count: int) -> str:
-    """Return the line that stands for lines that are not passed on."""
+    """Return a placeholder line for a number of omitted lines."""
     return f"[... {count:,} lines left out ...]\n"
 
 
 class RateLimiter:
-    """An amount that is used up, and comes back with time.
+    """Token bucket: a budget that is spent and refills with time.
 
     Parameters
     ----------
     most : float
-        What there is at first, and at most.
+        The initial and maximum budget.
     per_second : float
-        What comes back in a second.
+        The refill per second.
     """
 
     def __init__(self, most: float, per_second: float) -> None:
@@ -141,34 +142,34 @@ class RateLimiter:
         self._counted = time.monotonic()
 
     def left(self) -> float:
-        """Return what is left; at least 0."""
+        """Return the remaining budget; at least 0."""
         now = time.monotonic()
         back = (now - self._counted) * self._per_second
         self._left, self._counted = min(self._left + back, self._most), now
         return max(self._left, 0.0)
 
     def use(self, amount: float) -> None:
-        """Use up an amount, which may be more than is left."""
+        """Spend an amount, which may exceed the remaining budget."""
         self.left()
         self._left -= amount
 
 
 class Relay:
-    """Hands lines to a function that may be slow, in a thread of its own, as a context manager.
+    """Relay of lines to a possibly slow function in a separate thread; used as a context manager.
 
-    When the block ends lines that still wait are handed on, for ten seconds at most.
+    When the block ends, remaining lines are delivered for at most ten seconds.
 
-    About 8 MiB of lines wait at most. When they do, who brings more waits for up to five seconds,
-    which come back with time (a tenth of it). Then lines are left out until half of those that wait
-    have been taken, and a line says how many.
+    The queue holds about 8 MiB of lines. When it is full, the caller of `put` waits for at most
+    five seconds, a budget that refills by a tenth of the elapsed time. After that, lines are
+    omitted until half of the queue has been delivered, and a line reports how many.
 
     Parameters
     ----------
     deliver : callable
-        Called with some lines at a time, each a pair of its stream's name and its text. When it
-        has raised, it is not called again.
+        Called with a batch of lines, each a pair of the stream's name and the text. After it has
+        raised an error, it is not called again.
     one_by_one : bool
-        Whether it is called with a single line at a time, for one that may take long for each.
+        Whether to pass a single line at a time, for functions that may take long for each line.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class Relay:
         self._thread.start()
 
     def put(self, stream: str, lines: Sequence[str]) -> None:
-        """Pass on lines of a stream: all of them, or, where there is no room for them, none."""
+        """Queue all lines of a stream, or omit all of them if they do not fit."""
         with self._changed:
             if self._ending:
                 return
@@ -211,7 +212,7 @@ class Relay:
         self.close()
 
     def close(self, seconds: float = _CLOSE_SECONDS) -> None:
-        """Wait until all is handed on, for some seconds at most; what is left then is left out."""
+        """Wait for the delivery of all lines, for a limited time; omit the remaining lines."""
         with self._changed:
             self._ending = True
             self._changed.notify_all()
@@ -225,11 +226,11 @@ class Relay:
             self._thread.join(_NOTE_SECONDS)
 
     def _has_room(self, size: int) -> bool:
-        """Return whether so many bytes may wait, too; waits for that for a moment."""
+        """Return whether so many more bytes fit in the queue, possibly after a wait."""
         most = _MOST_BYTES // 2 if self._drops else _MOST_BYTES
 
         def fits() -> bool:
-            # Many empty lines are more at once than may wait.
+            # A single batch may exceed the limit, for example one of many empty lines.
             return self._bytes + size <= most or not self._waiting
 
         if fits():
@@ -265,7 +266,7 @@ class Relay:
             try:
                 self._deliver(batch)
             except Exception:
-                # Who prints would wait if nobody took it.
+                # The printing process would block if its output were not read.
                 self._deliver = None
                 logger.warning("The output of a rank cannot be passed on", exc_info=True)
 
@@ -298,7 +299,7 @@ _READ_BYTES = 2**16
 _POLL_MILLISECONDS = 100
 
 
-# More than a pipe holds.
+# More than the capacity of a pipe.
 _DRAIN_BYTES = 2**21
 
 
@@ -306,7 +307,7 @@ _JOIN_SECONDS = 10.0
 
 
 def shortened(text: str, limit: int = _TAIL_CHARS) -> str:
-    """Shorten a text to about a length: keep its two ends, and say how much is left out."""
+    """Shorten a text to about a length: keep both ends and the number of omitted characters."""
     if len(text) <= limit // 2 * 2:
         return text
     line = _Line(limit)
@@ -315,7 +316,7 @@ def shortened(text: str, limit: int = _TAIL_CHARS) -> str:
 
 
 class _Line:
-    """A growing line, of which the start and the end are kept."""
+    """A growing line, of which only the start and the end are kept."""
 
     def __init__(self, limit: int) -> None:
         self._half = limit // 2
@@ -335,7 +336,7 @@ class _Line:
 
 
 class _Tail:
-    """As many of the last lines of a text as there is room for."""
+    """The last lines of a text, limited in number and length."""
 
     def __init__(self) -> None:
         self._lines: collections.deque[str] = collections.deque()
@@ -356,11 +357,11 @@ class _Tail:
 
 
 class _Stream:
-    """One of a process's streams: bytes go in, lines come out."""
+    """Decoder that splits the bytes of one of a process's streams into lines."""
 
     def __init__(self, take: Callable[[list[str]], None]) -> None:
         encoding = codecs.getincrementaldecoder(locale.getpreferredencoding(False))
-        # Progress bars end their lines by a carriage return.
+        # Progress bars end their lines with a carriage return.
         self._decoder = io.IncrementalNewlineDecoder(encoding("replace"), translate=True)
         self._line = _Line(_LINE_CHARS)
         self._take = take
@@ -380,15 +381,16 @@ class _Stream:
 
 
 class OutputReader:
-    """Reads what a process prints, from another thread, and keeps the end of it.
+    """Reader of a process's output in another thread, which keeps the end of the output.
 
     Parameters
     ----------
     streams : mapping of int to callable or None
-        The reading ends of pipes, and what is called with the lines from there, some at a time: of
-        a long one with its two ends only. One that raises is not called again.
+        Maps the reading end of each pipe to a function that is called with batches of its lines.
+        Only the two ends of a long line are passed. After the function has raised an error, it is
+        not called again.
     select : callable, optional
-        Takes lines and returns those that are passed on, and that the end holds.
+        Takes lines and returns the lines to pass on and to keep.
     """
 
     def __init__(
@@ -405,21 +407,21 @@ class OutputReader:
         self._thread.start()
 
     def finish(self) -> bool:
-        """Take all output so far; call this once the process has ended.
+        """Read all output so far. Call this once the process has ended.
 
-        A process that it left behind may hold the pipes open, and is not waited for.
+        Does not wait for surviving child processes, which may hold the pipes open.
 
         Returns
         -------
         bool
-            Whether nobody reads from the pipes any more.
+            Whether the reading thread has ended.
         """
         self._ended.set()
         self._thread.join(timeout=_JOIN_SECONDS)
         return not self._thread.is_alive()
 
     def tail(self) -> str:
-        """Return the end of what was printed."""
+        """Return the end of the output."""
         with self._lock:
             return self._tail.text()
 
@@ -458,7 +460,7 @@ class OutputReader:
                 try:
                     on_lines(lines)
                 except Exception:
-                    # A rank would block on printing if nobody read its output.
+                    # The rank would block on printing if its output were not read.
                     on_lines = None
                     logger.warning("The output of a rank cannot be passed on", exc_info=True)
 

@@ -1,4 +1,4 @@
-"""A rank's process, seen from its parent: started, watched, and never left behind."""
+"""A rank's process as its parent handles it: start, supervision and guaranteed end."""
 
 from __future__ import annotations
 
@@ -45,24 +45,25 @@ __all__ = ["RankProcess", "pickle_call"]
 
 _EXIT_SECONDS = 3.0
 _LOOK_SECONDS = 0.5
-# What says that a program is not there, or is none.
+# Errors for a file that does not exist or is not executable.
 _NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.ENOEXEC, errno.ELOOP)
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """Pickle a call for a rank; functions and classes of ``__main__`` go by value.
+    """Pickle a call for a rank, with functions and classes of ``__main__`` by value.
 
-    The driver's command line goes with it: a ``main()`` that parses arguments finds them on ranks.
+    The call includes the driver's command line, so that a ``main()`` that parses arguments finds
+    them on ranks.
 
     Raises
     ------
     ParamError
-        If it cannot be pickled.
+        If the call cannot be pickled.
     """
     try:
         return cloudpickle.dumps((*first_imports(), _argv(), fn, tuple(args), dict(kwargs)))
     except Exception as error:
-        # What we wrap around it is not what a user knows.
+        # The error names the user's function, not this package's wrapper around it.
         is_ours = str(getattr(fn, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
         named = args[0] if is_ours and args and callable(args[0]) else fn
         name = getattr(named, "__qualname__", repr(named))
@@ -73,17 +74,17 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def _argv() -> list[str]:
-    """Return a script's ``sys.argv``; in a notebook or shell, the name alone."""
+    """Return a script's ``sys.argv``; in a notebook or shell, only the program name."""
     is_script = hasattr(sys.modules.get("__main__"), "__file__")
     return sys.argv[: None if is_script else 1]
 
 
 class RankProcess:
-    """A Python process of its own that runs one call as one rank. Used as a context manager.
+    """A separate Python process that runs one call as one rank; used as a context manager.
 
-    It runs in a session of its own. When the block ends, or this process, the rank and all that it
-    started are ended, by its guardian (`hvd_estimators.launch.rank.guardian`). Its standard input
-    is empty.
+    The process runs in its own session, and its standard input is empty. When the block or this
+    process ends, the guardian (`hvd_estimators.launch.rank.guardian`) ends the rank and all of its
+    descendants.
 
     Parameters
     ----------
@@ -92,19 +93,19 @@ class RankProcess:
     host : str
         The machine's name, for the outcome.
     call : bytes
-        What `pickle_call` returned.
+        The pickled call, from `pickle_call`.
     env : mapping
-        Its whole environment.
+        The complete environment of the process.
     on_lines : callable, optional
-        Called with the lines that it prints, some at a time, from another thread; a long line is
-        cut in the middle.
-    on_error_lines : callable, optional
-        Called with the lines of its standard error, which then has a pipe of its own, so that their
-        order among the others is not known. Default: they are among the others.
+        Called from another thread with batches of printed lines. Long lines are shortened in the
+        middle.
     executable : str, optional
-        The Python to run. Default: this one.
+        The Python executable. Default: the executable of this process.
+    on_error_lines : callable, optional
+        Called with the lines of standard error, which then has its own pipe. The order between the
+        lines of both pipes is unknown. Default: standard error goes to `on_lines`, too.
     warm : WarmStart, optional
-        What the process is forked from, if that is possible. Default: it is a fresh one.
+        Fork the process from this warm process, if possible. Default: start a fresh process.
     """
 
     def __init__(
@@ -137,7 +138,7 @@ class RankProcess:
         self._env = {**self._env, DIRECTORY_VARIABLE: self._directory}
         self._patience = 0.0
         reading, writing = os.pipe()
-        # Never written to: it closes when this process ends, however it does.
+        # No process writes to this pipe. It closes when this process ends for any reason.
         self._lifeline = os.fdopen(writing, "wb", buffering=0)
         try:
             with _memory_file() as call:
@@ -160,45 +161,45 @@ class RankProcess:
         self._end()
 
     def running(self) -> bool:
-        """Return whether the process has not ended yet."""
+        """Return whether the process is still running."""
         return self._process is not None and self._process.poll() is None
 
     def stalled(self) -> str | None:
-        """Return why the process is to be ended though it runs, if so; call this often."""
+        """Return an error message if the running process has stalled; call this often."""
         now = time.monotonic()
         if self._process is None or now < self._next_look:
             return None
         self._next_look = now + _LOOK_SECONDS
         pids = [self._process.pid]
-        with contextlib.suppress(OSError, ValueError):  # it has just been started
+        with contextlib.suppress(OSError, ValueError):  # the file may not have been written yet
             pids.append(int(Path(self._directory, PID_FILE).read_text()))
         stopped = self._stalls.look(self.rank, any(map(is_stopped, pids)), now)
         return stopped or self._hangs.look(sign_left(self._directory), now)
 
     @property
     def waits_in(self) -> str:
-        """The calls in which the rank has waited without progress; empty if there are none."""
+        """Call stack in which the rank waits without progress; empty if unknown."""
         return stack_left(self._directory)
 
     def abort(
         self, error_type: str = "aborted", error: str = "Ended because another rank had failed."
     ) -> RankOutcome:
-        """Kill the process, because another rank failed, or for the reason given."""
+        """Kill the process, because another rank failed or for the given reason."""
         if not self.running():
             return self.outcome()
-        # It would wait for the one that has failed.
+        # With grace the rank would only wait for the failed rank.
         cancel_grace(self._directory)
         self._kill()
         return self._failure(error_type, error)
 
     def terminate(self) -> None:
-        """Have the process ended, within the time that it asks for, and do not wait for that."""
+        """Request the end of the process, within its grace period, without waiting for it."""
         if not self._lifeline.closed:
             self._patience = grace_asked(self._directory)
             self._lifeline.close()
 
     def outcome(self) -> RankOutcome:
-        """Return how the process ended, or is about to; waits for it."""
+        """Wait until the process ends, and return its outcome."""
         if self._process is None:
             return self._failure(NOT_STARTED, self._start_error)
         status = self._process.wait()
@@ -244,7 +245,7 @@ class RankProcess:
             self._process = subprocess.Popen(
                 [self._executable, *command],
                 env=self._env,
-                # The worker reads it, and then lets it be empty.
+                # The worker reads its standard input and then replaces it by the null device.
                 stdin=call,
                 stdout=output,
                 stderr=output if errors is None else errors,
@@ -266,21 +267,21 @@ class RankProcess:
         )
 
     def _kill(self) -> None:
-        """End the rank, if it runs, and all that it started."""
+        """End the rank, if it runs, and all of its descendants."""
         self.terminate()
         if self._process is None:
             return
-        # So that it acts although it has been stopped.
+        # A stopped guardian must continue before it can act.
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGCONT)
         try:
-            # The guardian does it.
+            # The guardian ends the rank.
             self._process.wait(self._patience + _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             pass
         finally:
-            # Also where the user interrupts for the second time. The id of a fork that has ended
-            # may be another process's.
+            # This also runs if the user interrupts a second time. The ID of a fork that has ended
+            # may already belong to another process.
             if isinstance(self._process, subprocess.Popen) or self._process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
@@ -298,14 +299,17 @@ class RankProcess:
 
 
 def _memory_file() -> IO[bytes]:
-    """Open a file that is in memory; where there is no such thing, one that has no name."""
+    """Open an in-memory file, or an unnamed temporary file on systems other than Linux."""
     if sys.platform == "linux":
         return os.fdopen(os.memfd_create("hvd-estimators-call"), "w+b")
     return tempfile.TemporaryFile()
 
 
 def _signal_of(status: int) -> str:
-    """Return the signal that ended a process; a shell that ran it adds 128. Empty without one."""
+    """Return the name of the signal that ended a process; empty if it exited normally.
+
+    A shell that ran the process reports 128 plus the number of the signal.
+    """
     with contextlib.suppress(ValueError):
         if status < 0 or status > 128:
             return signal.Signals(-status if status < 0 else status - 128).name

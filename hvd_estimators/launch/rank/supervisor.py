@@ -1,4 +1,4 @@
-"""Watches the processes of ranks, and ends those that are left when one of the job fails."""
+"""Supervision of rank processes: ends the remaining ranks when one rank of the job fails."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ from hvd_estimators.launch.rendezvous.server import Failure
 __all__ = ["failure_of", "supervise"]
 
 _POLL_SECONDS = 0.05
-# A rank whose peer failed mostly ends by itself, with an error of its own that is worth having.
+# A rank whose peer failed usually ends by itself, with an error that is worth reporting.
 _GRACE_SECONDS = 3.0
 
 
 def supervise(
     ranks: Sequence[RankProcess], elsewhere: Callable[[], Failure | None] = lambda: None
 ) -> list[RankOutcome]:
-    """Wait until all processes have ended, and return how, in the order in which they ended.
+    """Wait until all processes have ended, and return their outcomes in the order of their ends.
 
-    One that has stalled counts as failed. When one has failed, here or elsewhere, the others are
-    ended soon after. Where the waiting is interrupted all of them are let go at the same time,
-    since those that have something to save do so together.
+    A stalled rank counts as failed. When a rank has failed, here or elsewhere, the other ranks are
+    ended after 3 s. If the wait is interrupted, all ranks are terminated at the same time, because
+    ranks that must save state do so together.
 
     Parameters
     ----------
     ranks : sequence of RankProcess
-        The job's processes on this machine that this process has started, and that run.
+        The job's running processes that this process has started.
     elsewhere : callable
-        Returns why the job cannot go on, once there is a reason beyond these processes; without
-        waiting.
+        Returns, without waiting, the failure of the job outside these processes, or None.
     """
     try:
         return _supervise(ranks, elsewhere)
@@ -74,25 +73,25 @@ def _supervise(
 
 
 def failure_of(outcome: RankOutcome) -> Failure:
-    """Return what is told of a failed rank to others: in a few words why it failed."""
+    """Return a short description of a rank's failure for the other ranks."""
     if outcome.lost is not None:
         return Failure(outcome.rank, outcome.host, f"has lost touch: {outcome.error}")
     lines = outcome.error.rstrip().splitlines() or [""]
-    # A traceback names the error last; a stall comes before the calls in which ranks wait.
+    # A traceback ends with the error; a stall's reason precedes the call stacks of waiting ranks.
     reason = lines[0 if outcome.error_type == "stalled" else -1]
     return Failure(outcome.rank, outcome.host, f"had failed ({reason[:200]})")
 
 
 def _waiting(ranks: Sequence[RankProcess]) -> str:
-    """Return where ranks wait that have made no progress."""
+    """Return the call stacks of ranks that wait without progress."""
     stacks = [(process.rank, process.waits_in) for process in ranks]
     return "".join(f"\nRank {rank} waits here:\n{stack}" for rank, stack in stacks if stack)
 
 
 def _ended_by(failure: Failure, outcome: RankOutcome) -> RankOutcome:
-    """Return how a rank ended that was to be ended because of a failure of another one."""
+    """Return the outcome of a rank that was ended because another rank failed."""
     if outcome.error_type != "aborted":
-        return outcome  # it ended by itself just then
+        return outcome  # the rank ended by itself before the abort
     return replace(
         outcome,
         error_type="lost" if failure.lost else "aborted",

@@ -1,4 +1,7 @@
-"""Functions of users in a rank, whatever of Horovod they use. Runs on the worker."""
+"""Calls of user functions in a rank, including programs for ``horovod.elastic``.
+
+Runs on the worker.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ __all__ = ["NoNotifications", "call_with", "call_without_notifications", "of_fir
 
 
 class NoNotifications:
-    """Stands in for the notification manager of ``horovod.elastic``.
+    """Replacement for the notification manager of ``horovod.elastic``.
 
-    That one would listen on all network interfaces, and tell the rendezvous about it, for news of
-    hosts that nobody sends here.
+    Horovod's manager would listen on all network interfaces for host updates, and register itself
+    with the rendezvous. This package sends no such updates.
     """
 
     def init(self, *args: Any, **kwargs: Any) -> None:
@@ -32,8 +35,8 @@ def call_with(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Call a function with something else in the place of Horovod's notification manager."""
-    # Each of Horovod's frameworks imports it.
+    """Call a function with a replacement for Horovod's notification manager."""
+    # Horovod's modules for all frameworks import the manager from this module.
     from horovod.common import elastic
 
     elastic.notification_manager = manager

@@ -1,9 +1,9 @@
-"""The main program of a rank: runs one pickled function and leaves its outcome in a file.
+"""The main program of a rank: runs one pickled function and writes its outcome to a file.
 
-The function comes by standard input, since it may hold secrets, which are to touch no disk. Started
-by `RankProcess` as ``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``; with
-``--warm`` it is a process that forks ranks (`hvd_estimators.launch.warm.server`). Imports
-neither PySpark nor a framework.
+The function arrives through standard input, because it may contain secrets, which must not be
+written to a disk. `RankProcess` starts the program as
+``python -m hvd_estimators.launch.rank.worker DIRECTORY DESCRIPTOR``. With ``--warm`` the process
+forks ranks (`hvd_estimators.launch.warm.server`). Imports neither PySpark nor a framework.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ OUTCOME_FILE = "outcome.pkl"
 
 
 def main(directory: str) -> int:
-    """Run the call that standard input holds, and write its outcome to a directory.
+    """Run the call from standard input, and write its outcome to a directory.
 
     The outcome is a pickled tuple: ``("result", bytes)`` with the cloudpickled return value, or
-    ``("error", ErrorReport)``. The driver shows the error; this process prints none of it.
+    ``("error", ErrorReport)``. The driver shows the error; this process does not print it.
 
     Returns
     -------
@@ -55,8 +55,8 @@ def main(directory: str) -> int:
 
 
 def _exit(status: int) -> NoReturn:
-    """End the process without taking the interpreter apart, which takes a second with torch."""
-    # Horovod's shutdown and other packages' last acts are among these.
+    """End the process without the interpreter's finalization, which takes a second with torch."""
+    # These include Horovod's shutdown and the exit hooks of other packages.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

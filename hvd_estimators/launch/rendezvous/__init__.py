@@ -1,1 +1,1 @@
-"""How the ranks of a job find each other, over a server in rank 0's task."""
+"""Rendezvous of a job's ranks through a server in rank 0's task."""

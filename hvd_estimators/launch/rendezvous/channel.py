@@ -1,11 +1,12 @@
 """Authenticated messages over TCP, and a listener that drops unauthenticated connections.
 
-Both ends know a secret of the job. A connection begins with a random number from each end, and with
-a proof from each end, made from both numbers, that it knows the secret. The keys of the connection
-follow from the secret and these numbers, so that a recording of one connection is useless on
-another one. After that a message is its length, its bytes, and an HMAC-SHA256 over its place in the
-connection, its length and its bytes: messages that were changed, cut, repeated or put in another
-order end the connection. Messages are not encrypted.
+Both ends know the job's secret. Each end first sends a random nonce and a proof that it knows the
+secret, an HMAC over both nonces. The keys of the connection are derived from the secret and the
+nonces, so that a recorded connection cannot be replayed on another one.
+
+After this handshake each message consists of its length, its bytes and an HMAC-SHA256. The HMAC
+covers the message's sequence number, its length and its bytes. A modified, truncated, repeated or
+reordered message ends the connection. Messages are not encrypted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ __all__ = [
 RANKS_KEY_VARIABLE = "HVD_ESTIMATORS_RANKS_KEY"
 
 
-"""Environment variable of a rank: the key with which it proves that it belongs to the job."""
+"""Environment variable of a rank: the key by which it proves that it belongs to the job."""
 
 
 SECRET_BYTES = 32
@@ -63,39 +64,40 @@ _MAX_BYTES = 16 * 2**20
 
 
 class AuthenticationError(ConnectionError):
-    """The other end does not know the job's secret, or what it sent was changed on its way."""
+    """Error for a peer that does not know the job's secret, or for a modified message."""
 
 
 def new_secret() -> bytes:
-    """Return a secret for a job."""
+    """Return a new random secret for a job."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def ranks_key(secret: bytes) -> dict[str, str]:
-    """Return the variable that lets a rank prove itself to other ranks of the job.
+    """Return the environment variable by which a rank authenticates to other ranks of the job.
 
-    Its value reveals nothing about the secret.
+    The value of the variable reveals nothing about the secret.
     """
     return {RANKS_KEY_VARIABLE: _mac(secret, b"ranks").hex()}
 
 
 def exchange_key(secret: bytes) -> bytes:
-    """Return the secret of another server of the job, where a proof for this one is worth nothing.
+    """Derive the secret of the job's exchange server from the job's secret.
 
-    It reveals nothing about the secret that it is made of.
+    The exchange server does not accept proofs made for the rendezvous server. The derived secret
+    reveals nothing about the job's secret.
     """
     return _mac(secret, b"exchange")
 
 
 def receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """Receive a number of bytes, however slowly they come, until a time of `time.monotonic`.
+    """Receive exactly the given number of bytes before a deadline of `time.monotonic`.
 
     Raises
     ------
     TimeoutError
-        If they have not all come by then.
+        If the deadline passes before all bytes have arrived.
     ConnectionError
-        If the connection ends before that.
+        If the connection ends before all bytes have arrived.
     """
     received = bytearray()
     while len(received) < count:
@@ -113,7 +115,7 @@ def receive_exactly(connection: socket.socket, count: int, deadline: float) -> b
 class Channel:
     """A connection on which both ends have proved that they know the secret.
 
-    Made by `connect` and `accept`. A message is a flat dict of JSON's types, and bytes.
+    Created by `connect` and `accept`. A message consists of a flat dict of JSON types and of bytes.
     """
 
     def __init__(self, connection: socket.socket, sending: bytes, receiving: bytes) -> None:
@@ -130,7 +132,7 @@ class Channel:
         AuthenticationError
             If the other end does not know the secret.
         OSError
-            If the connection ends, or nothing comes in time.
+            If the connection ends, or the other end does not answer in time.
         """
         deadline = time.monotonic() + seconds
         theirs = receive_exactly(connection, _NONCE_BYTES, deadline)
@@ -171,14 +173,14 @@ class Channel:
         Parameters
         ----------
         idle : float
-            Seconds within which it has to begin.
+            Seconds within which the message must begin.
         seconds : float
-            Seconds after that within which it has to be complete.
+            Seconds within which a message that has begun must be complete.
 
         Raises
         ------
         AuthenticationError
-            If it is not what the other end sent as its next message.
+            If the data is not the other end's next message.
         OSError
             If the connection ends, or a time limit has passed.
         """
@@ -196,7 +198,7 @@ class Channel:
         return json.loads(message), body
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._connection.close()
 
     def _tag(self, direction: str, length: bytes, payload: bytes) -> bytes:
@@ -206,7 +208,7 @@ class Channel:
 
 
 def _keys(secret: bytes, nonces: bytes) -> tuple[bytes, bytes]:
-    """Return the keys of a connection, to the server and to the client."""
+    """Return the keys of a connection: for messages to the server and to the client."""
     return _mac(secret, b"to server", nonces), _mac(secret, b"to client", nonces)
 
 
@@ -220,7 +222,7 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 BACKLOG = 1024
 
 
-"""How many connections wait to be taken."""
+"""Maximum number of connections that wait to be accepted."""
 
 
 _MOST_STRANGERS = 256
@@ -233,19 +235,19 @@ logger = logging.getLogger(__name__)
 
 
 def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
-    """Return a TCP socket with a free port of an address of this machine.
+    """Return a TCP socket that is bound to a free port of an address of this machine.
 
     Parameters
     ----------
     address : str
-        A numeric address; an empty one means all.
+        A numeric address; an empty string means all addresses.
     is_ipv6 : bool, optional
-        Which addresses are meant by an empty one. Default: what the address is.
+        Whether to use IPv6. Default: determined by the address.
 
     Raises
     ------
     OSError
-        If it is no address of this machine, or of a kind that cannot be bound.
+        If this machine does not have the address, or if the address cannot be bound.
     """
     is_ipv6 = ":" in address if is_ipv6 is None else is_ipv6
     bound = socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET, socket.SOCK_STREAM)
@@ -258,25 +260,25 @@ def bound_socket(address: str, is_ipv6: bool | None = None) -> socket.socket:
 
 
 class Listener:
-    """Calls a function for each connection, in a thread of its own, until it is closed.
+    """TCP server that calls a function for each connection, in a separate thread.
 
-    The port is taken at once, but nobody can connect before `listen`.
+    The constructor binds the port, but clients cannot connect before `listen`.
 
     Parameters
     ----------
     address : str
-        The one address of this machine to listen on.
+        The single address of this machine to listen on; an empty string means all addresses.
     serve : callable
         Called with the connection, which is closed afterwards, and with a function to call when the
-        other end has proved who it is. At most 256 connections may be without proof: the oldest
-        makes room for a new one. An error of a connection ends it.
+        other end has authenticated. An error in this function ends the connection. At most 256
+        connections may be unauthenticated; beyond that, the oldest of them is closed.
     is_ipv6 : bool, optional
-        Which kind of addresses an empty address means. Default: the address's own kind.
+        Whether to use IPv6. Default: determined by the address.
 
     Attributes
     ----------
     place : str
-        ``host:port``: where others reach it.
+        ``host:port`` for clients.
     """
 
     def __init__(
@@ -299,17 +301,18 @@ class Listener:
 
     @classmethod
     def at_host(cls, host: str, serve: Callable[[socket.socket, Callable[[], None]], None]) -> Self:
-        """Return one that others reach at a host's name or address.
+        """Return a listener that clients reach at a host name or address.
 
-        It listens on that address, and on all where it is none of this machine's.
+        It listens on that address. If the host is not an address of this machine, it listens on
+        all addresses.
         """
-        host = host.strip("[]")  # as Spark writes an IPv6 address
+        host = host.strip("[]")  # Spark writes IPv6 addresses in brackets
         listener = cls(_own_address(host), serve, is_ipv6=":" in host)
         listener.place = f"{host}:{listener.port}"
         return listener
 
     def listen(self) -> Self:
-        """Let others connect, unless they already can."""
+        """Start to accept connections, if not yet started."""
         if self._thread is not None:
             return self
         self._socket.listen(BACKLOG)
@@ -329,15 +332,15 @@ class Listener:
         self.close()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all connections have ended, even those that are not accepted yet.
+        """Wait until all connections have ended, including those that are not accepted yet.
 
         Returns
         -------
         bool
-            Whether they have, within so many seconds.
+            Whether all connections have ended within the given seconds.
         """
         deadline = time.monotonic() + seconds
-        # Connections are accepted in order: once this one is known, so are all before it.
+        # Connections are accepted in order: when this one is known, all earlier ones are, too.
         with contextlib.suppress(OSError):
             mine = socket.create_connection(self._socket.getsockname()[:2], seconds)
             known = mine.getsockname()[:2]
@@ -352,11 +355,11 @@ class Listener:
         return False
 
     def close(self) -> None:
-        """Refuse new connections, and end those that there are."""
+        """Stop accepting connections, and end the existing ones."""
         with self._lock:
             self._closed = True
             ending = [*self._strangers, *self._friends]
-        # This wakes up the accepting thread; closing does not.
+        # A shutdown wakes up the accepting thread; closing the socket does not.
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -372,7 +375,7 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                # Too many open files, for example.
+                # For example, too many files are open.
                 time.sleep(_PAUSE_SECONDS)
                 continue
             with self._lock:
@@ -407,11 +410,11 @@ class Listener:
 
 
 def _own_address(host: str) -> str:
-    """Return the address of a host, or nothing where it is no address of ours."""
+    """Return the host's address if this machine has it; otherwise an empty string."""
     if host == "localhost":
         return "127.0.0.1"
     try:
-        # A name may be another address for the ranks.
+        # Only numeric addresses: ranks may resolve a name to another address.
         socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
         bound_socket(host).close()
     except OSError:
@@ -420,6 +423,6 @@ def _own_address(host: str) -> str:
 
 
 def _end(connection: socket.socket) -> None:
-    """End a connection that another thread reads from."""
+    """Shut down a connection that another thread reads from."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

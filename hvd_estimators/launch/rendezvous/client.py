@@ -1,4 +1,4 @@
-"""How a rank's task talks to rank 0's: a message is repeated until it is answered or given up."""
+"""Clients of the rendezvous in rank 0's task; messages are repeated until answered or given up."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hvd_estimators.launch.timeouts import Patience
 
 __all__ = ["LocalRendezvousClient", "PeerLostError", "RemoteRendezvousClient", "RendezvousClient"]
 
-# Nobody listens there, or somebody else.
+# The port has no listener, or another program's.
 _REFUSALS = (ConnectionRefusedError, ConnectionResetError, AuthenticationError)
 
 
 class PeerLostError(ConnectionError):
-    """The task of a rank, mostly rank 0's, cannot be reached.
+    """Error for an unreachable task of a rank, usually rank 0's.
 
     Attributes
     ----------
     failure : Failure
-        Of which rank, where, and for how long.
+        The rank, its host, and how long it has been unreachable.
     """
 
     def __init__(self, failure: Failure) -> None:
@@ -38,49 +38,49 @@ class PeerLostError(ConnectionError):
 
 
 class RendezvousClient(Protocol):
-    """What a rank's task knows of the others."""
+    """Interface between a rank's task and the rendezvous."""
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
         """Send a message and return its answer; raises `PeerLostError`."""
 
     def failure(self) -> Failure | None:
-        """Return why the job cannot go on, if so; without waiting."""
+        """Return the failure that ends the job, if any, without waiting."""
 
     def notify(self, kind: str, **values: Any) -> bool:
-        """Send a message and return whether it was answered in the end."""
+        """Send a message and return whether it was eventually answered."""
 
 
 class LocalRendezvousClient:
-    """The link of a task to a store in its own process."""
+    """Client for a store in the same process, for rank 0's task."""
 
     def __init__(self, store: JobStore, rank: int) -> None:
         self._store = store
         self._rank = rank
 
     def request(self, kind: str, body: bytes = b"", **values: Any) -> Answer:
-        """Have a message answered."""
+        """Return the store's answer to a message."""
         return self._store.handle({"kind": kind, "rank": self._rank, **values}, body)
 
     def failure(self) -> Failure | None:
-        """Return why the job cannot go on, if so."""
+        """Return the failure that ends the job, if any."""
         self.request("alive")
         return self._store.failure()
 
     def notify(self, kind: str, **values: Any) -> bool:
-        """Have a message answered, which it always is."""
+        """Pass a message to the store; always return True."""
         self.request(kind, **values)
         return True
 
 
 class RemoteRendezvousClient:
-    """The link of a task to the server in rank 0's task; used as a context manager.
+    """Client for the server in rank 0's task; used as a context manager.
 
-    Says once a second that the task is alive, from a thread of its own, and so hears of failures.
+    A separate thread sends a heartbeat once a second by default. The answers report failures.
 
     Parameters
     ----------
     endpoint : (str, int)
-        The address and port at which rank 0's task is reached.
+        The address and port of rank 0's task.
     secret : bytes
         The job's secret.
     rank : int
@@ -88,7 +88,7 @@ class RemoteRendezvousClient:
     server_host : str
         The machine of rank 0, for errors.
     patience : Patience
-        How long to wait.
+        Time limits.
     """
 
     def __init__(
@@ -127,11 +127,11 @@ class RemoteRendezvousClient:
                 self._idle.get_nowait().close()
 
     def failure(self) -> Failure | None:
-        """Return why the job cannot go on, if so; without waiting."""
+        """Return the failure that ends the job, if any, without waiting."""
         return self._failure
 
     def notify(self, kind: str, **values: Any) -> bool:
-        """Send a message and return whether it was answered in the end."""
+        """Send a message and return whether it was eventually answered."""
         try:
             self.request(kind, **values)
         except PeerLostError:
@@ -144,12 +144,12 @@ class RemoteRendezvousClient:
         Raises
         ------
         PeerLostError
-            If connections were refused, or nothing came back, for as long as the patience lasts.
+            If connections were refused, or no answer arrived, for longer than the time limits.
         """
         message = {"kind": kind, "rank": self._rank, **values}
         if kind not in ("get", "alive"):
             message["number"] = next(self._numbers)
-        # The server ends when all are done, so that a refusal then is as good as an answer.
+        # The server ends when all ranks are done, so a refusal of "done" counts as an answer.
         longest_refusal = 0.0 if kind == "done" else self._patience.refused
         refused = silent = 0.0
         while True:
@@ -162,7 +162,7 @@ class RemoteRendezvousClient:
             if isinstance(cause, _REFUSALS):
                 refused += seconds
             else:
-                # A link that goes down and up may refuse for a moment.
+                # An unstable network link may briefly refuse connections.
                 refused, silent = 0.0, silent + refused + seconds
             if refused > longest_refusal:
                 raise self._lost(f"has refused connections for {refused:.0f} s", cause) from cause
@@ -174,13 +174,13 @@ class RemoteRendezvousClient:
 
     def _lost(self, why: str, cause: OSError) -> PeerLostError:
         address, port = self._endpoint
-        # What the system says begins with a number that tells users nothing.
+        # str() of a system error begins with a number that does not help users.
         said = cause.strerror or str(cause)
         why = f"{why} (at {address} port {port}: {said})"
         return PeerLostError(Failure(0, self._server_host, why, lost=True))
 
     def _since(self, started: float) -> float:
-        """Return the seconds since a moment; what is longer was a pause of this process."""
+        """Return the seconds since a moment, limited because this process may have been paused."""
         return min(time.monotonic() - started, self._patience.attempt + 1.0)
 
     def _attempt(self, message: dict[str, Any], body: bytes) -> Answer:
@@ -191,10 +191,10 @@ class RemoteRendezvousClient:
         try:
             channel.send(message, body, self._patience.attempt)
             answer = channel.receive(self._patience.attempt, self._patience.attempt)
-        # Of an interrupt, too: an answer that was not taken would be taken for the next one's.
+        # Also on interrupts: an unread answer would be mistaken for the next message's answer.
         except BaseException as error:
             channel.close()
-            # The server may have closed it meanwhile: a new one tells.
+            # The server may have closed the idle connection: retry with a new one.
             if is_used and isinstance(error, ConnectionError):
                 return self._attempt(message, body)
             raise

@@ -1,8 +1,8 @@
-"""The HTTP server on the loopback interface that serves a rank's Horovod as its rendezvous.
+"""HTTP server on the loopback interface that acts as the rendezvous of a rank's Horovod.
 
-Horovod's C++ knows only plain HTTP. It talks to this server in its parent, which passes the
-requests on over the job's link. A rank shows a token from its environment, which other users of the
-machine cannot read.
+Horovod's C++ code supports only plain HTTP. It sends its requests to this server in the rank's
+parent, which forwards them over the job's authenticated connection. The rank authenticates with a
+token from its environment, which other users of the machine cannot read.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _OK, _BAD_REQUEST, _UNAUTHORIZED, _NOT_FOUND, _UNAVAILABLE = 200, 400, 401, 404,
 
 
 class GlooProxy:
-    """Answers one rank's requests; used as a context manager.
+    """HTTP proxy for the rendezvous requests of one rank; used as a context manager.
 
     Parameters
     ----------
     link : RendezvousClient
-        Where the answers come from.
+        The client to which requests are forwarded.
     """
 
     def __init__(self, link: RendezvousClient) -> None:
@@ -50,7 +50,7 @@ class GlooProxy:
         self._listener = Listener(LOOPBACK, self._serve)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that tell the rank about this server."""
+        """Return the environment variables with this server's address and token."""
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": LOOPBACK,
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self._listener.port),
@@ -74,7 +74,7 @@ class GlooProxy:
         method, path, headers = _head(connection, deadline)
         given = headers.get("authorization", "")
         body = b""
-        # Before anything about the job is read or sent.
+        # Check the token before any data of the job is read or sent.
         if not hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
             status = _UNAUTHORIZED
         else:
@@ -108,7 +108,7 @@ class GlooProxy:
 
 
 def _head(connection: socket.socket, deadline: float) -> tuple[str, str, dict[str, str]]:
-    """Receive a request's method, path and headers; names of headers are in lower case."""
+    """Receive a request's method, path and headers, with header names in lower case."""
     head = bytearray()
     while not head.endswith(b"\r\n\r\n"):
         if len(head) > _MOST_HEAD_BYTES:

@@ -1,4 +1,4 @@
-"""Which host a process runs on, and at which addresses others might reach it."""
+"""Host identity of a process, and addresses at which other machines may reach it."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ INTERFACE_VARIABLE = "HOROVOD_GLOO_IFACE"
 
 
 def host_identity() -> str:
-    """Return a text that is the same in two processes exactly if they share a loopback interface.
+    """Return a string that two processes share exactly if they share a loopback interface.
 
-    Made of the machine's boot, the network namespace and the host name.
+    The string combines the machine's boot ID, the network namespace and the host name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         network = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:
-        # Not on Linux, or without /proc: the hardware's addresses have to do.
+        # Without /proc, for example not on Linux, use the interfaces' addresses instead.
         macs = [a.address for found in psutil.net_if_addrs().values() for a in found]
         boot, network = "", " ".join(sorted(set(macs)))
     return f"{boot} {network} {socket.gethostname()}"
 
 
 def executor_identity() -> str:
-    """Return a text that is the same in two tasks of a host exactly if they are of one executor.
+    """Return a string that two tasks of a host share exactly if they share an executor.
 
-    Made of YARN's container, if this is one, and of the process that Spark's Python workers of an
-    executor are forked from. Runs in a task.
+    The string combines the YARN container ID, if any, the PID namespace, and the ID of the process
+    that forks the executor's Python workers. Runs in a task.
     """
     namespace = ""
     with contextlib.suppress(OSError):  # not on Linux
@@ -58,24 +58,25 @@ def executor_identity() -> str:
 def candidate_addresses(
     preferred: str = "", interfaces: Sequence[str] = (), setting: str = "nics"
 ) -> list[str]:
-    """Return the addresses at which others might reach this machine, the likeliest first.
+    """Return the addresses at which other machines may reach this one, the likeliest first.
 
-    They are all its own, since Gloo has to listen on the one that is chosen.
+    All of them are addresses of this machine, because Gloo must listen on the chosen one.
 
     Parameters
     ----------
     preferred : str
-        A name or an address by which the cluster knows this machine; goes first if it is one of
-        its own.
+        The name or address by which the cluster knows this machine. Its addresses come first, if
+        they are addresses of this machine.
     interfaces : sequence of str
-        The names of the network interfaces to use, where this machine has them. Default: all.
+        The names of the network interfaces to use; names that this machine does not have are
+        ignored. Default: all interfaces that are up.
     setting : str
-        What they were given by, for the error.
+        The name of the setting with the interfaces, for the error.
 
     Raises
     ------
     UnreachableError
-        If there is none.
+        If there is no such address.
     """
     found = {
         name: [a.address for a in entries if a.family in (socket.AF_INET, socket.AF_INET6)]
@@ -99,12 +100,12 @@ def candidate_addresses(
 
 def listening_environment(address: str) -> dict[str, str]:
     """Return the variables that make a rank's Gloo listen on one of this machine's addresses."""
-    # The first is for Horovod as `hvd-estimators build-horovod` builds it, the second for others.
+    # The first is for Horovod built by `hvd-estimators build-horovod`, the second for other builds.
     return {ADDRESS_VARIABLE: address, INTERFACE_VARIABLE: _interface_of(address)}
 
 
 def _is_open(address: str) -> bool:
-    """Return whether other machines may be able to reach an address, through any interface."""
+    """Return whether an address may be reachable from other machines, through any interface."""
     if "%" in address:  # link-local, with an interface
         return False
     parsed = ipaddress.ip_address(address)
@@ -118,7 +119,7 @@ def _rank(address: str) -> tuple[bool, bool]:
 
 
 def _resolved(name: str) -> set[str]:
-    """Return the addresses that this machine knows for a name; those of an address are itself."""
+    """Return the addresses that a name resolves to on this machine; an address is its own."""
     try:
         return {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)} if name else set()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a rank tells the process that started it. Runs on the worker."""
+"""Notifications from a rank to its parent process. Runs on the worker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hvd_estimators.launch.versions import TOKEN_VARIABLE
 __all__ = ["JOB_SCOPE", "tell_parent"]
 
 JOB_SCOPE = "hvd_estimators"
-"""Scope of the keys that are not Horovod's."""
+"""Key scope of requests that are not Horovod's."""
 
 _PATIENCE_SECONDS = 60.0
 _ATTEMPT_SECONDS = 10.0
@@ -19,9 +19,9 @@ _PAUSE_SECONDS = 0.2
 
 
 def tell_parent(word: str) -> None:
-    """Tell the parent ``joined`` or ``left``; do nothing if the parent is another backend.
+    """Send ``joined`` or ``left`` to the parent; do nothing if another backend started the rank.
 
-    Repeated until it is answered, for a minute at most.
+    The request is repeated until it is answered, for at most a minute.
     """
     token = os.environ.get(TOKEN_VARIABLE)
     if token is None:

@@ -1,4 +1,4 @@
-"""The rendezvous server in rank 0's task: Gloo's keys and the ranks' states."""
+"""Rendezvous server in rank 0's task: Gloo's keys and the state of the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Answer", "Failure", "JobStore", "RendezvousServer"]
 Answer = tuple[dict[str, Any], bytes]
 
 
-"""The values of an answer, among them ``status`` (as in HTTP), and its bytes."""
+"""Values of an answer, including ``status`` (as in HTTP), and its bytes."""
 
 
 _OK, _FORBIDDEN, _NOT_FOUND, _CONFLICT = 200, 403, 404, 409
@@ -30,8 +30,8 @@ _OK, _FORBIDDEN, _NOT_FOUND, _CONFLICT = 200, 403, 404, 409
 _LOOK_SECONDS = 0.5
 
 
-# If so many times as much time passes between two looks, this process was paused, and the time says
-# nothing about the ranks.
+# If the time between two calls of `look` exceeds this multiple of the interval, this process was
+# paused. The excess then does not count as silence of the ranks.
 _PAUSED_LOOKS = 4
 
 
@@ -40,18 +40,18 @@ _KEY_WAIT_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job cannot go on.
+    """Failure of a rank, which ends the job.
 
     Attributes
     ----------
     rank : int
-        The rank that failed, or that has gone silent.
+        The rank that failed or became silent.
     host : str
-        The machine that it ran on.
+        The machine that the rank ran on.
     why : str
-        What happened, as a clause.
+        The reason, as a clause.
     lost : bool
-        Whether the rank's task did not report this, and others concluded it from its silence.
+        Whether the failure was inferred from the silence of the rank's task, not reported by it.
     """
 
     rank: int
@@ -64,12 +64,13 @@ class Failure:
 
 
 class JobStore:
-    """Gloo's keys and the state of the ranks. Used from several threads.
+    """Thread-safe store of Gloo's keys and the state of the ranks.
 
-    A key can be written only once. None can be written after all ranks have said that they have
-    joined, until they say that they have left. A message that changes something carries a number,
-    by which it is recognised if it comes again, since answers can get lost and messages can be
-    late.
+    A key can be written only once. When all ranks have reported ``joined``, a rank can write keys
+    only after it has reported ``left``.
+
+    Each message that changes the store carries a number that identifies repetitions, because
+    answers can be lost and messages can be late.
 
     Parameters
     ----------
@@ -79,7 +80,7 @@ class JobStore:
     Attributes
     ----------
     look_seconds : float
-        How often `look` is to be called.
+        Interval in seconds at which `look` must be called.
     """
 
     def __init__(self, silence: float) -> None:
@@ -106,13 +107,13 @@ class JobStore:
         }
 
     def expect(self, hosts: Sequence[str]) -> None:
-        """Announce the ranks that will come, by the host of each, in their order."""
+        """Register the ranks of the job by their hosts, in the order of the ranks."""
         with self._changed:
             self._hosts = list(hosts)
             self._silent = {rank: 0.0 for rank in range(len(hosts))} | self._silent
 
     def handle(self, message: Mapping[str, Any], body: bytes = b"") -> Answer:
-        """Answer one message of a rank's task."""
+        """Answer one message from a rank's task."""
         arguments = dict(message)
         handler = self._handlers.get(arguments.pop("kind", ""))
         number = arguments.pop("number", None)
@@ -129,13 +130,13 @@ class JobStore:
             return self._answered[rank, number]
 
     def failure(self) -> Failure | None:
-        """Return the first failure, if there was one."""
+        """Return the first failure, if any."""
         return self._failure
 
     def look(self, seconds: float) -> None:
-        """Note how many seconds have passed since the last call, or since the start.
+        """Add the seconds since the last call, or since the start, to the ranks' silence.
 
-        A rank that was silent for too long counts as lost.
+        A rank that has been silent for too long counts as lost.
         """
         with self._changed:
             for rank in self._silent.keys() - self._done:
@@ -146,9 +147,9 @@ class JobStore:
             self._changed.notify_all()
 
     def wait_for_all(self) -> list[int]:
-        """Wait until every rank is lost or has finished with this store; return the lost ones.
+        """Wait until every rank is lost or has finished with this store; return the lost ranks.
 
-        It ends only if `look` is called meanwhile.
+        Another thread must call `look` meanwhile; otherwise lost ranks are not detected.
         """
 
         def pending() -> set[int]:
@@ -173,7 +174,7 @@ class JobStore:
         return {"status": _OK}, b""
 
     def _get(self, rank: int, scope: str, key: str, body: bytes) -> Answer:
-        # Gloo waits for the keys of other ranks, which are numbers; it asks for others only once.
+        # Gloo waits for the keys of other ranks, which are numbers; it requests other keys once.
         if key.isdecimal() and (scope, key) not in self._keys:
             self._changed.wait_for(lambda: (scope, key) in self._keys, _KEY_WAIT_SECONDS)
         value = self._keys.get((scope, key))
@@ -216,26 +217,26 @@ _IDLE_SECONDS = 120.0
 
 
 class RendezvousServer:
-    """Answers those who know the job's secret from a `JobStore`; used as a context manager.
+    """Server of a `JobStore` for clients that know the job's secret; used as a context manager.
 
-    Ports of all addresses are taken at once, so that they can be told, and nobody can connect to
-    one that `listen` is not called for.
+    The constructor binds a port at each address, so that `endpoints` can be sent to the ranks.
+    Clients can connect only to the addresses that `listen` selects.
 
     Parameters
     ----------
     secret : bytes
         The job's secret.
     addresses : sequence of str
-        Addresses of this machine at which ranks may be able to reach it, the likeliest first.
+        Addresses of this machine at which ranks may reach it, the likeliest first.
     patience : Patience
-        How long ranks may be silent.
+        Time limits, including how long ranks may be silent.
 
     Attributes
     ----------
     store : JobStore
-        What is told and asked for.
+        The keys and the state of the ranks.
     endpoints : list of (str, int)
-        Addresses, those that could be taken, and their ports.
+        The addresses that could be bound, with their ports.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class RendezvousServer:
         self.store = JobStore(self._patience.silence)
         self._listeners: list[Listener] = []
         for address in addresses:
-            # An address can go away, or be of a kind that cannot be bound.
+            # The address may have disappeared, or may not be bindable.
             with contextlib.suppress(OSError):
                 self._listeners.append(Listener(address, self._serve))
         self.endpoints = [(listener.address, listener.port) for listener in self._listeners]
@@ -267,14 +268,14 @@ class RendezvousServer:
     ) -> None:
         self._ended.set()
         self._watcher.join()
-        # What ended the block may be a message whose answer is on its way.
+        # A message whose answer is still being sent may have ended the block.
         with self._changed:
             self._changed.wait_for(lambda: not self._answering, self._patience.attempt)
         for listener in self._listeners:
             listener.close()
 
     def listen(self, wanted: Callable[[str], bool] = lambda address: True) -> None:
-        """Let ranks connect to the addresses that are wanted, and to no other any more."""
+        """Accept connections at the wanted addresses, and release the others."""
         listeners, self._listeners = self._listeners, []
         for listener in listeners:
             if wanted(listener.address):

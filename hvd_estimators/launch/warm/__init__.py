@@ -1,1 +1,1 @@
-"""Warm start: ranks forked from processes that have imported a framework."""
+"""Warm start: ranks are forked from processes that have imported a framework."""

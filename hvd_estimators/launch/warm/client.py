@@ -1,11 +1,12 @@
-"""Ranks forked from a process that has imported the framework: the asking side.
+"""Client of warm processes, which have imported a framework and fork ranks.
 
-Such a warm process belongs to a Spark executor's Python (or to a process that uses `LocalBackend`),
-ends with it, and after some idle minutes. It is found by a socket in a folder that only this user
-can enter; its name holds who the process belongs to, and a digest of everything that could make a
-difference to what it has imported: Python, the environment, the working folder, limits, modules.
-What the process does is in `hvd_estimators.launch.warm.server`. Linux only; anything that does
-not work out means that a rank is started the usual way.
+A warm process belongs to a Spark executor's Python, or to a process that uses `LocalBackend`. It
+ends with its owner, or after some idle minutes. Clients find it by a socket in a directory that
+only this user can access. The socket's name contains the owner and a digest of everything that may
+affect imports: Python, environment, working directory, limits and modules.
+
+The server is in `hvd_estimators.launch.warm.server`. Linux only. If anything fails, the rank starts
+in a fresh process.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def sockets_folder() -> Iterator[int]:
-    """Open the folder of sockets, which is this user's alone."""
+    """Open the directory of sockets, which only this user can access."""
     path = Path(tempfile.gettempdir(), f"hvd-estimators-warm-{os.getuid()}")
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
@@ -60,7 +61,7 @@ def sockets_folder() -> Iterator[int]:
 
 
 def connected(folder: int, name: str) -> socket.socket:
-    """Connect to the warm process of a name, which counts as used then."""
+    """Connect to the warm process with the given socket name, and mark it as recently used."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.settimeout(ANSWER_SECONDS)
@@ -74,12 +75,12 @@ def connected(folder: int, name: str) -> socket.socket:
 
 
 def address_of(folder: int, name: str) -> str:
-    """Return a path of a socket; the folder's own may be longer than a socket's may be."""
+    """Return a short path of a socket; the directory's own path may be too long for sockets."""
     return f"/proc/self/fd/{folder}/{name}"
 
 
 def process_facts(pid: int) -> tuple[str, int, int]:
-    """Return the name, the parent and the time of start of a process."""
+    """Return the name, the parent's ID and the start time of a process."""
     text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     before, _, after = text.rpartition(")")
     fields = after.split()
@@ -87,7 +88,7 @@ def process_facts(pid: int) -> tuple[str, int, int]:
 
 
 def is_alive(owner: str) -> bool:
-    """Return whether the process lives that a socket's name says it belongs to."""
+    """Return whether the owner that a socket's name specifies is still alive."""
     pid, _, started = owner.partition(".")
     try:
         return process_facts(int(pid))[2] == int(started)
@@ -98,18 +99,18 @@ def is_alive(owner: str) -> bool:
 ANSWER_SECONDS = 10.0
 
 
-"""How long what only takes a fork may take."""
+"""Maximum seconds for answers that require at most a fork."""
 
 
 class ForkedRank:
-    """A guardian that a warm process has forked, as `subprocess.Popen` shows a child.
+    """A guardian forked by a warm process, with the interface of `subprocess.Popen`.
 
     Parameters
     ----------
     pid : int
-        Its id.
+        The guardian's process ID.
     connection : socket.socket
-        It holds the other end alone, and sends its status there before it ends.
+        Only the guardian holds the other end, and sends its status through it before it ends.
     """
 
     def __init__(self, pid: int, connection: socket.socket) -> None:
@@ -118,16 +119,16 @@ class ForkedRank:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Return how the process ended, or None."""
+        """Return the exit status of the process, or None while it runs."""
         return self._look(0)
 
     def send_signal(self, number: int) -> None:
-        """Send the process a signal, unless it has ended: its id may be another one's then."""
+        """Send the process a signal, unless it has ended, because its ID may have been reused."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process ends, and return how."""
+        """Wait until the process ends, and return its exit status."""
         status = self._look(timeout)
         if status is None:
             assert timeout is not None
@@ -145,7 +146,7 @@ class ForkedRank:
             answer = self._connection.recv(4)
         except OSError:
             answer = b""
-        # Who is killed tells nothing.
+        # A killed guardian sends no status; 9 is SIGKILL.
         status = struct.unpack("i", answer)[0] if len(answer) == 4 else 9
         self._await_end()
         self._connection.close()
@@ -153,7 +154,7 @@ class ForkedRank:
         return self._status
 
     def _await_end(self) -> None:
-        """Wait until the other end is closed, which the guardian does as its very last act."""
+        """Wait until the other end closes, which happens when the guardian ends."""
         self._connection.settimeout(ANSWER_SECONDS)
         with contextlib.suppress(OSError):
             self._connection.recv(1)
@@ -162,26 +163,26 @@ class ForkedRank:
 WARM_START_VARIABLE = "HVD_ESTIMATORS_WARM_START"
 
 
-"""Environment variable: ``0`` starts every rank in a fresh process."""
+"""Environment variable; ``0`` starts every rank in a fresh process."""
 
 
 IDLE_SECONDS = 600.0
 
 
-"""A warm process that has forked no rank for so long ends."""
+"""Seconds without requests after which a warm process ends."""
 
 
 HELLO, STALE, GO = b"hello", b"stale", b"go"
 
 
-# Importing everything from a slow disk.
+# Imports from a slow disk take long.
 _IMPORT_SECONDS = 120.0
 
 
 _MOST_PROCESSES = 2
 
 
-# Which variables are a rank's own. Nothing reads them when it is imported.
+# Variables that differ between ranks. No module reads them when it is imported.
 _OF_A_RANK = re.compile(
     "HOROVOD_(?:RANK|SIZE|LOCAL_RANK|LOCAL_SIZE|CROSS_RANK|CROSS_SIZE|HOSTNAME|CONTROLLER)"
     "|HOROVOD_CPU_OPERATIONS"
@@ -194,27 +195,27 @@ logger = logging.getLogger(__name__)
 
 
 def wanted(env: Mapping[str, str]) -> bool:
-    """Return whether ranks may be forks of a warm process, as far as an environment says."""
+    """Return whether the system and the given environment allow warm starts."""
     return sys.platform == "linux" and env.get(WARM_START_VARIABLE, "1") != "0"
 
 
 def warm_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """Return what of a rank's environment is there when modules are imported."""
+    """Return the part of a rank's environment that modules may read when they are imported."""
     return {name: value for name, value in env.items() if not _OF_A_RANK.fullmatch(name)}
 
 
 @dataclass(frozen=True)
 class WarmStart:
-    """How to start ranks as forks.
+    """Start of ranks as forks of a warm process.
 
     Attributes
     ----------
     modules : sequence of str
-        What the warm process imports; one that cannot be imported is left out.
+        The modules that the warm process imports. Modules that cannot be imported are skipped.
     owners : sequence of int
-        Ids of processes, with each of which the warm process ends.
+        Process IDs of the owners. The warm process ends when any of them ends.
     idle_seconds : float
-        After how long without a rank it ends.
+        Seconds without requests after which the warm process ends.
     """
 
     modules: Sequence[str]
@@ -223,14 +224,14 @@ class WarmStart:
 
     @classmethod
     def of_executor(cls, modules: Sequence[str]) -> WarmStart:
-        """Return that of a Spark task: the owners are Spark's daemon and the executor's JVM."""
+        """Return a warm start owned by Spark's Python daemon and the executor's JVM."""
         parent = os.getppid()
         name, above = process_facts(parent)[:2]
-        # Without a daemon the JVM starts Python itself.
+        # Without a daemon, the JVM starts Python itself.
         return cls(modules, [parent] if name == "java" else [parent, above])
 
     def prepare(self, executable: str, env: Mapping[str, str]) -> None:
-        """Start the warm process, if there is none, so that it imports while others wait."""
+        """Start the warm process, if none exists, so that it imports modules in advance."""
         with contextlib.suppress(OSError, ValueError), sockets_folder() as folder:
             name = self._name(executable, env, os.getcwd())
             self._connect(folder, name, executable, env).close()
@@ -242,19 +243,19 @@ class WarmStart:
         directory: str,
         files: Mapping[str, int],
     ) -> ForkedRank | None:
-        """Start a rank; return None where that is not possible, which is logged.
+        """Start a rank; on failure, log a warning and return None.
 
         Parameters
         ----------
         executable : str
-            The Python to run.
+            The Python executable.
         env : mapping
             The rank's environment.
         directory : str
-            What the rank's main program is given.
+            The rank's directory, the argument of its main program.
         files : mapping
             Descriptors: the ``call`` to read, the ``output`` to write to, the ``lifeline``, and
-            ``errors`` where the standard error goes, if not among the output.
+            optionally ``errors`` for standard error. Default: standard error goes to ``output``.
         """
         try:
             return self._fork(executable, env, directory, files)
@@ -290,7 +291,7 @@ class WarmStart:
                     answer = connection.recv(4096)
                     if not answer.isdigit():
                         raise EOFError(answer.decode(errors="replace") or "it has ended")
-                    # A rank that was given up before this never begins.
+                    # The fork waits for this message, so that an abandoned rank never starts.
                     connection.send(GO)
                     return ForkedRank(int(answer), connection)
                 except BaseException:
@@ -301,7 +302,7 @@ class WarmStart:
     def _connect(
         self, folder: int, name: str, executable: str, env: Mapping[str, str]
     ) -> socket.socket:
-        """Connect to the warm process of a name, which is started if there is none."""
+        """Connect to the warm process with the given socket name; start it if none exists."""
         with contextlib.suppress(OSError):
             return connected(folder, name)
         lock = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=folder)
@@ -348,11 +349,11 @@ class WarmStart:
                 pass_fds=(listening.fileno(), folder, *watched),
                 start_new_session=True,
             )
-        # It goes on in a fork, whose parent is not this process.
+        # The warm process continues in a fork that is not a child of this process.
         process.wait(_IMPORT_SECONDS)
 
     def _make_room(self, folder: int) -> None:
-        """Delete the sockets of owners that have ended, and end the own ones that are too many."""
+        """Delete sockets of ended owners, and end the least recently used own warm processes."""
         own = []
         for name in os.listdir(folder):
             owner, _, digest = name.rpartition("-")
@@ -365,7 +366,7 @@ class WarmStart:
                     os.unlink(name, dir_fd=folder)
         for _, name in sorted(own)[: max(len(own) - _MOST_PROCESSES + 1, 0)]:
             with contextlib.suppress(FileNotFoundError):
-                # It ends when it sees that its socket has gone.
+                # A warm process ends when its socket has been deleted.
                 os.unlink(name, dir_fd=folder)
 
     def _owner_name(self) -> str:
@@ -385,7 +386,7 @@ class WarmStart:
 
 @contextlib.contextmanager
 def _sent(spec: Mapping[str, object]) -> Iterator[int]:
-    """Write what a rank is told into memory."""
+    """Write the specification of a rank to an in-memory file, and yield its descriptor."""
     written = os.memfd_create("hvd-estimators-rank")
     try:
         with open(written, "w", encoding="utf-8", errors="surrogateescape", closefd=False) as file:
@@ -396,7 +397,7 @@ def _sent(spec: Mapping[str, object]) -> Iterator[int]:
 
 
 def _umask() -> int:
-    """Return this process's umask without setting it, which other threads would notice."""
+    """Return this process's umask without setting it, which would affect other threads."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

@@ -1,12 +1,14 @@
 """Modules that a warm process imports before it knows its rank.
 
-Packages of the list below have been looked at: importing them starts no thread that a fork loses,
-touches no GPU and draws no random numbers. A user's own modules are never among them: they may have
-changed by the next launch.
+Only packages of a fixed list are imported. They have been checked: importing them starts no thread
+that a fork loses, initialises no GPU and draws no random numbers. The user's own modules are never
+imported in advance, because they may change before the next launch.
 
-The bytes of such a call hold no more than the names of a module and of a function in it. Here the
-function itself is looked at, and its module as it is on the driver, so that a process that forks
-ranks can import the frameworks that they use. Nothing is imported or run for that.
+The modules that a call needs are found in two ways. The bytes of a pickled call contain the names
+of modules. If the function is pickled by reference, the bytes contain only the names of its module
+and of the function. Therefore the function and its module are inspected, too, to find the
+frameworks that they use. The inspection imports no modules and runs no user code. Runs on the
+driver.
 """
 
 from __future__ import annotations
@@ -37,47 +39,49 @@ _PACKAGES = (
 )
 
 
-# Of these a submodule brings in a framework, and the package itself none.
+# In these packages only submodules import a framework. The value is the number of name parts to
+# import; None means the full name.
 _BY_SUBMODULE = {"hvd_estimators": None, "horovod": 2}
 
 
-# The one changes what the other is, which is a job's own affair: others fork from the process, too.
+# compat replaces horovod.spark. Each job must decide on that itself, because several jobs may fork
+# ranks from the same process.
 _NEVER = ("horovod.spark", "hvd_estimators.compat")
 
 
-# Of torch, an optimizer that is made imports another second of it in each rank. The trainers make
-# one, whatever their users do.
+# The first torch optimizer imports more of torch, which takes another second in each rank. The
+# trainers always create one.
 _IMPORTED_LATER = {
     "hvd_estimators.torch.trainer": "torch._dynamo",
     "hvd_estimators.lightning.trainer": "torch._dynamo",
 }
 
 
-# A short text in a pickle: a code, its length, and the text.
+# A short string in a pickle: an opcode, the length and the text.
 _MENTIONED = re.compile(
     rb"\x8c(.)((?:" + "|".join(_PACKAGES).encode() + rb")(?:\.[A-Za-z_][A-Za-z0-9_]*)*)", re.DOTALL
 )
 
 
-# Code and classes come before data, or after it.
+# Only the start and the end of a call are searched: code and classes precede or follow the data.
 _LOOKED_AT_BYTES = 2**20
 
 
 def modules_of(call: bytes) -> tuple[str, ...]:
-    """Return modules that a pickled call will import, as far as its bytes tell.
+    """Return the known modules whose names occur in the bytes of a pickled call.
 
-    A function that travels by value holds the names of what it imports, and everything that travels
-    by reference the name of its module.
+    A function that is pickled by value contains the names of its imports. An object that is pickled
+    by reference contains the name of its module.
 
     Parameters
     ----------
     call : bytes
-        What `hvd_estimators.launch.rank.process.pickle_call` returned.
+        The pickled call, from `hvd_estimators.launch.rank.process.pickle_call`.
     """
     found = set()
     for part in (call[:_LOOKED_AT_BYTES], call[_LOOKED_AT_BYTES:][-_LOOKED_AT_BYTES:]):
         for length, text in _MENTIONED.findall(part):
-            # What is longer begins like a module and is none.
+            # A longer string only begins like a module name.
             if length[0] == len(text):
                 found.add(text.decode())
     found |= {_IMPORTED_LATER[name] for name in found & _IMPORTED_LATER.keys()}
@@ -85,12 +89,12 @@ def modules_of(call: bytes) -> tuple[str, ...]:
 
 
 def known_module(name: str) -> str | None:
-    """Return the module to import for one, an empty text for none; None if it is not known."""
+    """Return the module to import for a module name; empty for none, None if it is unknown."""
     return _to_import(name) if name.partition(".")[0] in _PACKAGES else None
 
 
 def _to_import(name: str) -> str:
-    """Return the module to import for one that is mentioned; empty if there is none."""
+    """Return the module to import for the name of a known module; empty if there is none."""
     package, _, rest = name.partition(".")
     if name in _IMPORTED_LATER.values():
         return name
@@ -104,11 +108,11 @@ def _to_import(name: str) -> str:
     return ".".join(name.split(".")[:parts])
 
 
-# Of a call, and what it refers to.
+# Maximum number of inspected objects: the call and the objects that it refers to.
 _MOST_OBJECTS = 500
 
 
-# What others have written imports much that a call does not come to.
+# Installed packages are not inspected, because they import much that the call does not use.
 _INSTALLED = ("site-packages", "dist-packages")
 
 
@@ -116,30 +120,31 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
 def modules_of_call(document: bytes, *called: Any) -> tuple[str, ...]:
-    """Return known modules that ranks will import for a call, as far as can be told.
+    """Return the known modules that ranks will probably import for a call.
 
     Parameters
     ----------
     document : bytes
-        The call, pickled.
+        The pickled call.
     *called
-        Its function and arguments.
+        The function and arguments of the call.
     """
     return tuple(sorted({*modules_of(document), *modules_behind(*called)}))
 
 
 def modules_behind(*called: Any) -> set[str]:
-    """Return known modules that functions and classes use, and their own modules import.
+    """Return the known modules that functions, classes and their modules use.
 
     Parameters
     ----------
     *called
-        Functions and their arguments; of lists, tuples and dicts what they hold counts.
+        Functions and their arguments. The elements of lists and tuples and the values of dicts are
+        inspected, too.
 
     Returns
     -------
     set of str
-        Names as `hvd_estimators.launch.warm.modules` knows them.
+        Names of the modules to import, as from `known_module`.
     """
     found: set[str] = set()
     seen: set[int] = set()
@@ -148,15 +153,15 @@ def modules_behind(*called: Any) -> set[str]:
         value = waiting.popleft()
         if id(value) not in seen:
             seen.add(id(value))
-            # Whatever an object of a user's does when it is looked at, its call may work.
+            # A user's object may raise errors when it is inspected; the call may still work.
             with contextlib.suppress(Exception):
                 waiting.extend(_looked_at(value, found))
     return found
 
 
 def _looked_at(value: Any, found: set[str]) -> Iterable[Any]:
-    """Return what a value refers to; adds the known modules among it to those found."""
-    # An object may stand for another one, and import things when it is asked for its class.
+    """Return the objects that a value refers to; add known modules to `found`."""
+    # A proxy object may import modules when its __class__ is read; type() does not read it.
     kind = type(value)
     if kind in (list, tuple):
         return value
@@ -215,7 +220,7 @@ def _of_code(code: CodeType, names: Mapping[str, Any], found: set[str]) -> Itera
         if name in names:
             further.append(names[name])
         elif _DOTTED.fullmatch(name):
-            # Imported within the function; an attribute may have the same name.
+            # The function may import this module, or use an attribute of the same name.
             _is_known(name, found)
     for part in code.co_consts:
         if type(part) is CodeType:
@@ -229,7 +234,7 @@ def _home(name: str | None) -> list[ModuleType]:
 
 
 def _is_users(names: Mapping[str, Any]) -> bool:
-    """Return whether a module is neither Python's nor compiled."""
+    """Return whether a module is neither compiled nor in the standard library."""
     package = str(names["__name__"]).partition(".")[0]
     path = names.get("__file__")
     is_python = isinstance(path, str) and path.endswith((".py", ".pyc"))
@@ -237,14 +242,14 @@ def _is_users(names: Mapping[str, Any]) -> bool:
 
 
 def _is_near(names: Mapping[str, Any], package: str) -> bool:
-    """Return whether a module is of a package, or one that nobody has installed."""
+    """Return whether a module belongs to the given package, or to no installed package."""
     if str(names.get("__name__", "")).partition(".")[0] == package:
         return True
     return not any(folder in str(names.get("__file__")) for folder in _INSTALLED)
 
 
 def _is_known(name: str, found: set[str]) -> bool:
-    """Return whether a module is of a package that is known; adds what to import for it."""
+    """Return whether a module belongs to a known package; add the module to import to `found`."""
     imported = known_module(name)
     if imported is None:
         return False

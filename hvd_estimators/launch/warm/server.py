@@ -1,12 +1,11 @@
-"""A warm process: imports modules, and forks ranks for those who ask. Linux only.
+"""Warm process: imports modules, and forks ranks on request. Linux only.
 
-It is started by `hvd_estimators.launch.warm.client`, and has one thread of its own. A fork keeps
-only the thread that forks, so that what modules have started when they were imported must be
-able to do without theirs: OpenBLAS ends its threads before a fork and starts them again when it
-needs them, jemalloc (of PyArrow) has a handler as well. Any other thread means that no rank is
-forked.
+`hvd_estimators.launch.warm.client` starts the process, which runs a single thread. A fork keeps
+only the forking thread, so that imported modules must not depend on threads that they have started.
+OpenBLAS ends its threads before a fork and restarts them later. PyArrow's jemalloc has a similar
+fork handler. If imports have started any other thread, the warm process does not fork ranks.
 
-Imports neither PySpark nor a framework by itself.
+This module itself imports neither PySpark nor a framework.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hvd_estimators.launch.warm.client import GO, HELLO, STALE
 __all__ = ["NAME", "WantedRank", "serve"]
 
 NAME = "hvd-warm"
-"""What ``ps`` and ``top`` call the process."""
+"""Name of the process in ``ps`` and ``top``."""
 
 _REQUEST_SECONDS = 5.0
 _LOOK_SECONDS = 5.0
-# The thread of jemalloc, which is started again in a fork.
+# jemalloc restarts its thread in a fork.
 _SURVIVORS = {"jemalloc_bg_thd"}
 _PRINTED_BYTES = 2**16
 _NAME_FILE = Path("/proc/self/comm")
@@ -44,18 +43,18 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class WantedRank:
-    """What a fork is to become.
+    """Parameters of the rank that a fork becomes.
 
     Attributes
     ----------
     directory : str
-        Where it leaves its outcome.
+        The rank's directory, to which it writes its outcome.
     lifeline : int
-        Descriptor of the pipe that closes when it is not wanted any more.
+        Descriptor of the pipe that closes when the rank must end.
     parent : int
-        Descriptor of the process that waits for it.
+        Descriptor (``pidfd``) of the process that waits for the rank.
     report : socket.socket
-        Where its guardian sends how it ended.
+        Socket to which the rank's guardian sends its exit status.
     """
 
     def __init__(self, directory: str, lifeline: int, parent: int, report: socket.socket) -> None:
@@ -66,13 +65,13 @@ class WantedRank:
 
 
 def serve(asked: Mapping[str, Any]) -> WantedRank:
-    """Be the warm process. Returns only in a fork that is to become a rank.
+    """Run the warm process. Returns only in forks, which must become ranks.
 
     Parameters
     ----------
     asked : mapping
-        What `hvd_estimators.launch.warm.client.WarmStart` wants: descriptors of the socket to
-        listen on, of its folder, and of the processes to end with; names; seconds.
+        Parameters from `hvd_estimators.launch.warm.client.WarmStart`: descriptors of the listening
+        socket, of its directory and of the owners; the socket's name; modules; idle seconds.
     """
     if os.fork():
         os._exit(0)
@@ -83,7 +82,7 @@ def serve(asked: Mapping[str, Any]) -> WantedRank:
     server = _Server(listening, asked)
     try:
         server.prepare(asked["modules"])
-        # Guardians that have ended need nobody to take note: they tell how they ended themselves.
+        # This process need not wait for its guardians, because they report their status themselves.
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         rank = server.run()
     except BaseException:
@@ -108,11 +107,11 @@ class _Server:
         self._refusal = b""
 
     def prepare(self, modules: list[str]) -> None:
-        """Import modules, and note what they came from."""
-        # Imports make objects that stay; looking for garbage among them takes a fifth of the time.
+        """Import modules, and record the versions of their files."""
+        # Imported objects stay alive; collecting garbage would take a fifth of the import time.
         gc.disable()
         for name in modules:
-            # A rank that needs it says what is wrong with it.
+            # A rank that needs the module reports the error.
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         threads = _threads_after_a_fork()
@@ -123,12 +122,12 @@ class _Server:
             if isinstance(path, str) and os.path.isabs(path):
                 with contextlib.suppress(OSError):
                     self._files[path] = _version(path)
-        # The collector writes to objects that it looks at, which ends their being shared.
+        # The collector writes to objects that it visits, so that forks would copy their memory.
         gc.freeze()
         gc.enable()
 
     def run(self) -> WantedRank | None:
-        """Answer until nobody needs it any more; returns the rank in a fork."""
+        """Answer requests until idle, stale or without owner; return the rank in a fork."""
         poller = select.poll()
         for descriptor in (self._listening.fileno(), *self._watched):
             poller.register(descriptor, select.POLLIN)
@@ -151,13 +150,13 @@ class _Server:
         return None
 
     def end(self) -> None:
-        """Take no more requests."""
+        """Delete the socket, so that no further clients find this process."""
         if self._is_listed():
             with contextlib.suppress(OSError):
                 os.unlink(self._name, dir_fd=self._folder)
 
     def _is_listed(self) -> bool:
-        """Return whether the socket is still to be found; a newer process may have its place."""
+        """Return whether the socket still exists and has not been replaced by a newer process."""
         with contextlib.suppress(OSError):
             return os.stat(self._name, dir_fd=self._folder).st_ino == self._inode
         return False
@@ -218,7 +217,7 @@ class _Server:
             os.dup2(source, target)
         _close([call, output, errors, self._folder, *self._watched])
         self._listening.close()
-        # As if it had imported everything itself.
+        # Repeat the output of the imports, as if the rank had imported the modules itself.
         with contextlib.suppress(OSError):
             os.write(2, printed)
         _be_fresh(spec, lifeline)
@@ -226,7 +225,7 @@ class _Server:
         return WantedRank(spec["directory"], lifeline, parent, report)
 
     def _is_fresh(self) -> bool:
-        """Return whether all modules still are what their files hold."""
+        """Return whether the files of all imported modules are unchanged."""
         try:
             return all(_version(path) == known for path, known in self._files.items())
         except OSError:
@@ -234,7 +233,7 @@ class _Server:
 
 
 def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
-    """Let this process be as if it had just been started for a rank."""
+    """Set up this process as if it had just been started for a rank."""
     os.chdir(spec["cwd"])
     os.umask(spec["umask"])
     os.environ.clear()
@@ -242,7 +241,7 @@ def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
     sys.argv[1:] = [spec["directory"], str(lifeline)]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     importlib.invalidate_caches()
-    # What was drawn when modules were imported; Python's own generator is seeded by every fork.
+    # NumPy's generator was seeded at import; Python reseeds its own generator in every fork.
     drawn = sys.modules.get("numpy.random")
     if drawn is not None:
         drawn.seed()
@@ -252,8 +251,8 @@ def _be_fresh(spec: Mapping[str, Any], lifeline: int) -> None:
 
 
 def _threads_after_a_fork() -> list[str]:
-    """Return the names of threads that forks would lose and somebody may wait for."""
-    # So that those who end their threads before a fork, and start them again after it, do.
+    """Return the names of threads that forks would lose, though other code may wait for them."""
+    # A trial fork makes libraries end the threads that they can restart after a fork.
     pid = os.fork()
     if not pid:
         os._exit(0)
