@@ -16,7 +16,7 @@ TABLE = [
     (
         f"{EXECUTION}.QueryExecution",
         "analyzed withCachedData",
-        "prepare/lineage.py, prepare/sources.py",
+        "prepare/lineage.py, prepare/lineage.py",
         "whether a DataFrame gives the same rows twice, and which cached data it reads",
     ),
     (
@@ -79,7 +79,7 @@ TABLE = [
     (
         "org.apache.spark.SparkContext",
         "getExecutorMemoryStatus maxNumConcurrentTasks resourceProfileManager statusStore",
-        "launch/cluster/slots.py, launch/cluster/jobs.py, launch/cluster/failures.py",
+        "launch/cluster/slots.py, launch/cluster/jobs.py, launch/cluster/spark_errors.py",
         "task slots, and the executors that are registered",
     ),
     (
@@ -91,13 +91,13 @@ TABLE = [
     (
         "org.apache.spark.SparkStatusTracker",
         "getJobIdsForTag",
-        "launch/cluster/jobs.py, launch/cluster/failures.py",
+        "launch/cluster/jobs.py, launch/cluster/spark_errors.py",
         "the jobs of a run, without the group, which is the user's",
     ),
     (
         "org.apache.spark.status.AppStatusStore",
         "activeStages lastStageAttempt taskList",
-        "launch/cluster/jobs.py, launch/cluster/failures.py",
+        "launch/cluster/jobs.py, launch/cluster/spark_errors.py",
         "tasks that run, and tasks that failed",
     ),
 ]
