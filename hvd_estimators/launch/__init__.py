@@ -1,6 +1,6 @@
-"""Starts one process per rank, on this machine or in Spark's tasks, and brings back its result.
+"""Launch one process per rank, locally or in Spark tasks, and collect the results.
 
-The names below are imported when they are first used, so that a rank imports no PySpark.
+Names are imported on first use, so that a rank does not import PySpark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`run`, `run_elastic` and `HorovodRunner`: functions on Horovod's ranks. Runs on the driver."""
+"""`run`, `run_elastic` and `HorovodRunner`: run functions on Horovod ranks. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -42,64 +42,64 @@ def run(
     cpus_per_task: int | None = None,
     warm_start: bool = True,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on ranks of a Horovod job, each of them beside a Spark task.
+    """Run ``fn(*args, **kwargs)`` on the ranks of a Horovod job, one rank per Spark task.
 
-    Takes the place of ``horovod.spark.run``, with its arguments and their order. All ranks start
-    together or none does, and when one fails the others end soon after. ``fn`` may use any
-    framework that Horovod supports: it calls ``hvd.init()`` and then works with the other ranks.
-    May be called from any thread and from several at once; each call is a Spark job in its thread's
-    job group, and no process is left when it returns, raises or is cancelled. Runs on the driver.
+    Replaces ``horovod.spark.run``, with the same arguments in the same order. All ranks start
+    together, or no rank does. If one fails, the others end soon after. ``fn`` may use any framework
+    that Horovod supports: it calls ``hvd.init()`` and then works with the other ranks.
+
+    ``run`` can be called from any thread and from several threads at once. Each call is a Spark job
+    in its thread's job group. No process is left after the call returns, raises or is cancelled.
+    Runs on the driver.
 
     Parameters
     ----------
     fn : callable
         Sent to the ranks with cloudpickle; import frameworks within it.
     args : sequence
-        Its arguments.
+        Positional arguments of ``fn``.
     kwargs : mapping, optional
-        Its keyword arguments.
+        Keyword arguments of ``fn``.
     num_proc : int, optional
-        Number of ranks. Default: as many as there are task slots. That is
-        ``horovod.spark``'s ``defaultParallelism`` unless ``spark.default.parallelism`` or
-        ``spark.task.cpus`` is set.
+        Number of ranks. Default: the number of task slots. This number equals ``horovod.spark``'s
+        ``defaultParallelism`` unless ``spark.default.parallelism`` or ``spark.task.cpus`` is set.
     start_timeout : float, optional
         Seconds to wait for executors and free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT``
         or 600.
     use_mpi, use_gloo, extra_mpi_args
-        Accepted for ``horovod.spark.run``'s sake. Gloo is always the controller; a warning says
-        so where these ask for something else.
+        Accepted for compatibility with ``horovod.spark.run``. Gloo is always the controller; a
+        warning says so if these arguments request another one.
     env : mapping, optional
-        Environment variables of the ranks, over the executor's; None deletes one. Default: none.
-        The file that ``HOROVOD_TIMELINE`` names is written on rank 0's machine, and in the end on
-        the driver's.
-        As with ``horovod.spark.run``, and unlike `SparkBackend`, the driver's environment is not
-        passed on.
+        Environment variables of the ranks, on top of the executor's; None deletes a variable.
+        Default: none. As in ``horovod.spark.run``, and unlike in `SparkBackend`, the driver's
+        environment is not passed on. The file that ``HOROVOD_TIMELINE`` names is written on rank
+        0's machine, and finally on the driver's.
     stdout, stderr
-        Where the ranks' output goes on the driver; see `SparkBackend`.
+        Destinations of the ranks' output on the driver; see `SparkBackend`.
     verbose : int
-        2 and above shows what ranks print on the driver; see `SparkBackend`.
+        2 or more shows the ranks' output on the driver; see `SparkBackend`.
     nics : str or iterable of str, optional
         Network interfaces that ranks may use; see `SparkBackend`.
     prefix_output_with_timestamp : bool
         See `SparkBackend`.
     executable : str, optional
-        The Python of the ranks. Default: the one that runs the executors' Python workers.
+        The Python of the ranks. Default: the Python of the executors' workers.
     resource_profile, gpus_per_task, cpus_per_task, warm_start
         See `SparkBackend`.
 
     Returns
     -------
     list
-        One result per rank, in the order of the ranks.
+        One result per rank, in rank order.
 
     Raises
     ------
     ParamError
-        If an argument is not usable, or the call cannot be pickled.
+        If an argument is invalid, or the call cannot be pickled.
     SlotsError
         If the ranks cannot run at the same time, or their tasks have not started in time.
     WorkerFailedError
-        If a rank failed; its attributes tell which one, where, and how.
+        If a rank failed; the attributes contain the rank, the host and the cause.
     JobCancelledError
         If the Spark job was cancelled.
 
@@ -142,29 +142,30 @@ _VERBOSITIES = ("all", "log_callback_only")
 
 
 class HorovodRunner:
-    """Runs a training function with Horovod; takes the place of ``sparkdl.HorovodRunner``.
+    """Runner of a training function with Horovod; replaces ``sparkdl.HorovodRunner``.
 
     Parameters
     ----------
     np : int
         Below 0: ``-np`` processes on the driver, without Spark. Above 0: a Spark job of ``np``
-        tasks that start together, each with a process of its own. 0, which is deprecated: as many
-        as the cluster has task slots.
+        tasks that start together, each with its own process. 0 (deprecated): as many processes as
+        the cluster has task slots.
     driver_log_verbosity : {"log_callback_only", "all"}
-        What the driver shows while ranks run in a Spark job. ``"log_callback_only"``: messages of
-        `hvd_estimators.log_to_driver` and `hvd_estimators.keras.LogCallback`, on its standard
-        output; what ranks print goes into the executors' logs alone. ``"all"``: also what all ranks
-        print, as ``[rank]<stdout>:`` and ``[rank]<stderr>:`` before each line, on its standard
-        output and standard error. Ranks on the driver always show everything.
+        Output that the driver shows while ranks run in a Spark job. ``"log_callback_only"``:
+        messages of `hvd_estimators.log_to_driver` and `hvd_estimators.keras.LogCallback`, on the
+        driver's standard output. The ranks' own output then goes to the executors' logs only.
+        ``"all"``: also the output of all ranks, with ``[rank]<stdout>:`` or ``[rank]<stderr>:``
+        before each line, on the driver's standard output and standard error. Ranks on the driver
+        always show everything.
     **options
         Further arguments of `hvd_estimators.launch.SparkBackend`, such as ``start_timeout``,
-        ``env``, ``gpus_per_task`` or ``resource_profile``; with ``np`` below 0 of
-        `hvd_estimators.launch.LocalBackend`.
+        ``env``, ``gpus_per_task`` or ``resource_profile``. If ``np`` is below 0, further arguments
+        of `hvd_estimators.launch.LocalBackend`.
 
     Raises
     ------
     ParamError
-        If an argument is not usable.
+        If an argument is invalid.
 
     Examples
     --------
@@ -201,7 +202,7 @@ class HorovodRunner:
                 DeprecationWarning,
                 stacklevel=2,
             )
-        self._backend()  # so that an argument that is not usable is found here
+        self._backend()  # raises if an option is invalid
 
     def run(self, main: Callable[..., Any], **kwargs: Any) -> Any:
         """Call ``main(**kwargs)`` on every rank.
@@ -209,23 +210,23 @@ class HorovodRunner:
         Parameters
         ----------
         main : callable
-            Holds the training code, which calls ``hvd.init()``. It is sent to the ranks with
-            cloudpickle, so what it imports is best imported within it; it cannot use Spark, and
-            what it changes here, such as the level of a logger, is not changed there.
+            The training code, which calls ``hvd.init()``. It is sent to the ranks with cloudpickle,
+            and should import packages itself. It cannot use Spark. Changes made on the driver, such
+            as a logger's level, do not apply on the ranks.
         **kwargs
-            Its arguments, sent in the same way.
+            Arguments of ``main``, also sent with cloudpickle.
 
         Returns
         -------
         object
-            What it returned on rank 0; sent back with cloudpickle.
+            The result of ``main`` on rank 0, sent with cloudpickle.
 
         Raises
         ------
         ParamError
-            If function or arguments cannot be sent.
+            If the function or its arguments cannot be sent.
         SlotsError
-            If the cluster cannot run so many processes at the same time.
+            If the cluster cannot run that many processes at the same time.
         WorkerFailedError
             If a rank failed.
         """
@@ -271,23 +272,25 @@ def run_elastic(
     cpus_per_task: int | None = None,
     warm_start: bool = True,
 ) -> list[Any]:
-    """Run ``fn(*args, **kwargs)`` on ranks, and launch them again where one of them is lost.
+    """Run ``fn(*args, **kwargs)`` on ranks, and relaunch them if one of them is lost.
 
-    Takes the place of ``horovod.spark.run_elastic``, with its arguments and their order. ``fn`` is
-    a program for Horovod's elastic mode: a ``state`` (``hvd.elastic.TorchState``,
-    ``TensorFlowState``, ``ObjectState``), and a function of it under ``hvd.elastic.run``. When a
-    rank raises, exits or is killed, or its executor is lost, all ranks end, and as many start again
-    as there are task slots: at least ``min_num_proc``, at most ``max_num_proc``. They are new
-    processes, in which ``fn`` begins anew; where it calls the function under ``hvd.elastic.run``,
-    the state has the values of its last ``commit()`` (or ``save()``), and its reset callbacks have
-    been called. Several states are told apart by the order in which they come to such functions.
-    Without a state ``fn`` just begins anew.
+    Replaces ``horovod.spark.run_elastic``, with the same arguments in the same order. ``fn`` is a
+    program for Horovod's elastic mode. It has a ``state`` (``hvd.elastic.TorchState``,
+    ``TensorFlowState``, ``ObjectState``), and passes the state to a function under
+    ``hvd.elastic.run``.
 
-    A commit sends rank 0's state to the driver, where it is kept in the temporary folder
-    (``TMPDIR``) in a file that nobody else can open; it returns when it is safe there. Commit as
-    often as the work since the last commit may be lost, and not more.
+    If a rank raises, exits or is killed, or its executor is lost, all ranks end. As many ranks
+    start again as there are task slots: at least ``min_num_proc``, at most ``max_num_proc``. They
+    are new processes, in which ``fn`` restarts. When ``fn`` calls the function under
+    ``hvd.elastic.run``, the state has the values of its last ``commit()`` (or ``save()``). Its
+    reset callbacks have been called by then. Several states are identified by the order in which
+    they reach such functions. Without a state, ``fn`` simply restarts.
 
-    The number of ranks changes at a relaunch only: slots that become free meanwhile do not
+    A commit sends rank 0's state to the driver, and returns when the state is stored there. The
+    driver stores it in the temporary folder (``TMPDIR``), in a file that no other process can open.
+    Commit only as often as needed to limit the work that a failure can lose.
+
+    The number of ranks changes only at a relaunch: slots that become free in between do not
     interrupt the ranks.
 
     Parameters
@@ -295,19 +298,20 @@ def run_elastic(
     fn, args, kwargs
         As for `run`.
     num_proc : int, optional
-        Number of ranks at the start. Default: as many as there are task slots.
+        Initial number of ranks. Default: the number of task slots.
     min_num_proc : int, optional
-        Fewest ranks of a relaunch. Default: ``num_proc``.
+        Minimum number of ranks of a relaunch. Default: ``num_proc``.
     max_num_proc : int, optional
-        Most ranks of a relaunch. Default: ``num_proc``.
+        Maximum number of ranks of a relaunch. Default: ``num_proc``.
     start_timeout : float, optional
         As for `run`.
     elastic_timeout : float, optional
         Seconds to wait for ``min_num_proc`` task slots after a rank was lost. Default:
         ``HOROVOD_ELASTIC_TIMEOUT`` or 600.
     reset_limit : int, optional
-        Most relaunches. Default: no limit, but four launches in a row that end before a commit (or
-        with the same exception as the one before, and one commit) are the last.
+        Maximum number of relaunches. Default: no limit, but four launches in a row without progress
+        are the last. A launch has no progress if it ends before a commit. It also has none if it
+        ends after one commit with the same exception as the launch before.
     env, stdout, stderr, verbose, nics, prefix_output_with_timestamp
         As for `run`.
     min_np, max_np : int, optional
@@ -318,16 +322,16 @@ def run_elastic(
     Returns
     -------
     list
-        What ``fn`` returned on each rank of the last launch, in the order of the ranks.
+        The result of ``fn`` on each rank of the last launch, in rank order.
 
     Raises
     ------
     ParamError
-        If an argument is not usable, or the call cannot be pickled.
+        If an argument is invalid, or the call cannot be pickled.
     SlotsError
         If the ranks cannot start, or there were too few task slots for ``elastic_timeout`` seconds.
     WorkerFailedError
-        If a rank was lost once too often; ``relaunches`` tells how often they were launched again.
+        If a rank was lost after the last relaunch; ``relaunches`` is the number of relaunches.
     JobCancelledError
         If the Spark job was cancelled.
 
@@ -401,7 +405,7 @@ def _renamed(name: str, value: int | None, old_name: str, old: int | None) -> in
 
 
 def _bounds(num_proc: int, least: int | None, most: int | None) -> tuple[int, int]:
-    """Return the fewest and the most ranks of a relaunch."""
+    """Return the minimum and maximum number of ranks of a relaunch."""
     least = num_proc if least is None else whole_number("min_num_proc", least)
     most = num_proc if most is None else whole_number("max_num_proc", most)
     if not 1 <= least <= num_proc <= most:

@@ -1,4 +1,4 @@
-"""The backend interface: something that runs a function once per rank."""
+"""The backend interface: an object that runs a function once per rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["Backend"]
 
 
 class Backend(ABC):
-    """Runs a function in one process per rank and returns what each rank returned.
+    """Base class of backends, which run a function in one process per rank.
 
-    Subclass it to train elsewhere and pass an instance as ``backend``. Runs on the driver.
+    To train elsewhere, subclass it and pass an instance as ``backend``. Runs on the driver.
     """
 
     @abstractmethod
@@ -34,20 +34,21 @@ class Backend(ABC):
         Parameters
         ----------
         fn : callable
-            Sent to the ranks with cloudpickle; may call ``horovod.<framework>.init()``.
+            Sent to the ranks with cloudpickle. It may call ``horovod.<framework>.init()``.
         args, kwargs
-            Its arguments.
+            Arguments of ``fn``.
         env : mapping, optional
-            Environment variables of the ranks; None deletes one.
+            Environment variables of the ranks; None deletes a variable.
         on_event : callable, optional
-            Called on the driver, from another thread, with what ranks report while they run: a
-            `RankProgress`, `RankEpoch`, `RankMessage` or `RankOutput` at a time. Default: messages
-            are printed, and what ranks print is shown on the driver, if the backend is to show it.
+            Called on the driver, from another thread, with one event of a running rank at a time: a
+            `RankProgress`, `RankEpoch`, `RankMessage` or `RankOutput`. By default, messages are
+            printed. The ranks' output is shown on the driver if the backend is configured to show
+            it.
 
         Returns
         -------
         list
-            One result per rank, in the order of the ranks.
+            One result per rank, in rank order.
 
         Raises
         ------
@@ -62,10 +63,10 @@ class Backend(ABC):
         """Return the number of ranks."""
 
     def check(self) -> None:  # noqa: B027 - not every backend can tell
-        """Raise `SlotsError` if the ranks cannot run at the same time; by default does nothing."""
+        """Raise `SlotsError` if the ranks cannot run at the same time; by default, do nothing."""
 
     def check_store(self, store: Store) -> None:  # noqa: B027 - not every backend can tell
-        """Raise `StoreError` if ranks cannot see the store; by default does nothing."""
+        """Raise `StoreError` if the ranks cannot access the store; by default, do nothing."""
 
     def warming_up(
         self,
@@ -73,9 +74,10 @@ class Backend(ABC):
         args: Sequence[Any] = (),
         env: Mapping[str, str | None] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager around what is done before ``fn(*args)`` is run on ranks.
+        """Return a context manager for the driver's work before ``fn(*args)`` runs on the ranks.
 
-        Machines may import what it needs meanwhile. By default does nothing.
+        During the block, machines may already import the modules that ``fn`` needs. By default,
+        does nothing.
         """
         return contextlib.nullcontext()
 
@@ -84,9 +86,9 @@ class Backend(ABC):
         return "127.0.0.1"
 
     def task_slots(self) -> int | None:
-        """Return how many ranks could run at the same time now; None if nobody can tell."""
+        """Return the number of ranks that can run at the same time now, or None if unknown."""
         return None
 
     def resized(self, num_proc: int) -> Backend | None:
-        """Return a backend like this one for another number of ranks; None if there is none."""
+        """Return a similar backend with another number of ranks, or None if not supported."""
         return None

@@ -1,4 +1,4 @@
-"""Backends that are not ours: anything with ``run`` and ``num_processes``."""
+"""Adapter for third-party backends: objects with ``run`` and ``num_processes`` methods."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ __all__ = ["as_backend"]
 
 
 def as_backend(given: Any) -> Backend:
-    """Return a backend that runs functions as the given object does. Runs on the driver.
+    """Convert an object to a `Backend`. Runs on the driver.
 
     Parameters
     ----------
     given : object
-        A `Backend`, or an object with ``run(fn, args, kwargs, env)``, which returns the ranks'
-        results in the order of the ranks, and ``num_processes()``. Such a one may call the
-        function in this process. It may also have a ``Backend``'s other methods. Its ranks report
-        to ``driver_host()``, 127.0.0.1 by default. The address and the secret for that are
-        arguments of the function, because Horovod's own runner logs the environment.
+        A `Backend`, or an object with the methods ``run(fn, args, kwargs, env)`` and
+        ``num_processes()``. Its ``run`` returns the ranks' results in rank order, and may call the
+        function in this process. The object may also define other methods of `Backend`. Its ranks
+        report to ``driver_host()``, 127.0.0.1 by default. The function receives the address and the
+        secret as arguments, because Horovod's own runner logs the environment.
 
     Raises
     ------
     ParamError
-        If it has no such methods.
+        If the object lacks these methods.
     """
     for method in ("run", "num_processes"):
-        # A class has the methods, too, and no number of ranks.
+        # A class has these methods too, but not a number of ranks.
         if isinstance(given, type) or not callable(getattr(given, method, None)):
             raise ParamError(
                 "backend: expected an object with run(fn, args, kwargs, env) and num_processes(), "

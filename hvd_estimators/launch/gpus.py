@@ -1,10 +1,13 @@
-"""Which GPUs a rank uses: the one rule for tasks, trainers and strategies.
+"""GPU assignment: the single rule for tasks, trainers and strategies.
 
-A task shows its rank, by ``CUDA_VISIBLE_DEVICES``, the GPUs that Spark has assigned to it
-(`assigned_gpus`), or else the one of its number on the machine, where that has enough of them
-(`rank_gpus`). Two ranks of a host must not have the same one (`check_assignment`). Of the GPUs that
-a rank sees it takes the first; only where it sees those of others it takes the one of its number
-(`gpu_index`). Either all ranks have a GPU or none has (`check_gpus`). Imports no framework.
+A task exposes GPUs to its rank through ``CUDA_VISIBLE_DEVICES``. These are the GPUs that Spark has
+assigned to the task (`assigned_gpus`). Without an assignment, it is the GPU with the rank's local
+number, if the machine has enough GPUs (`rank_gpus`). Two ranks of a host must not have the same GPU
+(`check_assignment`).
+
+A rank uses the first GPU that it sees. If it also sees GPUs of other ranks, it uses the one with
+its local number (`gpu_index`). Either all ranks have a GPU, or no rank has one (`check_gpus`).
+Imports no framework.
 """
 
 from __future__ import annotations
@@ -37,10 +40,10 @@ __all__ = [
 Environment = Mapping[str, str | None]
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
-"""Environment variable that says which GPUs CUDA sees, and in which order."""
+"""Environment variable that lists the GPUs visible to CUDA, in order."""
 
 HIDDEN = {VISIBLE_VARIABLE: "-1"}
-"""Variables of ranks that see no GPU."""
+"""Environment variables of ranks that see no GPU."""
 
 ADDRESSES_VARIABLE = "HVD_ESTIMATORS_GPU_ADDRESSES"
 """Environment variable with the addresses of the GPUs that Spark assigned to a rank, as JSON."""
@@ -53,20 +56,21 @@ _DEVICES = "/dev"
 def get_available_devices() -> list[str]:
     """Return the addresses of the GPUs that Spark has assigned to this rank. Runs on the rank.
 
-    As Spark spells them: numbers of the executor's GPUs, or what its discovery script says. The
-    rank sees these GPUs alone (``CUDA_VISIBLE_DEVICES``): to frameworks they are 0, 1, ….
+    Addresses have Spark's notation: numbers of the executor's GPUs, or the output of its discovery
+    script. The rank sees only these GPUs (``CUDA_VISIBLE_DEVICES``). Frameworks number them 0, 1,
+    ….
 
     Returns
     -------
     list of str
-        Empty where Spark assigns no GPUs, and outside of ranks.
+        Empty if Spark assigns no GPUs, and outside of ranks.
     """
     addresses: list[str] = json.loads(os.environ.get(ADDRESSES_VARIABLE) or "[]")
     return addresses
 
 
 def visible_gpus(env: Environment) -> list[str] | None:
-    """Return what names each GPU that CUDA would see, for ``CUDA_VISIBLE_DEVICES``.
+    """Return the names of the GPUs that CUDA would see, for ``CUDA_VISIBLE_DEVICES``.
 
     Parameters
     ----------
@@ -76,7 +80,7 @@ def visible_gpus(env: Environment) -> list[str] | None:
     Returns
     -------
     list of str or None
-        None where only a framework could tell.
+        None if only a framework can determine them.
     """
     outer = env.get(VISIBLE_VARIABLE)
     if outer is not None:
@@ -91,18 +95,18 @@ def visible_gpus(env: Environment) -> list[str] | None:
 
 
 def assigned_gpus(addresses: Sequence[str], env: Environment) -> list[str]:
-    """Return what names the GPUs that Spark assigned to a task. Runs in the task.
+    """Return the names of the GPUs that Spark assigned to a task. Runs in the task.
 
     Parameters
     ----------
     addresses : sequence of str
-        Spark's addresses of them. A number counts the GPUs that the executor sees: with
-        ``CUDA_VISIBLE_DEVICES=3,5`` the GPU of address 1 is 5. UUIDs and names of MIG instances
-        are names already.
+        Spark's addresses of the GPUs. A number is an index into the GPUs that the executor sees:
+        with ``CUDA_VISIBLE_DEVICES=3,5``, the GPU at address 1 is 5. UUIDs and names of MIG
+        instances are returned unchanged.
     env : mapping
-        The executor's environment, with what ranks are given in addition. With
-        ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX`` set to anything but ``0`` the local rank counts,
-        and not what Spark assigned.
+        The executor's environment, updated with the ranks' variables. If
+        ``HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX`` has a value other than ``0``, the local rank
+        selects the GPU, and Spark's assignment is ignored.
 
     Raises
     ------
@@ -133,15 +137,15 @@ def assigned_gpus(addresses: Sequence[str], env: Environment) -> list[str]:
 
 
 def gpu_place(executor: str) -> str:
-    """Return a text that is the same in tasks of a host that mean the same GPUs by a number.
+    """Return a key that is equal for tasks of a host that number GPUs alike. Runs in the task.
 
-    Numbers count what a container sees. Where there are no GPUs (a test's discovery script has made
-    them up), those of another executor are others. Runs in the task.
+    Numbers index the GPUs that a container sees. Without GPUs, for example if a test's discovery
+    script invents them, each executor has its own key.
 
     Parameters
     ----------
     executor : str
-        What tells the task's executor from others of the host.
+        Identifier of the task's executor, unique on its host.
     """
     if visible_gpus({}) is None:
         return executor
@@ -152,19 +156,19 @@ def gpu_place(executor: str) -> str:
 
 
 def check_assignment(places: Sequence[tuple[str, str]], gpus: Sequence[Sequence[str]]) -> None:
-    """Make sure that no two ranks of a host were assigned the same GPU.
+    """Check that no two ranks of a host were assigned the same GPU.
 
     Parameters
     ----------
     places : sequence of (str, str)
         The host of each task, and its `gpu_place`.
     gpus : sequence of sequence of str
-        What `assigned_gpus` returned in each task.
+        The result of `assigned_gpus` in each task.
 
     Raises
     ------
     GpuError
-        If two were.
+        If two ranks share a GPU.
     """
     tasks = defaultdict(list)
     for task, ((host, place), of_task) in enumerate(zip(places, gpus, strict=True)):
@@ -188,31 +192,31 @@ def rank_gpus(
     local_size: int,
     env: Environment,
 ) -> dict[str, str]:
-    """Return the variables that show a rank its GPUs alone. Runs where the rank is started.
+    """Return the variables that restrict a rank to its GPUs. Runs where the rank is started.
 
     Parameters
     ----------
     addresses : sequence of str
-        The GPUs that Spark assigned to the task; empty where Spark does not schedule GPUs.
+        The GPUs that Spark assigned to the task; empty if Spark does not schedule GPUs.
     gpus : sequence of str
-        What `assigned_gpus` made of them.
+        The result of `assigned_gpus` for these addresses.
     local_rank, local_size : int
-        The rank's number on its machine, and how many ranks that has.
+        The rank's number on its machine, and the number of ranks there.
     env : mapping
         As for `assigned_gpus`.
 
     Returns
     -------
     dict
-        ``CUDA_VISIBLE_DEVICES`` is not among them where there are more ranks than GPUs: they then
-        choose by `gpu_index`.
+        ``CUDA_VISIBLE_DEVICES`` is absent if there are more ranks than GPUs; ranks then choose by
+        `gpu_index`.
     """
     variables = {ADDRESSES_VARIABLE: json.dumps(list(addresses))} if addresses else {}
     if gpus:
         return {**variables, VISIBLE_VARIABLE: ",".join(gpus)}
     visible = visible_gpus(env)
     if visible is None and addresses:
-        # Spark knows of GPUs, and the user wants the local rank to choose.
+        # Spark schedules GPUs, but the user wants the local rank to choose.
         visible = [str(index) for index in range(local_size)]
     if visible and local_size <= len(visible):
         return {**variables, VISIBLE_VARIABLE: visible[local_rank]}
@@ -220,36 +224,36 @@ def rank_gpus(
 
 
 def gpu_index(visible: int, local_rank: int) -> int | None:
-    """Return which of the GPUs that a rank sees it uses; None if it sees none. Runs in the rank.
+    """Return the index of a rank's GPU among those it sees; None without GPUs. Runs in the rank.
 
     Parameters
     ----------
     visible : int
-        How many it sees.
+        Number of GPUs that the rank sees.
     local_rank : int
         The rank's number on its machine.
     """
     if not visible:
         return None
-    # Those that were assigned are the rank's alone.
+    # Assigned GPUs belong to this rank alone.
     is_own = bool(get_available_devices()) and (os.environ.get(LOCAL_RANK_VARIABLE) or "0") == "0"
     return 0 if is_own else local_rank % visible
 
 
 def own_gpu(index: int) -> tuple[str, str]:
-    """Return the host, and what names the GPU of a number among those that this rank sees."""
+    """Return the host, and the name of the GPU at an index among those that this rank sees."""
     listed = visible_gpus(os.environ) or []
     host = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     return host, listed[index] if index < len(listed) else str(index)
 
 
 def check_gpus(available: Sequence[bool]) -> bool:
-    """Return whether the ranks have GPUs, given what each of them, in order, says.
+    """Return whether the ranks have GPUs, given one flag per rank.
 
     Raises
     ------
     GpuError
-        If some ranks have a GPU and others have none.
+        If some ranks have a GPU and others do not.
     """
     if any(available) and not all(available):
         lacking = [str(rank) for rank, has_gpu in enumerate(available) if not has_gpu]
@@ -261,12 +265,12 @@ def check_gpus(available: Sequence[bool]) -> bool:
 
 
 def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str:
-    """Return a line that says which GPUs the ranks use, and what reduces between them.
+    """Return a line that lists the ranks' GPUs and the library that reduces between them.
 
     Parameters
     ----------
     gpus : sequence of (str, str)
-        What `own_gpu` returned on each rank.
+        The result of `own_gpu` on each rank.
     kind : str
         The name of rank 0's GPU.
     nccl : bool
@@ -275,7 +279,7 @@ def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str
     Raises
     ------
     GpuError
-        If two ranks share a GPU, and NCCL, which cannot do that, is to reduce.
+        If two ranks share a GPU and Horovod uses NCCL, which cannot reduce on a shared GPU.
     """
     shared = [gpu for gpu in dict.fromkeys(gpus) if gpus.count(gpu) > 1]
     if shared and nccl:
@@ -292,10 +296,10 @@ def describe_gpus(gpus: Sequence[tuple[str, str]], kind: str, nccl: bool) -> str
 
 
 def gpu_hint(error: str) -> str:
-    """Return what to say of GPUs to a function that fails because of how it uses them.
+    """Return a hint for errors caused by wrong use of GPUs; empty for other errors.
 
-    It may ask for a GPU by a number that its rank does not see, or share one with another rank,
-    which NCCL refuses. Empty where an error's text says nothing of the kind.
+    A function may request a GPU number that its rank does not see. It may also share a GPU with
+    another rank, which NCCL rejects.
     """
     if re.search("ncclCommInitRank failed: invalid usage", error):
         return (
@@ -312,7 +316,7 @@ def gpu_hint(error: str) -> str:
 
 
 def _listed(variable: str) -> list[str]:
-    """Return the GPUs that the variable names, as CUDA reads it: up to the first that is none."""
+    """Return the GPUs in the variable as CUDA reads it: up to the first invalid entry."""
     listed: list[str] = []
     for name in (part.strip() for part in variable.split(",")):
         if not re.fullmatch(r"\d+|(?:GPU|MIG)-.+", name):

@@ -45,36 +45,37 @@ __all__ = ["LocalBackend"]
 
 
 class LocalBackend(Backend):
-    """Runs every rank as a subprocess on this machine.
+    """Backend that runs every rank as a subprocess on this machine.
 
     Parameters
     ----------
     num_proc : int
-        Number of ranks. Default: 1. 0 and None: as many as this process has cores.
+        Number of ranks. Default: 1. 0 and None: the number of cores available to this process.
     env : mapping, optional
-        Environment variables of the ranks; None deletes one. Ranks inherit this process's.
+        Environment variables of the ranks; None deletes a variable. Ranks inherit the environment
+        of this process.
     verbose : int
-        2 and above shows what the ranks print on standard error, with the rank before each line.
-        Where lines are taken too slowly some are left out, and a line says how many.
+        2 or more shows the ranks' output on standard error, with the rank before each line. If
+        lines are consumed too slowly, some are dropped, and a line reports how many.
     stdout, stderr : file-like, optional
-        Open text files or streams, such as ``sys.stdout``, to which lines of the
-        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
-        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
-        each, so that the order of a line of one and a line of the other is not known.
+        Open text files or streams, such as ``sys.stdout``, for lines of the ranks' standard output
+        and standard error. Lines are written while the ranks run, with ``[rank]<stdout>:`` or
+        ``[rank]<stderr>:`` before each. If either argument is given, ranks have a separate pipe for
+        each stream. The order between lines of the two streams is then unknown.
     prefix_output_with_timestamp : bool
-        Whether a line of a rank begins with the time at which it came.
+        Whether each line of a rank starts with its time of arrival.
     warm_start : bool
-        Whether ranks may be forks of a process that has imported the framework, as with
-        `SparkBackend`; it ends with this process. Default: True on Linux, unless the environment
-        variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+        Whether ranks may be forked from a process that has already imported the framework, as in
+        `SparkBackend`. The forking process ends with this one. Default: True on Linux, unless the
+        environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
     **further
-        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
-        their place.
+        Further arguments of ``horovod.spark.run``. They have no effect; a warning names the
+        replacement.
 
     Raises
     ------
     ParamError
-        If an argument is not usable, or is unknown.
+        If an argument is invalid or unknown.
     """
 
     def __init__(
@@ -131,9 +132,9 @@ class LocalBackend(Backend):
             **os.environ,
             "PYTHONPATH": python_path(sys.path),
         }
-        # Ranks that end are seen by this process itself.
         key = ranks_key(new_secret())
         given = {**os.environ, **self._env, **(env or {})}
+        # This process detects the end of ranks itself, so the store's `silence` is infinite.
         store = JobStore(silence=float("inf"))
         store.expect([slot.hostname for slot in slots])
         handler = serialized(self._outlets.handler(on_event))

@@ -1,4 +1,4 @@
-"""The launches of an elastic job: when, with how many ranks, and for how often. On the driver."""
+"""Relaunches of an elastic job: time, number of ranks and limit. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = ["Launches", "for_good", "slots_again", "summary"]
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.5
-# Executors that were lost are mostly replaced within seconds.
+# Lost executors are usually replaced within seconds.
 _RETURN_SECONDS = 15.0
-# As often as Spark starts a task that fails, by default.
+# Spark's default number of attempts for a failing task.
 _MOST_FRUITLESS = 4
 
 
 @dataclass
 class Launches:
-    """The launches of one job.
+    """Launches of one job.
 
     Attributes
     ----------
     backend : callable
-        Returns what runs a number of ranks.
+        Returns the backend for a number of ranks.
     least, most : int
-        Ranks of a relaunch.
+        Minimum and maximum number of ranks of a relaunch.
     timeout : float
-        Seconds to wait for so many slots.
+        Seconds to wait for ``least`` slots.
     limit : int or None
-        Most relaunches.
+        Maximum number of relaunches.
     """
 
     backend: Callable[[int], SparkBackend]
@@ -69,7 +69,7 @@ class Launches:
                     self._add(error, commits.count - before)
                     deadline = time.monotonic() + self.timeout
                 except (SlotsError, UnreachableError) as error:
-                    # Slots that were there a moment ago may have gone.
+                    # Slots that were available a moment ago may be lost.
                     if not self.failures:
                         raise
                     if time.monotonic() > deadline:
@@ -83,7 +83,7 @@ class Launches:
                 )
 
     def _add(self, error: WorkerFailedError, commits: int) -> None:
-        """Note a launch that failed; raise its error if it was the last one."""
+        """Record a failed launch; raise its error if it was the last one."""
         last = self.failures[-1] if self.failures else None
         is_alike = last is not None and error.error_type and error.error_type == last.error_type
         self.fruitless = self.fruitless + 1 if commits <= (1 if is_alike else 0) else 0
@@ -98,7 +98,7 @@ class Launches:
         return for_good(error, self.failures, f", and {why}")
 
     def _await_slots(self, before: int, deadline: float) -> int:
-        """Return how many ranks to launch, once there are slots for enough."""
+        """Wait for enough slots and return the number of ranks to launch."""
         count = self.backend(self.least).task_slots
         slots = slots_again(count, self.least, before, deadline)
         if slots < self.least:
@@ -116,25 +116,25 @@ class Launches:
 
 
 def slots_again(count: Callable[[], int], least: int, before: int, deadline: float) -> int:
-    """Wait until there are slots for ranks that are to be launched again.
+    """Wait until there are enough slots to relaunch ranks.
 
-    Where slots have gone, it waits for a moment for others to come in their place.
+    If slots were lost, waits for a moment for replacements.
 
     Parameters
     ----------
     count : callable
-        Returns how many task slots there are.
+        Returns the number of task slots.
     least : int
-        Fewest ranks.
+        Minimum number of ranks.
     before : int
-        Ranks that were lost.
+        Number of ranks that were lost.
     deadline : float
-        Until when, by `time.monotonic`, to wait for ``least`` slots.
+        Time, by `time.monotonic`, until which to wait for ``least`` slots.
 
     Returns
     -------
     int
-        Task slots; fewer than ``least`` where there were never enough.
+        Task slots; fewer than ``least`` if there were never enough.
     """
     settled = time.monotonic() + _RETURN_SECONDS
     while True:
@@ -149,16 +149,16 @@ def slots_again(count: Callable[[], int], least: int, before: int, deadline: flo
 def for_good(
     error: WorkerFailedError, earlier: Sequence[WorkerFailedError], why: str
 ) -> WorkerFailedError:
-    """Return the error of a launch that was the last one, with what was lost before.
+    """Return the error of the last launch, extended by the earlier failures.
 
     Parameters
     ----------
     error : WorkerFailedError
-        The last launch's.
+        Error of the last launch.
     earlier : sequence of WorkerFailedError
-        Those after which ranks were launched again.
+        Errors of the launches that were followed by a relaunch.
     why : str
-        Goes on with a sentence on how often they were: why they are not launched once more.
+        Reason against another relaunch; completes a sentence on the number of relaunches.
     """
     lost = "".join(f"\n  {summary(failure)}" for failure in earlier[-10:])
     before = f" Lost before:{lost}" if lost else ""
@@ -183,7 +183,7 @@ _HOW = {
 
 
 def summary(error: WorkerFailedError) -> str:
-    """Return in a sentence what was lost."""
+    """Return a one-sentence summary of a failure."""
     what = "The Spark job of the ranks" if error.rank is None else f"Rank {error.rank}"
     if error.rank is None and error.cause == "lost":
         what = "An executor, or a Python process of it,"

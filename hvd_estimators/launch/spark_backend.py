@@ -1,4 +1,4 @@
-"""Ranks as children of Spark barrier tasks: all of them start together, or none does."""
+"""Ranks as children of Spark barrier tasks: all of them start together, or no rank does."""
 
 from __future__ import annotations
 
@@ -50,79 +50,82 @@ if TYPE_CHECKING:
 
 __all__ = ["SparkBackend"]
 
-# Executors that are asked for come within this time, or need to be asked for again.
+# Requested executors arrive within this time, or must be requested again.
 _ASKING_SECONDS = 30.0
 
 
 class SparkBackend(Backend):
-    """Runs every rank as the child process of a Spark barrier task.
+    """Backend that runs every rank as the child process of a Spark barrier task.
 
     Parameters
     ----------
     num_proc : int, optional
-        Number of ranks. Default, and 0: as many as there are task slots; with dynamic allocation
-        there is no such number.
+        Number of ranks. Default, and 0: the number of task slots. Must be set with dynamic
+        allocation, which has no fixed number of slots.
     env : mapping, optional
-        Environment variables of the ranks, over the executor's; None deletes one. Default: the
-        driver's, when `run` is called, except secrets (names with ``TOKEN``, ``SECRET``,
-        ``PASSWORD``, ``…_KEY`` and the like) and what belongs to the driver's machine (``PATH``,
-        ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and the like); see
-        `hvd_estimators.launch.rank.environment`. What is given here is passed as it is; ``env={}``
-        passes nothing.
+        Environment variables of the ranks, on top of the executor's; None deletes a variable.
+        Default: the driver's environment when `run` is called. Secrets (names with ``TOKEN``,
+        ``SECRET``, ``PASSWORD``, ``…_KEY`` and the like) are left out. So are variables of the
+        driver's machine (``PATH``, ``HOME``, ``SPARK_*``, ``JAVA_*``, ``CUDA_VISIBLE_DEVICES`` and
+        the like); see `hvd_estimators.launch.rank.environment`. Variables given here are passed
+        unchanged; ``env={}`` passes nothing.
     start_timeout : float
         Seconds to wait for free task slots. Default: ``HOROVOD_SPARK_START_TIMEOUT`` or 600.
     verbose : int
-        2 and above shows what the ranks print on the driver's standard error, with the rank before
-        each line, as well as in the executors' logs. These get 64 MiB of a rank, and 1 MiB a minute
-        above that. A driver that takes lines too slowly gets less, and is told how much is left
-        out. With a local master, where the driver has these logs, 0 shows nothing.
+        2 or more shows the ranks' output on the driver's standard error, with the rank before each
+        line. The executors' logs also contain the output: 64 MiB per rank, and 1 MiB per minute
+        above that. If the driver reads lines too slowly, some are dropped, and a line reports how
+        many. With a local master, where the driver has these logs, 0 shows nothing.
     executable : str, optional
-        The Python of the ranks. Default: the one that runs the executors' Python workers.
+        The Python of the ranks. Default: the Python of the executors' workers.
     stdout, stderr : file-like, optional
-        Open text files or streams of the driver, such as ``sys.stdout``, to which lines of the
-        ranks' standard output and standard error are written while they run, as ``[rank]<stdout>:``
-        and ``[rank]<stderr>:`` before each. Where one of the two is given ranks have a pipe for
-        each, so that the order of a line of one and a line of the other is not known.
+        Open text files or streams of the driver, such as ``sys.stdout``, for lines of the ranks'
+        standard output and standard error. Lines are written while the ranks run, with
+        ``[rank]<stdout>:`` or ``[rank]<stderr>:`` before each. If either argument is given, ranks
+        have a separate pipe for each stream. The order between lines of the two streams is then
+        unknown.
     prefix_output_with_timestamp : bool
-        Whether a line of a rank begins with the time at which it came to the driver.
+        Whether each line of a rank starts with its time of arrival on the driver.
     warm_start : bool
-        Whether ranks may be forks of a process on their executor that has imported the framework
-        (`hvd_estimators.launch.warm.client`), which from the second launch on saves the seconds
-        that this takes. It is there from the first launch until the executor ends, or for 10
-        minutes without another launch, and takes the memory of the imports once. Default: True on
-        Linux, unless the environment variable ``HVD_ESTIMATORS_WARM_START`` is ``0``.
+        Whether ranks may be forked from a process on their executor that has already imported the
+        framework (`hvd_estimators.launch.warm.client`). From the second launch on, this saves the
+        seconds that the imports take. The process starts with the first launch. It ends with the
+        executor, or after 10 minutes without another launch, and takes the memory of the imports
+        once. Default: True on Linux, unless the environment variable ``HVD_ESTIMATORS_WARM_START``
+        is ``0``.
     nics : str or iterable of str, optional
-        The names of the network interfaces at which ranks on several hosts may meet, as ``"eth1"``
-        or ``["eth1", "ib0"]``; a host needs one of them. Ranks on one host always meet at its
-        loopback interface. Default: that in the ranks' ``HOROVOD_GLOO_IFACE``, or, without it, one
-        that all hosts reach each other by, which is found by trying.
+        Names of the network interfaces through which ranks on several hosts may connect, such as
+        ``"eth1"`` or ``["eth1", "ib0"]``. A host needs one of them. Ranks on one host always
+        connect through its loopback interface. Default: the interface in the ranks'
+        ``HOROVOD_GLOO_IFACE``. Without that variable, hosts probe each other for an interface that
+        all of them can reach.
     resource_profile : pyspark.resource.ResourceProfile, optional
-        What the tasks of ranks ask for, so that they get GPUs that other stages of the application
-        do not hold. On Standalone, YARN, Kubernetes and ``local-cluster``, on the executors that
-        there are; what it asks of executors needs dynamic allocation.
+        Resources that the ranks' tasks request, so that ranks get GPUs that other stages of the
+        application do not hold. Supported on Standalone, YARN, Kubernetes and ``local-cluster``,
+        with the existing executors. Requests for executor resources need dynamic allocation.
     gpus_per_task, cpus_per_task : int, optional
-        The same in short: GPUs and cores of each task. Executors need them
+        Shorthand for a profile: GPUs and cores of each task. Executors need them
         (``spark.executor.resource.gpu.amount``). Default: ``spark.task.resource.gpu.amount`` and
         ``spark.task.cpus``.
     **further
-        Further arguments of ``horovod.spark.run``, which have no effect; a warning says what takes
-        their place.
+        Further arguments of ``horovod.spark.run``. They have no effect; a warning names the
+        replacement.
 
     Raises
     ------
     ParamError
-        If an argument is not usable, or is unknown.
+        If an argument is invalid or unknown.
 
     Notes
     -----
-    A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and is named. One that
-    hangs looks like one that is slow: it ends the job only where
-    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` says for how long it may hold up the others; see
+    A rank whose process stays stopped for a minute (SIGSTOP) ends the job, and the error names that
+    rank. A rank that hangs looks like a slow rank. It ends the job only if
+    ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS`` limits how long it may delay the others; see
     `hvd_estimators.launch.rank.hang_detection`.
     """
 
     gathers_timeline: bool = False
-    """Whether the file that ``HOROVOD_TIMELINE`` names is brought to the driver's machine."""
+    """If true, the file that ``HOROVOD_TIMELINE`` names is copied to the driver's machine."""
 
     def __init__(
         self,
@@ -160,9 +163,9 @@ class SparkBackend(Backend):
         return self._num_proc or self._all_slots()
 
     def task_slots(self) -> int:
-        """Return how many ranks the executors that are registered now can run at the same time.
+        """Return how many ranks the currently registered executors can run at the same time.
 
-        With dynamic allocation executors for so many as there are to be are asked for first.
+        With dynamic allocation, executors for the configured number of ranks are requested first.
         """
         cluster = current_cluster(self._resources)
         if not cluster.knows_slots:
@@ -178,11 +181,11 @@ class SparkBackend(Backend):
         return other
 
     def waiting(self) -> contextlib.AbstractContextManager[Callable[[float], None]]:
-        """Wait between two launches, so that who cancels this thread's job group ends that, too."""
+        """Wait between two launches; cancelling this thread's job group also ends the wait."""
         return cancellable_wait(current_cluster(self._resources))
 
     def _all_slots(self) -> int:
-        """Return the cluster's task slots, the same number for as long as the application lives."""
+        """Return the cluster's task slots, a constant number for the application's lifetime."""
         cluster = current_cluster(self._resources)
         application = cluster.application
         if self._slots is None or self._slots[0] != application:
@@ -198,7 +201,7 @@ class SparkBackend(Backend):
                     "the number of ranks."
                 )
             timeout = 0 if cluster.is_local else self._start_timeout
-            # Without any, `check` says so.
+            # Without slots, `check` raises.
             self._slots = application, max(await_slots(cluster, None, timeout), 1)
         return self._slots[1]
 
@@ -207,12 +210,12 @@ class SparkBackend(Backend):
         return current_cluster().driver_host()
 
     def check(self) -> None:
-        """Make sure that the cluster has a task slot for every rank.
+        """Check that the cluster has a task slot for every rank.
 
         Raises
         ------
         SlotsError
-            If it has fewer. With dynamic allocation executors are asked for first.
+            If it has fewer. With dynamic allocation, executors are requested first.
         DependencyError
             If a local session's Python tasks run another Python, or if Horovod was not built by
             ``hvd-estimators build-horovod``.
@@ -223,12 +226,12 @@ class SparkBackend(Backend):
         check_slots(cluster, self.num_processes(), self._start_timeout, self._resources)
 
     def check_store(self, store: Store) -> None:
-        """Make sure that the ranks' machines see what the driver writes to the store.
+        """Check that the ranks' machines see the files that the driver writes to the store.
 
         Raises
         ------
         StoreError
-            If a machine does not.
+            If a machine does not see them.
         """
         cluster = current_cluster(self._resources)
         if cluster.is_local and store.local_path(store.folder) is not None:
@@ -263,7 +266,7 @@ class SparkBackend(Backend):
         """Run ``fn(*args, **kwargs)`` on every rank; see `Backend.run`."""
         check_run_arguments(self.run, unknown)
         environment_given(env or {})
-        # Before executors are waited for.
+        # Report errors of the call before waiting for executors.
         document = pickle_call(*call_of(fn, args, kwargs))
         self.check()
         cluster = current_cluster(self._resources)
@@ -301,7 +304,7 @@ class SparkBackend(Backend):
         args: Sequence[Any] = (),
         env: Mapping[str, str | None] | None = None,
     ) -> contextlib.AbstractContextManager[None]:
-        """Let executors import what ``fn(*args)`` will need; see `Backend.warming_up`."""
+        """Let executors import the modules that ``fn(*args)`` needs; see `Backend.warming_up`."""
         cluster = current_cluster(self._resources)
         if not self._forks_ranks or cluster.allocates_dynamically:
             return contextlib.nullcontext()
@@ -318,7 +321,7 @@ class SparkBackend(Backend):
         modules: tuple[str, ...] | None,
         env: Mapping[str, str | None] | None,
     ) -> Job:
-        """Return what tasks are told of all jobs of this backend, whatever they run."""
+        """Return the settings that all jobs of this backend share, independent of the call."""
         return Job(
             call=b"",
             max_bytes=0,
@@ -339,6 +342,6 @@ class SparkBackend(Backend):
     def _collect(
         self, cluster: Cluster, num_proc: int, task: Callable[..., Any], schema: str
     ) -> list[Any]:
-        """Run a function in barrier tasks, and return the rows that it yields there."""
+        """Run a function in barrier tasks and return the rows that it yields."""
         with barrier_job(cluster, num_proc, self._start_timeout):
             return interruptible(cluster, lambda: cluster.collect(num_proc, task, schema))

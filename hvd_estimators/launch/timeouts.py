@@ -1,4 +1,4 @@
-"""How long the tasks of a job wait for each other."""
+"""Timeouts of tasks and ranks that wait for each other."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ from dataclasses import dataclass
 __all__ = ["GLOO_TIMEOUT", "Patience"]
 
 GLOO_TIMEOUT = "120"
-"""Seconds for which ranks wait for each other within Gloo, unless the user sets others.
+"""Seconds for which ranks wait for each other within Gloo, unless the user sets another value.
 
-Horovod's 30 s are too few: after a link was down for 25 s, TCP may take twice as long to go on,
-since its pauses between attempts double. A lost task is reported well before this.
+Horovod's default of 30 s is too short. After a link was down for 25 s, TCP may take twice as long
+to resume, because the pauses between its attempts double. A lost task is reported well before this
+timeout.
 """
 
 
 @dataclass(frozen=True)
 class Patience:
-    """Seconds for which a rank's task waits for another one.
+    """Timeouts, in seconds, of a rank's task that waits for another task.
 
     Attributes
     ----------
     attempt : float
-        For the answer to a message, before it is sent again.
+        Time to wait for the answer to a message before it is sent again.
     refused : float
-        While connections are refused: nobody listens any more.
+        Time to retry while connections are refused, because the other task no longer listens.
     silence : float
-        While there is no answer at all: a link is down, or a process is stopped.
+        Time to retry without any answer, because a link is down or a process is stopped.
     pause : float
-        Between two attempts.
+        Pause between two attempts.
     beat : float
-        Between two messages by which a task says that it is alive.
+        Interval between two heartbeats of a task.
     """
 
     attempt: float = 5.0

@@ -1,4 +1,4 @@
-"""Arguments that backends do not have: those of ``horovod.spark`` are explained, others refused."""
+"""Validation of backend arguments: explain those of ``horovod.spark``, reject unknown ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _GLOO = "Gloo is always the controller. Leave it out"
 
-# Those of horovod.spark.run(): what takes their place, and the values that say what is so anyway.
+# Arguments of horovod.spark.run(): the replacement, and the values that have no effect anyway.
 _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "use_gloo": (_GLOO, (True,)),
     "use_mpi": (_GLOO, (False,)),
@@ -39,12 +39,12 @@ _OF_HOROVOD_SPARK: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 def call_of(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a function and its arguments.
+    """Validate and return a function and its arguments.
 
     Raises
     ------
     ParamError
-        If one of them is none.
+        If the function is not callable, or its arguments are not a sequence and a mapping.
     """
     if not callable(fn):
         raise ParamError(f"fn: expected a function, found {fn!r}.")
@@ -56,9 +56,9 @@ def call_of(
 
 
 def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
-    """Tell about the arguments that a backend's class does not have.
+    """Check the arguments that a backend's class does not have.
 
-    Those of ``horovod.spark.run`` have no effect: a warning says what takes their place.
+    Arguments of ``horovod.spark.run`` have no effect; a warning names the replacement.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
     Raises
     ------
     ParamError
-        If there is an argument that ``horovod.spark.run`` does not have either.
+        If ``horovod.spark.run`` does not have an argument either.
     """
     known = _parameters(backend)
     _refuse_unknown(backend.__name__, given.keys() - _OF_HOROVOD_SPARK.keys(), known)
@@ -81,12 +81,12 @@ def check_further_arguments(backend: type, given: Mapping[str, Any]) -> None:
 
 
 def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    """Refuse the arguments that a backend's ``run`` does not have.
+    """Reject arguments that a backend's ``run`` does not have.
 
     Raises
     ------
     ParamError
-        If there is one.
+        If there is such an argument.
     """
     if not given:
         return
@@ -104,12 +104,12 @@ def check_run_arguments(run: Callable[..., Any], given: Mapping[str, Any]) -> No
 def seconds_given(
     seconds: float | None, variable: str, default: float = 600.0, name: str = "start_timeout"
 ) -> float:
-    """Return a number of seconds: as it was given, from an environment variable, or a default.
+    """Return a number of seconds from an argument, an environment variable or a default.
 
     Raises
     ------
     ParamError
-        If the argument of that name, or the variable, holds no number.
+        If the argument called ``name``, or the variable, is not a number of seconds.
     """
     if seconds is not None:
         if isinstance(seconds, bool) or not isinstance(seconds, Real) or not seconds >= 0:
@@ -123,12 +123,12 @@ def seconds_given(
 
 
 def whole_number(name: str, value: Any, minimum: int = 0) -> int:
-    """Return an argument that is a whole number, not below a minimum.
+    """Validate and return an argument that must be a whole number of at least ``minimum``.
 
     Raises
     ------
     ParamError
-        If it is something else.
+        If it is not.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise ParamError(f"{name}: expected a whole number, found {value!r}.")
@@ -138,12 +138,12 @@ def whole_number(name: str, value: Any, minimum: int = 0) -> int:
 
 
 def environment_given(env: Any) -> dict[str, str | None]:
-    """Return an argument ``env``.
+    """Validate and return an argument ``env``.
 
     Raises
     ------
     ParamError
-        If it is no dict of variables by their names.
+        If it is not a mapping with names of variables as keys.
     """
     if not isinstance(env, Mapping) or not all(isinstance(name, str) for name in env):
         raise ParamError(
@@ -154,7 +154,7 @@ def environment_given(env: Any) -> dict[str, str | None]:
 
 
 def interface_names(nics: Any) -> tuple[str, ...]:
-    """Return the names in an argument ``nics``: one or more in a text, or a collection of them.
+    """Return the names in an argument ``nics``: a comma-separated string or a collection.
 
     Raises
     ------
@@ -172,12 +172,12 @@ def interface_names(nics: Any) -> tuple[str, ...]:
             f"names; found {nics!r}."
         )
     found = dict.fromkeys(name.strip() for name in names)
-    # The order of a set changes from run to run.
+    # A set has another order in each run.
     return tuple(sorted(found) if isinstance(nics, (set, frozenset)) else found)
 
 
 def _parameters(function: Callable[..., Any]) -> list[str]:
-    """Return the names of the arguments that a function, or a class, has."""
+    """Return the names of a function's or class's parameters."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]
 

@@ -1,9 +1,10 @@
-"""Versions of packages on driver and ranks, and patches that Horovod needs.
+"""Package versions on driver and ranks, and the patches that Horovod needs.
 
-``hvd-estimators build-horovod`` puts it in (`hvd_estimators.commands.source_patches`).
+``hvd-estimators build-horovod`` applies the patches (`hvd_estimators.commands.source_patches`).
 
-What the driver pickles is read on the ranks, and what they save on the driver: other versions fail
-late, and with messages that say nothing of versions. Runs on both sides; imports no framework.
+Ranks unpickle objects from the driver, and the driver reads files that ranks save. Different
+versions fail late, with messages that do not mention versions. Runs on both sides; imports no
+framework.
 """
 
 from __future__ import annotations
@@ -38,39 +39,29 @@ __all__ = [
 ]
 
 ADDRESS_VARIABLE = "HVD_ESTIMATORS_GLOO_ADDRESS"
-
-
 """Environment variable with the numeric address on which a rank's Gloo listens."""
 
 
 TOKEN_VARIABLE = "HVD_ESTIMATORS_RENDEZVOUS_TOKEN"
-
-
-"""Environment variable with what a rank shows the rendezvous server, as a bearer token."""
+"""Environment variable with a rank's bearer token for the rendezvous server."""
 
 
 PATCHES_REVISION = 2
-
-
-"""What a wheel says of itself in `MARKER`; raise it when a mend changes what a wheel does."""
+"""Revision that a wheel records in `MARKER`; increment it if a patch changes a wheel."""
 
 
 REQUIRED_PATCHES = 1
-
-
-"""The revision without which ranks do not run. The second lets Horovod notice stalled ranks."""
+"""Minimum revision that ranks need. Revision 2 lets Horovod detect stalled ranks."""
 
 
 MARKER = "horovod/hvd_estimators_mends.py"
-
-
-"""The file by which a wheel tells that it was compiled with the mends."""
+"""File that marks a wheel as compiled with the patches."""
 
 
 def installed_patches() -> int:
-    """Return the revision of the mends of the installed Horovod; 0 without them, or without it.
+    """Return the patch revision of the installed Horovod; 0 without patches or without Horovod.
 
-    Imports nothing of Horovod.
+    Does not import Horovod.
     """
     spec = find_spec("horovod")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -82,7 +73,7 @@ def installed_patches() -> int:
 
 
 def require_patches() -> None:
-    """Make sure that the installed Horovod was compiled with the mends.
+    """Check that the installed Horovod was compiled with the patches.
 
     Raises
     ------
@@ -105,9 +96,9 @@ _PACKAGES = (
 
 @functools.cache
 def installed_versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that both sides need to have the same of.
+    """Return the versions of Python and of the packages that must be equal on both sides.
 
-    Without the part that names a build (``+cpu``), since a driver need not have GPUs.
+    Build suffixes (``+cpu``) are removed, because a driver may not have GPUs.
     """
     found = {
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -122,9 +113,10 @@ def installed_versions() -> dict[str, str]:
 
 
 def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
-    """Return what to say of a machine whose versions are not the driver's; empty if they are.
+    """Describe how a machine's versions differ from the driver's; empty if they match.
 
-    A package that is on one side only is not missed by all jobs, and says so itself.
+    A package that only one side has is ignored. Not all jobs need it, and a missing package reports
+    itself.
     """
     other = [
         f"{name} {version} where the driver has {driver[name]}"
@@ -141,7 +133,7 @@ def differences(here: Mapping[str, str], driver: Mapping[str, str]) -> str:
 
 @functools.cache
 def horovod_build() -> str:
-    """Return what tells a build of Horovod from others, by the files of the installed one."""
+    """Return the fingerprint of the installed build of Horovod, computed from its files."""
     spec = importlib.util.find_spec("horovod")
     digest = hashlib.sha256(installed_versions().get("horovod", "").encode())
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -153,20 +145,19 @@ def horovod_build() -> str:
 
 
 def check_builds(hosts: Sequence[str], builds: Sequence[str]) -> None:
-    """Make sure that all ranks have the same build of Horovod.
+    """Check that all ranks have the same build of Horovod.
 
-    With NCCL on some and without on others they would wait for each other for ever.
+    If only some builds have NCCL, ranks would wait for each other indefinitely.
 
     Parameters
     ----------
     hosts, builds : sequence of str
-        The host of each task, and what `horovod_build` returned there; empty where it was not
-        asked.
+        The host of each task, and the result of `horovod_build` there; empty if it was not called.
 
     Raises
     ------
     DependencyError
-        If they have not.
+        If the builds differ.
     """
     of_builds: dict[str, list[str]] = defaultdict(list)
     for host, build in zip(hosts, builds, strict=True):

@@ -1,1 +1,1 @@
-"""The Spark application that ranks are launched in: its slots, jobs and failures. On the driver."""
+"""The Spark application that runs the ranks: slots, jobs and failures. Runs on the driver."""

@@ -1,7 +1,8 @@
-"""The Spark application that launches ranks: slots, hosts, Python, and failures of jobs and tasks.
+"""The Spark application that runs the ranks: slots, hosts, Python, and failed jobs and tasks.
 
-All of it is asked here, so that a session of another kind (`hvd_estimators.launch.cluster.connect`)
-needs another class with these methods and nothing else. Runs on the driver.
+All queries to Spark are in one class, so that another kind of session
+(`hvd_estimators.launch.cluster.connect`) only needs another class with the same methods. Runs on
+the driver.
 """
 
 from __future__ import annotations
@@ -41,29 +42,29 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2
 
 
-# Executors register within seconds of each other; the first may take long.
+# Executors register within seconds of each other, but the first may take longer.
 _SETTLED_SECONDS = 10.0
 
 
-# Where more are needed, and nobody knows how many will come.
+# Used if more executors are needed and their final number is unknown.
 _LATE_SECONDS = 60.0
 
 
 def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
-    """Return the task slots, once there are enough or no more executors will come.
+    """Return the number of task slots once there are enough or no more executors will register.
 
     Parameters
     ----------
     cluster : Cluster
         The application.
     wanted : int or None
-        How many are enough; None asks for all of them.
+        Sufficient number of slots; None waits for all of them.
     timeout : float
-        Seconds to wait at most.
+        Maximum number of seconds to wait.
     """
     started = time.monotonic()
     patience = _SETTLED_SECONDS if wanted is None else _LATE_SECONDS
-    # Executors of an application that has been there for a while have registered.
+    # The executors of an older application have already registered.
     last_change = started - cluster.age
     expected = expected_executors(cluster.master, cluster.conf)
     told = False
@@ -75,7 +76,7 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
             break
         if now - started >= timeout:
             break
-        # With executors and no slots these lack what tasks ask for.
+        # If executors have no slots, they lack the resources that tasks request.
         is_there = slots or cluster.executors()
         if expected is None and is_there and now - last_change > patience:
             break
@@ -93,7 +94,7 @@ def await_slots(cluster: Cluster, wanted: int | None, timeout: float) -> int:
 
 
 def expected_executors(master: str, conf: dict[str, str]) -> int | None:
-    """Return how many executors an application of a fixed size gets; None if nobody knows.
+    """Return the number of executors of an application with a fixed size, or None if unknown.
 
     Parameters
     ----------
@@ -113,20 +114,19 @@ def expected_executors(master: str, conf: dict[str, str]) -> int | None:
     return None
 
 
-# A result that is collected is in the JVM as what the task sent, as rows, and pickled for Python.
+# The JVM holds a collected result several times: as sent by the task, as rows, and pickled for
+# Python.
 _COPIES_OF_RESULTS = 6
 
 
 DYNAMIC_ALLOCATION = "spark.dynamicAllocation.enabled"
-
-
-"""The setting with which executors come and go with the work."""
+"""Spark setting that adds and removes executors with the workload."""
 
 
 _PROPERTIES = ("spark.job.tags", "spark.job.description", "spark.job.interruptOnCancel")
 
 
-# Blocks in which Spark takes barrier jobs although executors come and go.
+# Number of active blocks in which Spark accepts barrier jobs despite dynamic allocation.
 _accepting = 0
 
 
@@ -135,14 +135,14 @@ _lock = threading.Lock()
 
 @dataclass(frozen=True, order=True)
 class FailedTask:
-    """A task that has failed.
+    """Failed task.
 
     Attributes
     ----------
     ended : int
-        When, in milliseconds since the epoch.
+        Time of the failure, in milliseconds since the epoch.
     host : str
-        The machine that it ran on.
+        The machine that ran the task.
     executor : str
         Spark's name of the executor.
     """
@@ -153,20 +153,21 @@ class FailedTask:
 
 
 class Cluster:
-    """A Spark application with a driver of its own, as the one that this process runs.
+    """Spark application whose driver is this process.
 
     Parameters
     ----------
     context : SparkContext
         The application.
     profile : ResourceProfile, optional
-        What tasks ask for, as the application knows it. Default: what its settings say.
+        Resources that tasks request, as registered with the application. Default: the application's
+        settings.
     session : SparkSession, optional
         The session in which jobs run. Default: `current_session`.
     """
 
     knows_slots: bool = True
-    """Whether `task_slots` is a number that holds."""
+    """True if the number that `task_slots` returns is reliable."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class Cluster:
 
     @property
     def application(self) -> str:
-        """The application's id: another one after a restart of Spark."""
+        """The application's id, which changes with a restart of Spark."""
         return str(self.context.applicationId)
 
     @property
@@ -195,21 +196,21 @@ class Cluster:
 
     @property
     def is_local(self) -> bool:
-        """Whether tasks run in the driver's own process."""
+        """True if tasks run in the driver's own process."""
         return self.master.split("[")[0] == "local"
 
     @property
     def allocates_dynamically(self) -> bool:
-        """Whether executors come and go with the work; never where Spark is local."""
+        """True if executors come and go with the workload; always False for a local master."""
         is_set = self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true" or _accepting > 0
         return is_set and not self.is_local
 
     @contextlib.contextmanager
     def accepting_barrier_jobs(self) -> Iterator[None]:
-        """Let Spark take barrier jobs until the block ends, with dynamic allocation, too.
+        """Let Spark accept barrier jobs despite dynamic allocation until the block ends.
 
-        It refuses them because it would not ask for their executors; they have to be there already.
-        Only that refusal looks at the setting once the application has started.
+        Spark rejects them because it would not request their executors, so the executors must
+        already exist. After the application has started, only this check reads the setting.
         """
         global _accepting
         if not self.allocates_dynamically:
@@ -229,7 +230,7 @@ class Cluster:
 
     @property
     def age(self) -> float:
-        """Seconds since the application has started."""
+        """Seconds since the start of the application."""
         return max(time.time() - self.context.startTime / 1000, 0)
 
     def driver_host(self) -> str:
@@ -237,7 +238,7 @@ class Cluster:
         return "127.0.0.1" if self.is_local else self.conf.get("spark.driver.host", "127.0.0.1")
 
     def task_slots(self) -> int:
-        """Return how many tasks the executors that are registered can run at the same time."""
+        """Return how many tasks the registered executors can run at the same time."""
         manager = self._scala.resourceProfileManager()
         if self.profile is None:
             profile = manager.defaultResourceProfile()
@@ -246,25 +247,25 @@ class Cluster:
         return int(self._scala.maxNumConcurrentTasks(profile))
 
     def executors(self) -> int:
-        """Return how many executors have registered."""
-        # The driver is among them.
+        """Return the number of registered executors."""
+        # The driver is included in the size.
         return int(self._scala.getExecutorMemoryStatus().size()) - 1
 
     def collectable_bytes(self) -> int:
-        """Return how many bytes of results the driver's JVM can collect."""
+        """Return the maximum size of results, in bytes, that the driver's JVM can collect."""
         jvm: Any = self.context._jvm
         limit = int(jvm.java.lang.Runtime.getRuntime().maxMemory()) // _COPIES_OF_RESULTS
         given = self._scala.conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
-        # What Spark counts is somewhat more than what a rank returned.
+        # Spark counts slightly more bytes than a rank returned.
         return min(limit, int(given * 0.9) if given > 0 else limit)
 
     def check_python(self) -> None:
-        """Make sure that executors on this machine run this environment's Python.
+        """Check that executors on this machine run this environment's Python.
 
         Raises
         ------
         DependencyError
-            If they run another one: it lacks the packages that are installed here.
+            If they run another Python, which lacks the packages that are installed here.
         """
         python = self.context.pythonExec
         if not self.is_local or python == sys.executable:
@@ -290,12 +291,12 @@ class Cluster:
             )
 
     def installed_versions(self) -> dict[str, str]:
-        """Return what is installed here and has to be the same where ranks run."""
+        """Return the local versions that ranks must match; empty for a local master."""
         return {} if self.is_local else installed_versions()
 
     @contextlib.contextmanager
     def tagged(self, tags: Sequence[str], description: str | None, ranks: bool) -> Iterator[None]:
-        """Give the jobs of the block tags, beside the thread's job group and other properties.
+        """Tag the block's jobs, in addition to the thread's job group and other properties.
 
         Parameters
         ----------
@@ -304,8 +305,8 @@ class Cluster:
         description : str or None
             Shown by Spark unless the thread has set one.
         ranks : bool
-            Whether tasks are interrupted when they are cancelled. HDFS may take an interrupt of a
-            task that writes for the failure of a node.
+            Whether cancelled tasks are interrupted. HDFS may mistake an interrupted write for the
+            failure of a node.
         """
         context = self.context
         before = {name: context.getLocalProperty(name) for name in _PROPERTIES}
@@ -321,56 +322,59 @@ class Cluster:
             # The context may have been stopped.
             with contextlib.suppress(Exception):
                 for name, value in before.items():
-                    # None removes a property, which the type hints do not know.
+                    # None removes a property; the type hints do not cover this.
                     context.setLocalProperty(name, value)  # type: ignore[arg-type]
 
     def cancel(self, tag: str) -> None:
-        """Cancel the jobs that have a tag."""
+        """Cancel the jobs with a tag."""
         self.context.cancelJobsWithTag(tag)
 
     def thread(self, target: Callable[[], None]) -> threading.Thread:
-        """Return a thread whose jobs have this thread's job group and tags."""
+        """Return a thread whose jobs inherit this thread's job group and tags."""
         return InheritableThread(target=target, daemon=True)
 
     def shared(self, call: bytes) -> contextlib.AbstractContextManager[bytes | Broadcast[bytes]]:
-        """Yield a call as the tasks of the block's jobs get it."""
+        """Yield a call in the form that the tasks of the block's jobs receive."""
         return broadcast(self.context, call)
 
     def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
-        """Run a barrier job; return the rows of its tasks, see `collect_from_tasks`."""
+        """Run a barrier job and return the rows of its tasks; see `collect_from_tasks`."""
         session = self._session or current_session()
         return collect_from_tasks(session, num_tasks, task, schema, self.profile)
 
     def started_tasks(self, tag: str) -> int:
-        """Return how many tasks of the jobs that have a tag have begun."""
+        """Return the number of tasks that have started in the jobs with a tag."""
         return self.active_tasks(self.jobs(tag), ended=True)
 
     def slots_beside(self, tag: str, others: str) -> int | None:
-        """Return the task slots that jobs with a tag leave to one of them; None where they all are.
+        """Return the task slots that related jobs leave to one of them; None if they hold no slots.
 
         Parameters
         ----------
         tag : str
-            A tag of that one alone.
+            A tag that only this job has.
         others : str
-            A tag of all of them.
+            A tag that all related jobs have.
         """
         held = self.active_tasks((self.active_jobs() & self.jobs(others)) - self.jobs(tag))
         return self.task_slots() - held if held else None
 
     def jobs(self, tag: str) -> set[int]:
-        """Return the ids of the jobs that have a tag."""
-        # PySpark's own status tracker knows groups only.
+        """Return the ids of the jobs with a tag."""
+        # PySpark's own status tracker only supports job groups.
         return set(self._scala.statusTracker().getJobIdsForTag(tag))
 
     def active_jobs(self) -> set[int]:
-        """Return the ids of the jobs that run or wait."""
+        """Return the ids of running and waiting jobs."""
         return set(self.context.statusTracker().getActiveJobsIds())
 
     def active_tasks(self, jobs: set[int], ended: bool = False) -> int:
-        """Return how many tasks of some jobs run; or, with ``end_note``, run or have run."""
+        """Return the number of running tasks of some jobs.
+
+        If ``ended`` is true, completed tasks of active stages also count.
+        """
         wanted = {stage for job in jobs for stage in self._stages(job)}
-        # PySpark's own status tracker learns of tasks that have started with the next event only.
+        # PySpark's own status tracker counts a started task only after the next event.
         stages = self._scala.statusStore().activeStages()
         active = 0
         for stage in (stages.apply(i) for i in range(stages.size())):
@@ -379,7 +383,7 @@ class Cluster:
         return active
 
     def failed_tasks(self, tag: str) -> list[FailedTask] | None:
-        """Return the tasks that have failed of the jobs that have a tag; None if nobody knows."""
+        """Return the failed tasks of the jobs with a tag, or None if unknown."""
         store = self._scala.statusStore()
         found = []
         for stage in (stage for job in self.jobs(tag) for stage in self._stages(job)):
@@ -396,5 +400,5 @@ class Cluster:
 
     @property
     def _scala(self) -> Any:
-        """The application's own SparkContext, in the JVM."""
+        """The application's SparkContext in the JVM."""
         return self.context._jsc.sc()

@@ -1,10 +1,10 @@
-"""Capacity of a cluster: slots for all ranks at once, and executors to ask for.
+"""Cluster capacity: slots for all ranks at once, and requests for executors.
 
-Spark refuses a barrier stage while ``spark.dynamicAllocation.enabled`` is true, because it would
-not ask for executors for a stage that starts as a whole. So an ordinary job asks for them: as many
-tasks as there are ranks, which only wait. Executors that have been busy stay for some seconds, and
-those that run a rank are not taken away. What refuses looks at the setting when a job is submitted
-(`Cluster.accepting_barrier_jobs`). Runs on the driver.
+Spark rejects a barrier stage while ``spark.dynamicAllocation.enabled`` is true, because it would
+not request executors for a stage that starts as a whole. So an ordinary job requests them: it has
+as many tasks as there are ranks, and its tasks only wait. Executors that have been busy stay for
+some seconds, and Spark does not remove those that run a rank. Spark's check reads the setting when
+a job is submitted (`Cluster.accepting_barrier_jobs`).
 
 Runs on the driver.
 """
@@ -32,7 +32,7 @@ _END_SECONDS = 10.0
 
 
 def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
-    """Return how many tasks can run at the same time at most; None where nobody knows."""
+    """Return the maximum number of tasks that can run at the same time, or None if unknown."""
     conf = cluster.conf
     executors = conf.get("spark.dynamicAllocation.maxExecutors", "")
     default = None if cluster.master.startswith(("spark:", "local-cluster")) else "1"
@@ -44,16 +44,16 @@ def most_slots(cluster: Cluster, resources: TaskResources) -> int | None:
 
 
 def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
-    """Wait until as many tasks as are wanted can run at the same time; return how many can.
+    """Request executors for a number of concurrent tasks; return the number of task slots.
 
     Parameters
     ----------
     cluster : Cluster
-        The application, with what its tasks ask for.
+        The application, with the resources that its tasks request.
     wanted : int
-        How many.
+        Number of tasks that must run at the same time.
     timeout : float
-        Seconds to wait at most.
+        Maximum number of seconds to wait.
     """
     slots = cluster.task_slots()
     if slots >= wanted:
@@ -70,7 +70,7 @@ def ask_for_executors(cluster: Cluster, wanted: int, timeout: float) -> int:
             tag.append(mine)
             numbers.foreach(_wait)
 
-    # With the caller's job group, by which the job can be cancelled.
+    # The thread inherits the caller's job group, so that the job can be cancelled.
     thread = cluster.thread(ask)
     thread.start()
     try:
@@ -89,18 +89,18 @@ def _wait(_: int) -> None:
 
 
 def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskResources) -> None:
-    """Make sure that as many tasks as there are ranks can run at the same time.
+    """Check that as many tasks as there are ranks can run at the same time.
 
     Parameters
     ----------
     cluster : Cluster
-        The application, with what its tasks ask for.
+        The application, with the resources that its tasks request.
     wanted : int
-        How many.
+        Number of ranks.
     timeout : float
-        Seconds to wait for executors at most.
+        Maximum number of seconds to wait for executors.
     resources : TaskResources
-        What each task asks for, for messages.
+        Resources that each task requests, for messages.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
         If they cannot.
     """
     if not cluster.knows_slots:
-        return  # Spark waits for them, and start_timeout ends that
+        return  # Spark waits for slots until start_timeout
     if cluster.allocates_dynamically:
         most = most_slots(cluster, resources)
         if most is not None and most < wanted:
@@ -148,7 +148,7 @@ def check_slots(cluster: Cluster, wanted: int, timeout: float, resources: TaskRe
 
 
 def _per_task(cluster: Cluster) -> str:
-    """Return what a task asks for by the application's settings, and could ask for less."""
+    """Return a hint about the resources that the application's settings request for each task."""
     cpus = cluster.conf.get("spark.task.cpus", "1")
     gpus = cluster.conf.get("spark.task.resource.gpu.amount", "0")
     text = " or with a smaller spark.task.cpus" + ("" if cpus == "1" else f", which is {cpus}")

@@ -1,7 +1,7 @@
-"""Launching behind Spark Connect, and the choice between both kinds of session.
+"""Launches over Spark Connect, and the choice between Connect and classic sessions.
 
-Runs on the driver, which is the process of the client here. What a classic session knows from the
-JVM is known from the application's settings, from the tasks themselves, or not at all.
+Runs on the driver, which is the Connect client's process here. A classic session asks the JVM. Here
+the same facts come from the application's settings or from the tasks, or stay unknown.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 
 
-# Those that are asked for: a client does not get all of them at once.
+# Settings to request: a client cannot get all settings at once.
 _SETTINGS = (
     *("spark.app.id", "spark.master", "spark.task.cpus", "spark.task.resource.gpu.amount"),
     *("spark.executor.instances", "spark.executor.cores", "spark.cores.max", DYNAMIC_ALLOCATION),
@@ -55,14 +55,14 @@ _SETTINGS = (
 
 
 class ConnectCluster(Cluster):
-    """A Spark application that this process talks to over Spark Connect.
+    """Spark application that this process accesses over Spark Connect.
 
     Parameters
     ----------
     session : SparkSession
-        The client's.
+        The client's session.
     resources : TaskResources, optional
-        What tasks ask for.
+        Resources that tasks request.
     """
 
     def __init__(self, session: SparkSession, resources: TaskResources | None = None) -> None:
@@ -72,12 +72,12 @@ class ConnectCluster(Cluster):
 
     @cached_property
     def profile(self) -> ResourceProfile | None:  # type: ignore[override]
-        """What tasks ask for; None for what the settings say."""
+        """Resources that tasks request; None for the application's settings."""
         return self._resources.built()
 
     @property
     def application(self) -> str:
-        """The application's id: another one after a restart of the server."""
+        """The application's id, which changes with a restart of the server."""
         return self.conf["spark.app.id"]
 
     @property
@@ -87,23 +87,23 @@ class ConnectCluster(Cluster):
 
     @cached_property
     def conf(self) -> dict[str, str]:
-        """Those of the application's settings that launching looks at."""
+        """The application's settings that launching uses."""
         found = {name: self._session.conf.get(name, None) for name in _SETTINGS}
         return {name: str(value) for name, value in found.items() if value is not None}
 
     @property
     def is_local(self) -> bool:
-        """Whether tasks run on this machine, in the server's own process."""
+        """True if tasks run on this machine, in the server's own process."""
         return self.master.split("[")[0] == "local" and self._server() in _LOOPBACK
 
     @property
     def allocates_dynamically(self) -> bool:
-        """Whether executors come and go with the work, which nothing here can do about."""
+        """False, because dynamic allocation cannot be controlled over Spark Connect."""
         return False
 
     @contextlib.contextmanager
     def accepting_barrier_jobs(self) -> Iterator[None]:
-        """Nothing; raises `SlotsError` where Spark refuses barrier jobs."""
+        """Do nothing, except raise `SlotsError` if Spark rejects barrier jobs."""
         if (
             self.conf.get(DYNAMIC_ALLOCATION, "false").lower() == "true"
             and "local" not in self.master
@@ -117,11 +117,11 @@ class ConnectCluster(Cluster):
 
     @property
     def age(self) -> float:
-        """Infinite: how long executors have had to register is not known."""
+        """Infinite, because the time that executors have had to register is unknown."""
         return float("inf")
 
     def driver_host(self) -> str:
-        """Return the address at which executors may reach this process."""
+        """Return the address at which executors can probably reach this process."""
         if self.is_local:
             return "127.0.0.1"
         with contextlib.suppress(OSError):
@@ -129,18 +129,18 @@ class ConnectCluster(Cluster):
                 self._server(), 1, type=socket.SOCK_DGRAM
             )[0]
             with socket.socket(family, kind, protocol) as probe:
-                # Nothing is sent; it tells the address of the route to the server.
+                # Sends nothing, but sets the local address of the route to the server.
                 probe.connect(place)
                 return str(probe.getsockname()[0])
         return socket.gethostname()
 
     @property
     def knows_slots(self) -> bool:  # type: ignore[override]
-        """Whether the settings tell the number of task slots."""
+        """True if the settings determine the number of task slots."""
         return self._slots is not None
 
     def task_slots(self) -> int:
-        """Return how many tasks can run at the same time by the settings; 0 where nobody knows."""
+        """Return the number of concurrent tasks according to the settings; 0 if unknown."""
         return self._slots or 0
 
     @cached_property
@@ -152,7 +152,7 @@ class ConnectCluster(Cluster):
         return cores // each
 
     def _cores(self) -> int | None:
-        """Return the cores of all executors; None where the settings do not tell."""
+        """Return the cores of all executors, or None if the settings do not determine them."""
         master, conf = self.master, self.conf
         local = re.fullmatch(r"local(?:\[\s*(\d+|\*)\s*(?:,.*)?\])?", master)
         if local:
@@ -172,26 +172,26 @@ class ConnectCluster(Cluster):
         return int(rows[0]["cores"])
 
     def executors(self) -> int:
-        """Return how many executors there are to be, by the settings."""
+        """Return the expected number of executors according to the settings; 0 if unknown."""
         return expected_executors(self.master, self.conf) or 0
 
     def collectable_bytes(self) -> int:
-        """Return how many bytes of results the server collects."""
+        """Return the maximum size of results, in bytes, that the server collects."""
         given = self.conf.get("spark.driver.maxResultSize", "1g").strip().lower()
         found = re.fullmatch(r"(\d+)\s*([kmgt]?)b?", given)
         most = int(found[1]) * _UNITS[found[2]] if found else 2**30
         return int(most * 0.9) or 2**62
 
     def check_python(self) -> None:
-        """Nothing: tasks say themselves what they lack."""
+        """Do nothing: tasks report missing packages themselves."""
 
     def installed_versions(self) -> dict[str, str]:
-        """Return what is installed here: the server's Python is never known to be this one."""
+        """Return the versions installed here, because the server may run another Python."""
         return installed_versions()
 
     @contextlib.contextmanager
     def tagged(self, tags: Sequence[str], description: str | None, ranks: bool) -> Iterator[None]:
-        """Give the block's operations tags; see `Cluster.tagged`."""
+        """Tag the block's operations; see `Cluster.tagged`."""
         for tag in tags:
             self._session.addTag(tag)
         try:
@@ -201,7 +201,7 @@ class ConnectCluster(Cluster):
                 self._session.removeTag(tag)
 
     def cancel(self, tag: str) -> None:
-        """Interrupt the operations that have a tag."""
+        """Interrupt the operations with a tag."""
         self._session.interruptTag(tag)
 
     def thread(self, target: Callable[[], None]) -> threading.Thread:
@@ -213,7 +213,7 @@ class ConnectCluster(Cluster):
 
     @contextlib.contextmanager
     def shared(self, call: bytes) -> Iterator[Any]:
-        """Yield a call as tasks get it: a large one is a file of the session's."""
+        """Yield a call in the form that tasks receive; a large call is a file of the session."""
         if len(call) <= INLINE_BYTES:
             yield call
             return
@@ -226,11 +226,11 @@ class ConnectCluster(Cluster):
         yield AddedFile(name)
 
     def collect(self, num_tasks: int, task: Task, schema: str) -> list[Any]:
-        """Run a barrier job; return the rows of its tasks, see `collect_from_tasks`."""
+        """Run a barrier job and return the rows of its tasks; see `collect_from_tasks`."""
         mine, tags = threading.get_ident(), set(self._session.getTags())
 
         def note(stages: Any, inflight_tasks: int, *_: Any, **__: Any) -> None:
-            # It is called for all operations of the session, by the thread that waits for each.
+            # Called for every operation of the session, by the thread that waits for it.
             if threading.get_ident() == mine:
                 begun = inflight_tasks + sum(stage.num_completed_tasks for stage in stages or ())
                 self._started.update(dict.fromkeys(tags, begun))
@@ -242,22 +242,22 @@ class ConnectCluster(Cluster):
             self._session.removeProgressHandler(note)
 
     def started_tasks(self, tag: str) -> int:
-        """Return how many tasks have begun of the job that has a tag."""
+        """Return the number of tasks that have started in the job with a tag."""
         return self._started.get(tag, 0)
 
     def slots_beside(self, tag: str, others: str) -> int | None:
-        """Return None: what other jobs hold is not known."""
+        """Return None: the task slots that other jobs hold are unknown."""
         return None
 
     def failed_tasks(self, tag: str) -> None:
-        """Return None: where tasks have failed is not known, and does not come to be."""
+        """Return None: the machines of failed tasks are unknown, and stay so."""
 
     def _server(self) -> str:
         return str(self._session.client.host)
 
 
 def _count_cores(batches: Iterator[Any]) -> Iterator[Any]:
-    """Yield how many cores there are. Runs in a task."""
+    """Yield the number of cores. Runs in a task."""
     import pyarrow as pa
 
     for _ in batches:
@@ -271,12 +271,12 @@ def current_cluster(resources: TaskResources | None = None) -> Cluster:
     Parameters
     ----------
     resources : TaskResources, optional
-        What tasks ask for.
+        Resources that tasks request.
 
     Raises
     ------
     SlotsError
-        If the cluster manager has no such resources.
+        If the cluster manager does not have these resources.
     """
     session = current_session()
     if is_connect(session):

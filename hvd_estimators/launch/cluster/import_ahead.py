@@ -1,4 +1,4 @@
-"""Frameworks that executors import while the driver still prepares the data of ranks.
+"""Framework imports on executors while the driver still prepares the ranks' data.
 
 Runs on the driver.
 """
@@ -25,29 +25,29 @@ __all__ = ["importing"]
 _POLL_SECONDS = 0.1
 _GRACE_SECONDS = 0.5
 _END_SECONDS = 10.0
-# Mostly 1 s or 2; a busy machine takes long to start Python.
+# Usually 1 s or 2 s, but a busy machine takes longer to start Python.
 _PATIENCE_SECONDS = 30.0
-# When executors of which application were asked for which imports.
+# Time of the last request, for each application and its imports.
 _asked: dict[object, float] = {}
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
-    """Let executors begin to import what the ranks of a job will need, beside the block.
+    """Let executors import the modules of a job's ranks, concurrently with the block.
 
-    A barrier job asks for it, since its tasks come to all executors; it takes a moment, and what it
-    fails of is left for the ranks' own job to say. Asked for once while the processes that import
-    stay.
+    A barrier job sends the request, because its tasks reach all executors. The request takes only a
+    moment. Its errors are ignored, because the ranks' own job reports them. It is not repeated
+    while the importing processes live.
 
     Parameters
     ----------
     cluster : Cluster
-        The application, with what its tasks ask for.
+        The application, with the resources that its tasks request.
     num_proc : int
         Number of ranks.
     job : Job
-        What tells the environment and the modules.
+        Contains the environment and the modules.
     """
     known = (cluster.application, job.modules, job.executable, tuple(sorted(job.env.items())))
     now = time.monotonic()
@@ -66,7 +66,7 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
             tags.append(tag)
             cluster.collect(num_proc, task, "x int")
 
-    # With the caller's job group, by which the job can be cancelled.
+    # The thread inherits the caller's job group, so that the job can be cancelled.
     thread = cluster.thread(ask)
     thread.start()
     patience = _PATIENCE_SECONDS
@@ -75,17 +75,17 @@ def importing(cluster: Cluster, num_proc: int, job: Job) -> Iterator[None]:
     except Exception:
         raise
     except BaseException:
-        patience = 0.0  # the user has interrupted, and waits
+        patience = 0.0  # the user has interrupted the block and waits
         raise
     finally:
         _end(cluster, thread, tags, patience)
 
 
 def _end(cluster: Cluster, thread: threading.Thread, tags: list[str], patience: float) -> None:
-    """Wait until the job has ended, and cancel one whose tasks wait for slots.
+    """Wait until the job has ended, and cancel it if its tasks wait for slots.
 
-    Tasks that have begun take a moment. If they were cancelled, or if the program ended before
-    them, Spark would log errors with stacks below the message of what has failed in the block.
+    Running tasks end within a moment. If they were cancelled, or if the program ended before them,
+    Spark would log stack traces. These would follow the error message of the block.
     """
     now = time.monotonic()
     given_up, ended, waits_since = now + patience, now + patience + _END_SECONDS, now
@@ -101,7 +101,7 @@ def _end(cluster: Cluster, thread: threading.Thread, tags: list[str], patience: 
 
 
 def _has_no_slots(cluster: Cluster, tag: str) -> bool:
-    """Return whether a job waits for slots, as far as that is known: it is not over Connect."""
+    """Return whether a job waits for slots; False if unknown, as over Spark Connect."""
     with contextlib.suppress(Exception):
         return bool(cluster.jobs(tag)) and not cluster.started_tasks(tag)
     return False

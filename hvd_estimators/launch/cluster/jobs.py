@@ -1,4 +1,4 @@
-"""Our Spark jobs: known by a tag, in the caller's job group, and with a limit on their waiting.
+"""Spark jobs of this package: tagged, in the caller's job group, and with a limited wait.
 
 Runs on the driver.
 """
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 _TAG = "hvd_estimators"
 _POLL_SECONDS = 0.2
 _CANCEL_SECONDS = 10.0
-# Longer than anybody waits.
+# Sleeps for a day, which is longer than any wait.
 _SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM range(0, 1, 1, 1)"
 
 
@@ -38,33 +38,33 @@ _SLEEP = "SELECT java_method('java.lang.Thread', 'sleep', id + 86400000) FROM ra
 def spark_job(
     cluster: Cluster, description: str | None = None, *, ranks: bool = False
 ) -> Iterator[str]:
-    """Run the block's Spark jobs so that they end with it, and their failures are typed errors.
+    """Run the block's Spark jobs so that they end with the block and fail with typed errors.
 
     The jobs keep the thread's job group, scheduler pool and other properties.
 
     Parameters
     ----------
     cluster : Cluster
-        The application that runs them.
+        The application that runs the jobs.
     description : str, optional
         Shown by Spark unless the thread has set one.
     ranks : bool
-        Whether the tasks only run ranks: they are then interrupted when they are cancelled, and any
-        other failure that Spark raises becomes a typed error, too.
+        Whether the tasks only run ranks. Cancelled tasks are then interrupted, and any other
+        failure that Spark raises becomes a typed error, too.
 
     Yields
     ------
     str
-        A tag that these jobs alone have.
+        A tag that only these jobs have.
 
     Raises
     ------
     JobCancelledError
-        If they are cancelled.
+        If the jobs are cancelled.
     DependencyError
         If the executors' Python does not start, has another version or lacks a package.
     ResultsError
-        If the driver does not accept their results.
+        If the driver does not accept the jobs' results.
     WorkerFailedError
         If an executor or its Python process ends.
     """
@@ -84,17 +84,17 @@ def spark_job(
 
 @contextlib.contextmanager
 def jobs_on(frame: DataFrame) -> Iterator[None]:
-    """Run jobs on a user's DataFrame, in its session, as `spark_job` does."""
+    """Run jobs on a user's DataFrame in its session, with the guarantees of `spark_job`."""
     with using_session(frame.sparkSession), spark_job(current_cluster()):
         yield
 
 
 @contextlib.contextmanager
 def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterator[None]:
-    """Run the block's barrier job as `spark_job` does, and end it if its tasks do not start.
+    """Run the block's barrier job as `spark_job` does, and cancel it if its tasks do not start.
 
-    Time during which our other jobs hold the task slots does not count, since fits that run side by
-    side take turns.
+    Time during which other jobs of this package hold the task slots does not count, because
+    concurrent fits take turns.
 
     Raises
     ------
@@ -142,20 +142,21 @@ def barrier_job(cluster: Cluster, num_proc: int, start_timeout: float) -> Iterat
 
 @contextlib.contextmanager
 def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
-    """Have a job in the thread's job group, or with its tags, while nothing else of it runs.
+    """Run a placeholder job in the thread's job group, so that waits can be cancelled.
 
-    Cancelling these ends the jobs that run then, and Spark tells nobody else of it. This job has
-    one task that sleeps in the JVM. It may take the task slot of a rank, and gives it back at once.
+    Cancelling a job group or tag only ends the jobs that run at that time, and Spark sends no other
+    notification. The placeholder job has the thread's group and tags, and one task that sleeps in
+    the JVM. It may occupy a rank's task slot, and releases the slot as soon as the wait ends.
 
     Yields
     ------
     callable
-        Waits for some seconds, 0 to have a look.
+        Waits for a number of seconds; 0 only checks for a cancellation.
 
     Raises
     ------
     JobCancelledError
-        By what is yielded, if the job is cancelled.
+        If the job is cancelled; raised by the yielded function, and at the end of the block.
     """
     session = current_session()
     ending, ended = threading.Event(), threading.Event()
@@ -171,7 +172,8 @@ def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
             if not ending.is_set():
                 cancelled.append(error)
         except Exception as error:
-            # With its executor, for instance. Then the launch finds out what there is.
+            # The job may be lost with its executor, for example. The next launch checks the
+            # cluster.
             logger.debug("A job that only waits has failed: %s", error)
         finally:
             ended.set()
@@ -182,7 +184,7 @@ def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
     def wait(seconds: float) -> None:
         nonlocal looks
         looks += 1
-        # A pause of 0 s, and one look that finds all slots, are no waiting.
+        # A pause of 0 s, and a single check that finds all slots, need no job.
         if thread.ident is None:
             if not seconds and looks <= 2:
                 return
@@ -197,7 +199,7 @@ def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
         yield wait
     finally:
         ending.set()
-        # The job may be about to begin.
+        # The job may be about to start.
         deadline = time.monotonic() + _CANCEL_SECONDS
         while (
             thread.ident is not None
@@ -212,10 +214,10 @@ def cancellable_wait(cluster: Cluster) -> Iterator[Callable[[float], None]]:
 
 
 def interruptible(cluster: Cluster, collect: Callable[[], list[Any]]) -> list[Any]:
-    """Return what a Spark job collects; raises KeyboardInterrupt where the user interrupts that.
+    """Return the rows that a Spark job collects; raise KeyboardInterrupt if the user interrupts.
 
-    Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails
-    where that thread is in the middle of a call to the JVM, and spoils this call.
+    Python handles signals in its main thread. PySpark's handler, which cancels all jobs, fails if
+    that thread is in a call to the JVM, and breaks this call. So the job runs in another thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return collect()

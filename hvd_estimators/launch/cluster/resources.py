@@ -1,6 +1,6 @@
-"""Stage-level scheduling: what the tasks of ranks ask for, apart from what other stages get.
+"""Stage-level scheduling: resources of the ranks' tasks, separate from those of other stages.
 
-Runs on the driver, but for `rows_of_task`.
+Runs on the driver, except for `rows_of_task`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _MASTERS = ("spark://", "local-cluster", "yarn", "k8s")
 
 @dataclass(frozen=True)
 class TaskResources:
-    """What each task of a job asks for; by default what the application's settings say.
+    """Resources that each task of a job requests; by default, those in the application's settings.
 
     Attributes
     ----------
     resource_profile : pyspark.resource.ResourceProfile, optional
         Resources of each task and of its executor.
     gpus_per_task, cpus_per_task : int, optional
-        The same in short: GPUs and cores of each task, on the executors that there are.
+        Shorthand for a profile: GPUs and cores of each task, on the existing executors.
 
     Raises
     ------
     ParamError
-        If they are not usable, or both a profile and numbers are given.
+        If a value is invalid, or both a profile and numbers are given.
     """
 
     resource_profile: Any = None
@@ -62,11 +62,11 @@ class TaskResources:
 
     @property
     def is_default(self) -> bool:
-        """Whether the application's settings say it all."""
+        """True if only the application's settings apply."""
         return self == TaskResources()
 
     def describe(self) -> str:
-        """Return what was asked for, as a message calls it; empty for the default."""
+        """Return a description of the request for messages; empty for the default."""
         if self.resource_profile is not None:
             asked = self.resource_profile.taskResources.values()
             each = ", ".join(f"{entry.resourceName}: {entry.amount:g}" for entry in asked)
@@ -75,16 +75,16 @@ class TaskResources:
         return ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
 
     def built(self) -> ResourceProfile | None:
-        """Return the profile; None for the default one."""
+        """Return the profile, or None for the default one."""
         return None if self.is_default else _built(self)
 
     def on(self, context: SparkContext) -> ResourceProfile | None:
-        """Return the profile as an application knows it; None for the default one.
+        """Return the profile as registered with an application, or None for the default one.
 
         Raises
         ------
         SlotsError
-            If its cluster manager has no such thing, or not this.
+            If the cluster manager does not support profiles, or rejects this one.
         """
         if self.is_default:
             return None
@@ -115,7 +115,7 @@ def _check_profile(profile: Any) -> None:
             )
 
 
-# An application keeps every profile that it has been told of.
+# An application keeps every registered profile, so each one is registered only once.
 @functools.lru_cache(maxsize=16)
 def _known(resources: TaskResources, application: str) -> list[Any]:
     return []
@@ -126,7 +126,7 @@ def _registered(
 ) -> ResourceProfile:
     known = _known(resources, application)
     if not known:
-        # An RDD tells the application of its profile, and has it with its number from then on.
+        # An RDD registers its profile with the application, and then returns it with its id.
         try:
             rdd: RDD[Any] = context.parallelize([], 1).withResources(_built(resources))
         except Exception as error:
@@ -176,20 +176,20 @@ Task = Callable[[Iterator["pa.RecordBatch"]], Iterator["pa.RecordBatch"]]
 def collect_from_tasks(
     session: SparkSession, num_tasks: int, task: Task, schema: str, profile: ResourceProfile | None
 ) -> list[Any]:
-    """Run a barrier job; return the rows of its tasks, which know their columns by name.
+    """Run a barrier job; return the rows of its tasks, with values accessible by column name.
 
     Parameters
     ----------
     session : SparkSession
-        What runs it.
+        The session that runs the job.
     num_tasks : int
-        How many tasks run at the same time.
+        Number of tasks that run at the same time.
     task : callable
-        Takes Arrow batches, which mean nothing, and yields some of its own.
+        Takes Arrow batches, whose content has no meaning, and yields batches of results.
     schema : str
-        Their columns.
+        Columns of the results.
     profile : ResourceProfile or None
-        What tasks ask for.
+        Resources that the tasks request.
     """
     frame: Any = session.range(0, num_tasks, 1, num_tasks)
     knows_profiles = "profile" in inspect.signature(frame.mapInArrow).parameters
@@ -203,6 +203,6 @@ def collect_from_tasks(
 
 
 def rows_of_task(_: Iterator[Any], *, task: Task) -> Iterator[dict[str, Any]]:
-    """Yield what a task yields row by row. Runs in the task."""
+    """Yield a task's results row by row. Runs in the task."""
     for batch in task(iter(())):
         yield from batch.to_pylist()

@@ -1,4 +1,4 @@
-"""What Spark says about a failed job, as typed errors. Runs on the driver."""
+"""Typed errors for failed Spark jobs, derived from Spark's messages. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 __all__ = ["typed_failure"]
 
 _MESSAGE_CHARS = 4000
-# Spark's information on tasks comes a moment after a failure.
+# Spark's task information is available a moment after a failure.
 _STATUS_SECONDS = 2.0
 _POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """A kind of failure: how to recognise it in Spark's message, and what to say and raise."""
+    """Kind of failure: the pattern of Spark's message, and the error and message to raise."""
 
     pattern: str
     error: Callable[[str], HvdEstimatorsError]
@@ -98,25 +98,25 @@ _LOST = [
 def typed_failure(
     error: BaseException, cluster: Cluster, tag: str, *, all_failures: bool
 ) -> HvdEstimatorsError | None:
-    """Return the error to raise instead of Spark's.
+    """Return the typed error to raise instead of Spark's.
 
     Parameters
     ----------
     error : BaseException
-        What was raised while the jobs ran.
+        The error that the jobs raised.
     cluster : Cluster
-        Knows on which machine a task failed.
+        Provides the machine on which a task failed.
     tag : str
-        A tag that these jobs alone have.
+        A tag that only these jobs have.
     all_failures : bool
         Whether to return an error for any other failure, too.
 
     Returns
     -------
     HvdEstimatorsError or None
-        None if the error is not Spark's, or should be raised as it is.
+        None if the error is not Spark's, or should be raised unchanged.
     """
-    # The JVM itself may be gone, which is a ConnectionError.
+    # If the JVM itself has ended, py4j raises a ConnectionError.
     if not isinstance(error, (Py4JError, PySparkException, ConnectionError)) or isinstance(
         error, HvdEstimatorsError
     ):
@@ -139,7 +139,7 @@ def typed_failure(
 
 def _message(error: BaseException) -> str:
     """Return Spark's message without the JVM's stack traces."""
-    # Over Spark Connect the stack comes under a line of its own.
+    # Over Spark Connect, a separate line precedes the stack trace.
     lines = str(error).partition("\n\nJVM stacktrace:")[0].splitlines()
     kept = [
         line.removeprefix(": ")
@@ -151,7 +151,7 @@ def _message(error: BaseException) -> str:
 
 
 def _failed_on(cluster: Cluster, tag: str) -> tuple[str | None, str | None]:
-    """Return the host and executor of the task that failed first; None if Spark has forgotten."""
+    """Return the host and executor of the task that failed first; both None if unknown."""
     deadline = time.monotonic() + _STATUS_SECONDS
     try:
         while True:

@@ -1,1 +1,1 @@
-"""Services on the driver for what ranks report and commit while a job runs."""
+"""Services on the driver that receive the ranks' reports and commits while a job runs."""

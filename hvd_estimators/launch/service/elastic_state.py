@@ -1,14 +1,16 @@
 """State of an elastic job: rank 0 commits it to the driver, and later ranks restore it.
 
-They travel as messages of `hvd_estimators.launch.rendezvous.channel`, a state in parts of some
-megabytes, so that neither end holds a whole one as bytes. The driver keeps them in files that have
-no name, which nobody else can open and which go with the process.
+States travel as messages of `hvd_estimators.launch.rendezvous.channel`. They are split into parts
+of some megabytes, so that neither end holds a whole state as bytes. The driver keeps states in
+unnamed files, which no other process can open and which disappear with the driver's process.
 
-Runs on the worker. Horovod's own elastic mode keeps the ranks that are left and lets them find each
-other anew, told by a notification manager in each rank. Here all ranks of a job are launched again
-instead, so that an object in the manager's place is told of each state, and does two things. It
-lets rank 0 send what the state saves to the driver. And in ranks that were launched again it puts
-back what was saved last, before the function that ``hvd.elastic.run`` wraps begins.
+Horovod's own elastic mode keeps the surviving ranks, and a notification manager in each rank
+triggers a new rendezvous. Here all ranks of a job are relaunched instead. `StateKeeper` replaces
+the manager and registers each state. On rank 0, it sends the values that a state saves to the
+driver. In relaunched ranks, it restores the last saved values before the function under
+``hvd.elastic.run`` starts.
+
+Runs on the worker, except for `CommitStore`, which runs on the driver.
 """
 
 from __future__ import annotations
@@ -52,14 +54,14 @@ __all__ = [
 
 
 class StatePickler(cloudpickle.Pickler):
-    """Pickles torch's tensors as the NumPy arrays that share their memory.
+    """Pickler that serializes torch tensors as NumPy arrays that share their memory.
 
-    torch makes bytes of each, of which pickle lets go only when all has been written.
+    torch itself creates bytes for each tensor, and pickle keeps them until everything is written.
     """
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; called by pickle."""
-        # Without an import of torch, which is there if its tensors are.
+        """Return the reduction of an object; called by pickle."""
+        # Does not import torch: if there are tensors, torch is already imported.
         if (type(obj).__module__, type(obj).__qualname__) == ("torch", "Tensor"):
             array = _array_of(obj)
             if array is not None:
@@ -68,20 +70,18 @@ class StatePickler(cloudpickle.Pickler):
 
 
 def _array_of(tensor: Any) -> Any:
-    """Return the array that shares a tensor's memory; None where there is none."""
+    """Return the array that shares a tensor's memory, or None if there is none."""
     if tensor.requires_grad or not tensor.is_contiguous():
         return None
     try:
         return tensor.numpy()
-    # On a GPU, sparse, or of a type that NumPy does not have.
+    # The tensor is on a GPU, sparse, or of a type that NumPy lacks.
     except (TypeError, RuntimeError):
         return None
 
 
 COMMITS_VARIABLE = "HVD_ESTIMATORS_COMMITS"
-
-
-"""Environment variable that tells ranks where commits are kept: ``host:port:secret``."""
+"""Environment variable with the address to which ranks send commits: ``host:port:secret``."""
 
 
 _PART_BYTES = 4 * 2**20
@@ -90,11 +90,11 @@ _PART_BYTES = 4 * 2**20
 _CONNECT_SECONDS = 10.0
 
 
-# The driver's disk may be slow, and a rank may serialise for long between two parts.
+# The driver's disk may be slow, and a rank may serialize for long between two parts.
 _SECONDS = 120.0
 
 
-# How long a rank tries again where the driver cannot be reached.
+# Time for which a rank retries if it cannot reach the driver.
 _PATIENCE_SECONDS = 60.0
 
 
@@ -107,7 +107,7 @@ class CommitStore:
     Attributes
     ----------
     count : int
-        How many commits have been made.
+        Number of commits so far.
     """
 
     def __init__(self) -> None:
@@ -129,9 +129,9 @@ class CommitStore:
 
     @contextlib.contextmanager
     def serve(self, host: str) -> Iterator[dict[str, str]]:
-        """Serve the ranks of one launch until the block ends; those of an earlier one no more.
+        """Serve the ranks of one launch until the block ends; ignore commits of earlier launches.
 
-        All ranks fetch what was committed before this launch.
+        All ranks fetch the commits made before this launch.
 
         Parameters
         ----------
@@ -165,7 +165,7 @@ class CommitStore:
                     ended.set()
 
     def _keep(self, channel: Channel, state: int, ended: threading.Event) -> None:
-        """Receive a state, and let it take the place of the one before when it is complete."""
+        """Receive a state; replace the previous one when the new one is complete."""
         file: IO[bytes] = _unnamed_file()
         problem = ""
         while True:
@@ -204,7 +204,7 @@ def _send_file(channel: Channel, file: IO[bytes] | None) -> None:
         return
     channel.send({"kind": "found"}, seconds=_SECONDS)
     place = 0
-    # Other ranks read from the same file.
+    # Other ranks read from the same file, so its position is not used.
     while part := os.pread(file.fileno(), _PART_BYTES, place):
         channel.send({"kind": "part"}, part, _SECONDS)
         place += len(part)
@@ -212,21 +212,21 @@ def _send_file(channel: Channel, file: IO[bytes] | None) -> None:
 
 
 def commit(target: str, state: int, value: Any) -> None:
-    """Send a state to the driver; returns when it is kept there. Runs on the worker.
+    """Send a state to the driver, and return when it is stored there. Runs on the worker.
 
     Parameters
     ----------
     target : str
-        What `COMMITS_VARIABLE` holds.
+        Value of `COMMITS_VARIABLE`.
     state : int
         The state's number in the job.
     value
-        What is sent with cloudpickle.
+        The state's values, sent with cloudpickle.
 
     Raises
     ------
     StoreError
-        If the driver cannot keep it.
+        If the driver cannot store the state.
     UnreachableError
         If the driver cannot be reached.
     """
@@ -247,9 +247,9 @@ def commit(target: str, state: int, value: Any) -> None:
 
 
 def fetch(target: str, state: int) -> Any:
-    """Return what a state's last commit held before this launch; None if there is none.
+    """Return a state's last commit before this launch, or None if there is none.
 
-    Runs on the worker. Takes and raises what `commit` does.
+    Runs on the worker. Parameters and errors are those of `commit`.
     """
 
     def receive(channel: Channel) -> Any:
@@ -263,7 +263,7 @@ def fetch(target: str, state: int) -> Any:
 
 
 def _talk(target: str, talk: Callable[[Channel], Any]) -> Any:
-    """Talk to the driver on a new connection, and from the start where it breaks."""
+    """Communicate with the driver on a new connection; restart from the beginning if it breaks."""
     host, port, secret = target.rsplit(":", 2)
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
@@ -282,14 +282,14 @@ def _talk(target: str, talk: Callable[[Channel], Any]) -> Any:
 
 
 class _Parts:
-    """A file to write to, whose bytes are sent in parts."""
+    """Writable file whose bytes are sent in parts."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._waiting = bytearray()
 
     def write(self, data: Any) -> int:
-        # pickle writes large arrays as they are.
+        # pickle passes large arrays without copying them.
         with pickle.PickleBuffer(data).raw() as view:
             for start in range(0, len(view), _PART_BYTES):
                 self._waiting += view[start : start + _PART_BYTES]
@@ -307,7 +307,7 @@ class _Parts:
 
 
 class _Stream(io.RawIOBase):
-    """The bytes of a state that comes in parts."""
+    """Readable stream of a state that arrives in parts."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -331,7 +331,8 @@ class _Stream(io.RawIOBase):
 logger = logging.getLogger(__name__)
 
 
-# What states and their handlers name that which they save: TensorFlowState's is the second.
+# Prefixes of the attributes with saved values in states and their handlers. TensorFlowState uses
+# the second.
 _SAVED = ("_saved", "_values")
 
 
@@ -341,14 +342,14 @@ def run_in_rank(
     kwargs: Mapping[str, Any],
     relaunches: int,
 ) -> Any:
-    """Call a function of the user's, a program for ``horovod.elastic``.
+    """Call the user's function, a program for ``horovod.elastic``.
 
     Parameters
     ----------
     fn, args, kwargs
         The call.
     relaunches : int
-        How often the job's ranks have been launched again.
+        Number of relaunches of the job's ranks so far.
     """
     is_first = os.environ["HOROVOD_RANK"] == "0"
     keeper = StateKeeper(os.environ[COMMITS_VARIABLE], is_first, relaunches > 0)
@@ -356,16 +357,16 @@ def run_in_rank(
 
 
 class StateKeeper(NoNotifications):
-    """Keeps the states of ``horovod.elastic`` beyond their ranks.
+    """Notification manager that preserves the states of ``horovod.elastic`` beyond their ranks.
 
     Parameters
     ----------
     target : str
-        Where commits are kept.
+        Address to which commits are sent.
     sends : bool
-        Whether this rank sends what it commits: rank 0, whose values all ranks take.
+        Whether this rank sends its commits. True for rank 0, whose values all ranks use.
     is_relaunch : bool
-        Whether to put back what was committed before.
+        Whether to restore the previous commits.
     """
 
     def __init__(self, target: str, sends: bool, is_relaunch: bool) -> None:
@@ -375,7 +376,7 @@ class StateKeeper(NoNotifications):
         self._states: list[Any] = []
 
     def register_listener(self, state: Any) -> None:
-        """Take care of a state; called before ranks synchronise it."""
+        """Commit and restore a state from now on; called before ranks synchronize it."""
         if any(state is known for known in self._states):
             return
         number = len(self._states)
@@ -386,7 +387,8 @@ class StateKeeper(NoNotifications):
             if saved is not None:
                 _put_back(state, saved)
                 restore()
-            # As where a rank has outlived another one: with the callbacks that the user has set.
+            # As in a rank that has survived another: calls the reset callbacks that the user has
+            # set.
             state.on_reset()
         state.restore = _leaving(restore)
         if self._sends:
@@ -403,7 +405,7 @@ class StateKeeper(NoNotifications):
 
 
 def _leaving(restore: Callable[[], None]) -> Callable[[], None]:
-    """Return what Horovod calls in a rank whose peer is lost: the rank ends instead."""
+    """Return a replacement for ``restore`` that ends the rank if a peer is lost."""
 
     def restore_or_leave() -> None:
         from horovod.common.exceptions import HorovodInternalError
@@ -417,12 +419,12 @@ def _leaving(restore: Callable[[], None]) -> Callable[[], None]:
 
 
 def _holders(state: Any) -> dict[str, Any]:
-    """Return the objects that hold what a state has saved: itself, and a TorchState's handlers."""
+    """Return the objects with a state's saved values: the state and a TorchState's handlers."""
     return {"": state, **getattr(state, "_handlers", {})}
 
 
 def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
-    """Return what a state has saved, without copying it."""
+    """Return a state's saved values, without copying them."""
     found = {
         name: {key: value for key, value in vars(holder).items() if key.startswith(_SAVED)}
         for name, holder in _holders(state).items()
@@ -436,6 +438,6 @@ def _saved_by(state: Any) -> dict[str, dict[str, Any]]:
 
 
 def _put_back(state: Any, saved: Mapping[str, Mapping[str, Any]]) -> None:
-    """Let a state hold what was saved; its `restore` makes that its values."""
+    """Replace a state's saved values; the state's `restore` then applies them."""
     for name, holder in _holders(state).items():
         vars(holder).update(saved.get(name, {}))

@@ -1,7 +1,7 @@
 """Events from ranks to the driver: progress, epochs, messages and output.
 
-They travel as messages of `hvd_estimators.launch.rendezvous.channel`: both ends prove that they
-know a secret, which ranks get in their environment, so that nobody else's events are taken.
+Events travel as messages of `hvd_estimators.launch.rendezvous.channel`. Both ends prove that they
+know a secret, which ranks get in their environment. So events from other senders are not accepted.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RankProgress:
-    """How far a rank has come; rank 0 tells it for all.
+    """Progress of a rank; rank 0 reports it for all ranks.
 
     Attributes
     ----------
     rank : int
-        Who tells it.
+        The reporting rank.
     epoch : int
         The current epoch, from 0.
     epochs : int
-        Epochs of the whole run.
+        Number of epochs of the whole run.
     step : int
-        Steps of the epoch that are done.
+        Completed steps of the epoch.
     steps : int
-        Steps of an epoch.
+        Number of steps of an epoch.
     rows_per_second : float
-        Rows of all ranks in a second, since the epoch began.
+        Rows per second of all ranks, since the start of the epoch.
     means : mapping of str to float
-        What was measured, in the mean over the epoch so far.
+        Means of the measurements over the epoch so far.
     done : bool
         Whether the epoch has ended.
     """
@@ -76,16 +76,16 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class RankEpoch:
-    """What was measured in an epoch that is over; rank 0 tells it for all.
+    """Measurements of a completed epoch; rank 0 reports them for all ranks.
 
     Attributes
     ----------
     rank : int
-        Who tells it.
+        The reporting rank.
     epoch : int
         The epoch, from 0.
     rows : sequence of (str, str, float)
-        Stage (``"train"`` or ``"validation"``), name and value of each number.
+        Stage (``"train"`` or ``"validation"``), name and value of each measurement.
     """
 
     kind: ClassVar[str] = "epoch"
@@ -97,19 +97,19 @@ class RankEpoch:
 
 @dataclass(frozen=True)
 class RankOutput:
-    """A line that a rank has printed.
+    """Line of a rank's output.
 
     Attributes
     ----------
     rank : int
         The rank.
     line : str
-        The line with its end; of a long one the two ends only. Where lines have been left out,
-        because nobody took them for long, one says how many.
+        The line with its line ending; of a long line, only the two ends. If lines were dropped
+        because they were not read for long, a line reports how many.
     stream : str
-        ``"stdout"`` or ``"stderr"``; empty where the two are not told apart.
+        ``"stdout"`` or ``"stderr"``; empty if the two are not separated.
     time : float
-        When it came to the driver, in seconds since the epoch; 0 where that is not to be shown.
+        Time of arrival on the driver, in seconds since the epoch; 0 if it should not be shown.
     """
 
     kind: ClassVar[str] = "output"
@@ -120,7 +120,7 @@ class RankOutput:
     time: float = 0.0
 
     def text(self) -> str:
-        """Return the line as it is shown: as ``horovod.spark.run`` does if its stream is known."""
+        """Return the line for display, as ``horovod.spark.run`` shows it if its stream is known."""
         when = time.asctime(time.localtime(self.time)) if self.time else ""
         between = f"<{self.stream}>:" if self.stream else " "
         return f"{when}[{self.rank}]{between}{self.line}"
@@ -128,14 +128,14 @@ class RankOutput:
 
 @dataclass(frozen=True)
 class RankMessage:
-    """A message of a rank to the driver, see `hvd_estimators.log_to_driver`.
+    """Message from a rank to the driver; see `hvd_estimators.log_to_driver`.
 
     Attributes
     ----------
     rank : int
-        Who sends it.
+        The sending rank.
     message : str
-        The message; of a long one the two ends only.
+        The message; of a long message, only the two ends.
     """
 
     kind: ClassVar[str] = "message"
@@ -148,8 +148,6 @@ Event = RankProgress | RankEpoch | RankOutput | RankMessage
 
 
 Handler = Callable[[Event], None]
-
-
 """Called on the driver with one event at a time, from another thread."""
 
 
@@ -159,20 +157,18 @@ _KINDS: dict[str, Callable[..., Event]] = {
 
 
 def encoded(event: Event) -> dict[str, Any]:
-    """Return an event as it travels."""
+    """Return an event as a message."""
     return {"kind": event.kind, **asdict(event)}
 
 
 def decoded(message: Mapping[str, Any]) -> Event:
-    """Return the event that a message tells of."""
+    """Return the event in a message."""
     values = dict(message)
     return _KINDS[values.pop("kind")](**values)
 
 
 EVENTS_VARIABLE = "HVD_ESTIMATORS_EVENTS"
-
-
-"""Environment variable that tells ranks where to send events: ``host:port:secret``."""
+"""Environment variable with the address to which ranks send events: ``host:port:secret``."""
 
 
 _CONNECT_SECONDS = 5.0
@@ -181,11 +177,11 @@ _CONNECT_SECONDS = 5.0
 _DRAIN_SECONDS = 1.0
 
 
-# While events still come: of what ranks have sent, this much of the handler's time is waited for.
+# Maximum wait for the handler to process the last events, while events still arrive.
 _LAST_EVENTS_SECONDS = 60.0
 
 
-# Events may be days apart, and a rank may be stopped in the middle of one.
+# Events may be days apart, and a rank may be stopped while it sends one.
 _IDLE_SECONDS = 30 * 86400.0
 
 
@@ -219,7 +215,7 @@ def serialized(handler: Handler) -> Handler:
 def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
     """Call a handler for every event until the block ends. Runs on the driver.
 
-    Where an error or an interrupt ends it, ranks that have asked for time are waited for.
+    If an error or an interrupt ends the block, waits for ranks that have requested time.
 
     Parameters
     ----------
@@ -265,12 +261,12 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
             awaited.discard(id(channel))
 
     def drain(listener: Listener) -> None:
-        """Wait for what is on its way, for as long as some of it comes."""
+        """Wait for pending events as long as some of them arrive."""
         deadline = time.monotonic() + _LAST_EVENTS_SECONDS
         before = -1
         while not listener.drain(_DRAIN_SECONDS):
             if handled == before:
-                return  # a rank that stays connected
+                return  # a rank stays connected
             if time.monotonic() > deadline:
                 logger.warning("What ranks printed last is not shown: it is taken too slowly.")
                 return
@@ -284,23 +280,23 @@ def receive_events(handler: Handler, host: str) -> Iterator[dict[str, str]]:
             awaited.wait()
             raise
         finally:
-            # Ranks that have ended have closed their connections: what is on its way is taken.
+            # Ended ranks have closed their connections, so handle all pending events.
             drain(listener)
             with lock:
                 ended.set()
 
 
 class EventSender:
-    """Sends events to the driver; does nothing where there is nobody to send to.
+    """Sender of events to the driver; does nothing if no receiver is configured.
 
     Runs on the worker. Training never fails because of an event: the first error ends the sending.
 
     Parameters
     ----------
     target : str, optional
-        Where to send them. Default: what the environment says.
+        Address of the receiver. Default: the value of `EVENTS_VARIABLE`.
     patience : float
-        Seconds that the driver may take for one.
+        Seconds that the driver may take for one event.
     """
 
     def __init__(self, target: str | None = None, patience: float = 5.0) -> None:
@@ -321,7 +317,7 @@ class EventSender:
 
     @property
     def is_connected(self) -> bool:
-        """Whether events are on their way to the driver, as far as is known."""
+        """True if events can reach the driver, as far as is known."""
         return self._socket is not None
 
     def send(self, event: Event) -> None:
@@ -329,13 +325,14 @@ class EventSender:
         self._send(encoded(event))
 
     def send_all(self, events: Sequence[Event]) -> None:
-        """Send some events at once."""
+        """Send several events at once."""
         self._send({"kind": _SEVERAL, "events": [encoded(event) for event in events]})
 
     def ask_to_wait(self, seconds: float) -> None:
-        """Have the driver wait, when it is interrupted, until this is closed; for so long at most.
+        """Ask the driver to wait for this sender to close if the driver is interrupted.
 
-        To be told by ranks that save something when they are asked to end.
+        The driver waits for ``seconds`` at most. Called by ranks that save their state when they
+        are asked to end.
         """
         self._send({"kind": _AWAITED, "seconds": seconds})
 
@@ -348,7 +345,7 @@ class EventSender:
             self.close()
 
     def close(self) -> None:
-        """End the connection; another thread that is sending stops that."""
+        """Close the connection, which also stops another thread that is sending."""
         connection, self._socket = self._socket, None
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -359,7 +356,7 @@ class EventSender:
 _MOST_CHARS = 8192
 
 
-# A driver may be slow, as a laptop that is asleep.
+# A driver may be slow, such as a sleeping laptop.
 _SEND_SECONDS = 3600.0
 
 
@@ -369,14 +366,14 @@ _CLOSE_SECONDS = 5.0
 def log_to_driver(message: object) -> None:
     """Print a line on the driver's standard output while the ranks run. Called by a rank.
 
-    Takes the place of ``sparkdl.horovod.log_to_driver``. Training does not wait for the driver:
-    where it takes messages too slowly some are left out, and a line says how many. Where nobody
-    listens, as in a program without ranks, the message is printed here.
+    Replaces ``sparkdl.horovod.log_to_driver``. Training does not wait for the driver. If the driver
+    reads messages too slowly, some are dropped, and a line reports how many. Without a receiver, as
+    in a program without ranks, the message is printed here.
 
     Parameters
     ----------
     message : object
-        Its text is sent; of one of more than 8192 characters the two ends.
+        Its text is sent; of a text with more than 8192 characters, only the two ends.
     """
     with _lock:
         sender = _sender()
@@ -384,7 +381,7 @@ def log_to_driver(message: object) -> None:
 
 
 class _Messages:
-    """Sends this process's messages."""
+    """Sender of this process's messages."""
 
     def __init__(self) -> None:
         self._rank = int(os.environ.get("HOROVOD_RANK", "0"))
@@ -413,7 +410,7 @@ _current: _Messages | None = None
 
 
 def _sender() -> _Messages:
-    """Return what sends this process's messages, and does so until it ends."""
+    """Return the sender of this process's messages, which exists until the process ends."""
     global _current
     if _current is None:
         _current = _Messages()
@@ -422,7 +419,7 @@ def _sender() -> _Messages:
 
 
 def _forget() -> None:
-    """Begin anew in a child, which has neither the thread nor a right to the connection."""
+    """Reset the sender in a forked child, which has no thread and must not use the connection."""
     global _current, _lock
     _current, _lock = None, threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Where what ranks print, and their messages, come out on the driver."""
+"""Destinations of the ranks' output and messages on the driver."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hvd_estimators.launch.service.events import Event, Handler, RankMessage, Ra
 __all__ = ["LinesTaker", "Outlets", "print_event", "write_text"]
 
 LinesTaker = Callable[[list[str]], None]
-"""Called with some lines of a rank."""
+"""Called with lines of a rank."""
 
 logger = logging.getLogger(__name__)
 
 
 def print_event(event: Event) -> None:
-    """Print messages to standard output and lines of output to standard error; nothing else."""
+    """Print messages to standard output and output lines to standard error; ignore other events."""
     if isinstance(event, RankOutput):
         write_text(sys.stderr, event.text())
     elif isinstance(event, RankMessage):
@@ -31,8 +31,8 @@ def print_event(event: Event) -> None:
 
 
 def write_text(file: TextIO, text: str) -> None:
-    """Write to a stream and flush it; what its encoding does not have is written as an escape."""
-    # In one write, lest the lines of several ranks run into each other.
+    """Write to a stream and flush it; escape characters that the stream's encoding lacks."""
+    # A single write, so that lines of several ranks do not mix.
     try:
         file.write(text)
     except UnicodeEncodeError:
@@ -43,22 +43,22 @@ def write_text(file: TextIO, text: str) -> None:
 
 
 class Outlets:
-    """What a backend was told to do with its ranks' output.
+    """Output settings of a backend's ranks.
 
     Parameters
     ----------
     stdout, stderr : file-like, optional
-        Where lines of the ranks' standard output and standard error are written. Where one of the
-        two is given, ranks have a pipe for each.
+        Destinations of the ranks' standard output and standard error. If either is given, ranks
+        have a separate pipe for each stream.
     prefix_output_with_timestamp : bool
-        Whether each line begins with the time at which it came.
+        Whether each line starts with its time of arrival.
     verbose : int
-        2 and above reports the lines for which no file is given.
+        2 or more also reports the lines for which no file is given.
 
     Raises
     ------
     ParamError
-        If nothing can be written to a file.
+        If a file does not accept text, or ``verbose`` is not an integer.
     """
 
     def __init__(
@@ -72,32 +72,32 @@ class Outlets:
         }
         self._has_time = bool(prefix_output_with_timestamp)
         self.are_apart = bool(self._files)
-        """Whether ranks have a pipe for each of the two streams."""
+        """True if ranks have a separate pipe for each of the two streams."""
         streams = tuple(given) if self.are_apart else ("",)
         self.streams = tuple(s for s in streams if verbose >= 2 or s in self._files)
-        """Names of the streams that have to come to the driver; empty is both as one."""
+        """Names of the streams that the driver needs; an empty name means both streams as one."""
 
     def takers(
         self, put: Callable[[str, list[str]], None]
     ) -> tuple[LinesTaker | None, LinesTaker | None]:
-        """Return what takes a rank's lines: of standard output, or of both, and of standard error.
+        """Return a rank's line handlers: for standard output (or both), and for standard error.
 
         Parameters
         ----------
         put : callable
-            Called with the stream's name and lines, if the driver is to get these.
+            Called with the stream's name and lines, if the driver should receive them.
         """
         names = ("stdout", "stderr") if self.are_apart else ("",)
         found = [functools.partial(put, n) if n in self.streams else _ignore for n in names]
         return found[0], found[1] if self.are_apart else None
 
     def handler(self, on_event: Handler | None) -> Handler:
-        """Return what handles events: lines for which there is a file are written to it.
+        """Return an event handler that writes lines to their files.
 
         Parameters
         ----------
         on_event : callable, optional
-            Gets all other events. Default: `print_event`.
+            Called with all other events. Default: `print_event`.
         """
         files = dict(self._files)
         other = on_event or print_event
@@ -114,7 +114,7 @@ class Outlets:
                 try:
                     write_text(files[event.stream], event.text())
                 except Exception:
-                    # A disk may be full, or the file closed: once is enough.
+                    # The disk may be full, or the file closed. Warn only once.
                     del files[event.stream]
                     logger.warning("%s: cannot be written to", event.stream, exc_info=True)
 

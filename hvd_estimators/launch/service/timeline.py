@@ -1,7 +1,8 @@
-"""Horovod's timeline of a job, which rank 0 writes on its machine, brought to the driver's.
+"""Transfer of Horovod's timeline from rank 0's machine to the driver's.
 
-``HOROVOD_TIMELINE`` names the file, on both. Runs in rank 0's task and on the driver; for fits the
-rank puts it into the run's logs instead (`hvd_estimators.training.horovod_session`).
+``HOROVOD_TIMELINE`` names the file on both machines. Runs in rank 0's task and on the driver. In
+fits, the rank adds the timeline to the run's logs instead
+(`hvd_estimators.training.horovod_session`).
 """
 
 from __future__ import annotations
@@ -25,22 +26,22 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 TIMELINE_VARIABLE = "HOROVOD_TIMELINE"
-"""Environment variable that tells Horovod's rank 0 which local file to write."""
+"""Environment variable with the local file that Horovod's rank 0 writes."""
 
 _ON_CALL = "DYNAMIC"
 
 
 def timeline_path(env: Mapping[str, str]) -> str | None:
-    """Return the file that a rank with some environment writes; None if it writes none.
+    """Return the timeline file of a rank with this environment, or None if it writes none.
 
-    With ``DYNAMIC`` the user's own code says in which file, and when.
+    With ``DYNAMIC``, the user's own code selects the file and the time.
     """
     path = env.get(TIMELINE_VARIABLE)
     return None if not path or path == _ON_CALL else path
 
 
 def make_room_for_timeline(env: Mapping[str, str]) -> None:
-    """Make the folder that a timeline is to be in, and delete an old one. In rank 0's task."""
+    """Create the timeline's folder and delete an old timeline. Runs in rank 0's task."""
     path = timeline_path(env)
     if path is None:
         return
@@ -52,16 +53,17 @@ def make_room_for_timeline(env: Mapping[str, str]) -> None:
 
 
 def with_timeline(outcome: RankOutcome, env: Mapping[str, str], max_bytes: int) -> RankOutcome:
-    """Return how rank 0 ended, with the timeline that it has written. In its task.
+    """Return rank 0's outcome with the timeline that it has written. Runs in rank 0's task.
 
     Parameters
     ----------
     outcome : RankOutcome
-        How it ended.
+        Outcome of the rank.
     env : mapping
-        Its environment.
+        Environment of the rank.
     max_bytes : int
-        What result and timeline may have together; only the size of a larger one is told.
+        Maximum size of result and timeline together. Of a larger timeline, only the size is
+        returned.
     """
     path = timeline_path(env)
     if path is None:
@@ -72,11 +74,11 @@ def with_timeline(outcome: RankOutcome, env: Mapping[str, str], max_bytes: int) 
             return replace(outcome, timeline=(path, size))
         return replace(outcome, timeline=(path, Path(path).read_bytes()))
     except OSError:
-        return outcome  # Horovod has printed why
+        return outcome  # Horovod has printed the reason
 
 
 def keep_timeline(outcomes: Sequence[RankOutcome]) -> None:
-    """Write the timeline that came with ranks' outcomes to the driver's own file."""
+    """Write the timeline in the ranks' outcomes to the driver's own file."""
     for outcome in outcomes:
         if outcome.timeline is None:
             continue

@@ -1,1 +1,1 @@
-"""A Spark barrier task around a rank: in Spark's Python workers."""
+"""Spark barrier task that runs a rank. Runs in Spark's Python workers."""

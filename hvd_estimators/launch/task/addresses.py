@@ -1,10 +1,10 @@
-"""At which address each host of a job is reached by all others.
+"""Address discovery: find an address of each host that all other hosts of a job can reach.
 
-Names do not say it: two hosts can have the same one, and what a host's own name resolves to on it
-is often an address that no other host reaches. So a task offers all addresses that its host might
-be reached at, every host connects to those of every other, and one that answered to all of them is
-chosen. Whoever answers says who it is: an address such as Docker's ``172.17.0.1`` leads every host
-to itself.
+Host names are not sufficient. Two hosts can have the same name, and a host often resolves its own
+name to an address that no other host reaches. So a task offers all addresses at which its host
+might be reachable. Every host connects to the addresses of every other host, and one that answered
+to all of them is chosen. An answer identifies its host, because an address such as Docker's
+``172.17.0.1`` leads every host to itself. Runs in the tasks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["HostAddresses", "HostCandidates", "ProbeListener", "agree", "choose"
 
 _ATTEMPT_SECONDS = 3.0
 _PAUSE_SECONDS = 0.5
-# Once each host was reached somehow: how long to wait for its other addresses.
+# Further wait for other addresses, once each host was reached at one address.
 _GRACE_SECONDS = 0.5
 # A link may be down for a while.
 _PATIENCE_SECONDS = 60.0
@@ -47,22 +47,22 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True)
 class HostCandidates:
-    """What a task tells the others of its host.
+    """Identity and candidate addresses of a task's host, as sent to the other tasks.
 
     Attributes
     ----------
     identity : str
-        The same for two tasks exactly if they reach each other at the loopback address.
+        Equal for two tasks if and only if they reach each other at the loopback address.
     name : str
-        The host's name, for people.
+        The host's name, for messages.
     endpoints : list of (str, int)
-        Numeric addresses at which the host might be reached, and the ports that answer there.
+        Numeric addresses at which the host might be reachable, and the ports that answer there.
     nonce : str
-        What they answer.
+        The content of the answers.
     error : str
-        Why there are no addresses; empty otherwise.
+        Reason if there are no addresses; empty otherwise.
     executor : str
-        The same for two tasks of a host exactly if they are of one executor.
+        Equal for two tasks of a host if and only if they belong to the same executor.
     """
 
     identity: str
@@ -73,21 +73,21 @@ class HostCandidates:
     executor: str = ""
 
     def addresses(self) -> list[str]:
-        """Return the addresses alone."""
+        """Return the addresses without the ports."""
         return [address for address, _ in self.endpoints]
 
 
 @dataclass(frozen=True)
 class HostAddresses:
-    """Where the tasks of a job are, each list in the order of the tasks.
+    """Hosts and addresses of a job's tasks, each list in task order.
 
     Attributes
     ----------
     hosts : list of str
-        A name of the host, another one for each host.
+        Names of the hosts, unique for each host.
     addresses : list of str
-        The numeric address at which all others reach it: all IPv4 or all IPv6, and the loopback
-        address if there is one host only.
+        Numeric address at which all others reach the task's host. All addresses are IPv4, or all
+        are IPv6. If there is only one host, this is the loopback address.
     """
 
     hosts: list[str]
@@ -95,14 +95,14 @@ class HostAddresses:
 
 
 class ProbeListener:
-    """Answers those who connect to this host's addresses, until the block ends.
+    """Listener that answers connections to this host's addresses until the block ends.
 
     Parameters
     ----------
     addresses : sequence of str
-        Where to listen; those that cannot be listened on are left out.
+        Addresses to listen on; those that cannot be bound are left out.
     error : str
-        Why there are none.
+        Reason for missing addresses.
     """
 
     def __init__(self, addresses: Sequence[str], error: str = "") -> None:
@@ -120,15 +120,15 @@ class ProbeListener:
 
     @classmethod
     def on_this_host(cls, preferred: str, interfaces: Sequence[str], setting: str) -> Self:
-        """Return the one that listens on this host's `candidate_addresses`."""
+        """Return a listener on this host's `candidate_addresses`."""
         try:
             return cls(candidate_addresses(preferred, interfaces, setting))
         except UnreachableError as error:
-            # No error where all tasks are on one host.
+            # This is not an error if all tasks run on one host.
             return cls([], str(error))
 
     def offer(self) -> HostCandidates:
-        """Return what the others have to know."""
+        """Return the candidates to send to the other tasks."""
         endpoints = [s.getsockname()[:2] for s in self._sockets]
         name, executor = socket.gethostname(), executor_identity()
         return HostCandidates(host_identity(), name, endpoints, self._nonce, self._error, executor)
@@ -156,7 +156,7 @@ class ProbeListener:
                 for key, _ in selector.select():
                     if key.fileobj is self._stopped:
                         return
-                    # Whoever connects may have gone already.
+                    # The client may have disconnected already.
                     with contextlib.suppress(OSError):
                         connection, _ = key.fileobj.accept()  # type: ignore[union-attr]
                         with connection:
@@ -169,22 +169,22 @@ def agree(
     task: int,
     exchange: Callable[[dict[str, Any]], Sequence[Mapping[str, Any]]],
 ) -> HostAddresses:
-    """Find out with all other tasks where each of them is reached.
+    """Agree with all other tasks on the addresses at which the tasks are reached.
 
     Parameters
     ----------
     offers : sequence of HostCandidates
-        Of each task, in their order, with their listeners running.
+        Candidates of each task, in task order, with their listeners running.
     task : int
         The number of this task.
     exchange : callable
-        Gives every task all tasks' messages, in their order. Called only if there are several
-        hosts. The keys of a message are texts, since it travels as JSON.
+        All-gathers one message per task, in task order. Called only if there are several hosts. The
+        keys of a message are strings, because it travels as JSON.
 
     Raises
     ------
     UnreachableError
-        In all tasks alike, if there is a host that another one cannot reach.
+        In all tasks, if a host cannot reach another host.
     """
     first = _first_tasks(offers)
     hosts = {offers[other].identity: other for other in first}
@@ -193,7 +193,7 @@ def agree(
     errors = [offers[other].error for other in first if offers[other].error]
     if errors:
         raise UnreachableError(" ".join(errors))
-    # One task of a host speaks for all of them.
+    # The first task of each host probes for all tasks of that host.
     others = {other: offers[other] for other in first if other != task} if task in first else {}
     reached = asyncio.run(_probe(others))
     reports = [
@@ -221,20 +221,20 @@ def _first_tasks(offers: Sequence[HostCandidates]) -> list[int]:
 def choose(
     offers: Sequence[HostCandidates], reports: Sequence[Mapping[int, Sequence[str]]]
 ) -> dict[int, str]:
-    """Return the address of each host, by its first task.
+    """Choose an address for each host, by the host's first task.
 
     Parameters
     ----------
     offers : sequence of HostCandidates
-        Of each task.
+        Candidates of each task.
     reports : sequence of mapping
-        Of each task, by the first task of each other host: the addresses that it reached.
+        For each task, the addresses that it reached, by the first task of each other host.
 
     Raises
     ------
     UnreachableError
-        If some host has no address that all others reached. Gloo connects addresses of the same
-        kind only, so that all are IPv4 or all are IPv6.
+        If a host has no address that all others reached. Gloo only connects addresses of the same
+        kind, so all of them must be IPv4, or all IPv6.
     """
     first = _first_tasks(offers)
     common = {
@@ -288,7 +288,7 @@ def _all(addresses: Sequence[str]) -> str:
 
 
 async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
-    """Return for each host its addresses that it answers at."""
+    """Return for each host the addresses that answered."""
     clock, ended = asyncio.get_running_loop().time, asyncio.Event()
     attempts = {
         asyncio.ensure_future(_reach(address, port, offer.nonce, ended)): (other, address)
@@ -309,7 +309,7 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
                 reached[other].append(address)
         if not is_shorter and all(reached.values()):
             is_shorter, deadline = True, min(deadline, clock() + _GRACE_SECONDS)
-    # Until Python 3.12 wait_for() forgets a cancellation that comes as what it waits for ends.
+    # Before Python 3.12, wait_for() loses a cancellation that arrives as the awaited task ends.
     ended.set()
     for attempt in waiting:
         attempt.cancel()
@@ -318,13 +318,13 @@ async def _probe(others: Mapping[int, HostCandidates]) -> dict[int, list[str]]:
 
 
 async def _reach(address: str, port: int, nonce: str, ended: asyncio.Event) -> bool:
-    """Return whether the host of an offer answers there; tries until it does, or all is ended."""
+    """Return whether the offering host answers; retry until it does, or ``ended`` is set."""
     while not ended.is_set():
         try:
             answer = await asyncio.wait_for(_answer_of(address, port), _ATTEMPT_SECONDS)
             return answer == nonce.encode()
         except ConnectionRefusedError:
-            # The listener was there before its offer: this is another host.
+            # The listener existed before its offer was sent, so this is another host.
             return False
         except (OSError, asyncio.TimeoutError):
             await asyncio.sleep(_PAUSE_SECONDS)
@@ -340,5 +340,5 @@ async def _answer_of(address: str, port: int) -> bytes:
 
 
 def _safe(name: str) -> str:
-    """Return a name as it may stand in a URL."""
+    """Return a host name that is safe to use in a URL."""
     return re.sub(r"[^A-Za-z0-9._:-]", "-", name) or "host"

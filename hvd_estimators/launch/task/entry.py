@@ -1,7 +1,7 @@
-"""The entry of a Spark barrier task that runs a rank.
+"""Entry points of the Spark barrier tasks that run ranks.
 
-A warm process imports for a second or more what ranks are forked with. So it is started before the
-task itself imports what it needs, which takes some tenths of a second.
+A warm process imports the modules of its forked ranks for a second or more. So it starts before the
+task's own imports, which take some tenths of a second.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def run_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.Reco
 
 
 def import_task(batches: Iterator[pa.RecordBatch], *, job: Job) -> Iterator[pa.RecordBatch]:
-    """Let this executor import what ranks are forked with. Runs in a barrier task."""
+    """Let this executor import the modules of forked ranks. Runs in a barrier task."""
     for _ in batches:
         pass
     prepare_warm_start(job)

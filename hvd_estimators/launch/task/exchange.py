@@ -1,11 +1,13 @@
-"""How the tasks of a barrier job tell each other of themselves: over the driver, or over Spark.
+"""All-gather among the tasks of a barrier job: over the driver, or over Spark.
 
-Spark's own way (``allGather``) takes about a second each time, since its tasks ask for the answer
-once a second. So each task sends what it has to say to a small server on the driver, which answers
-when all have. Not every task can reach it: a firewall may let through only what Spark needs. If a
-task stays away, the driver tells the others so, all use Spark's way, and later jobs of the
-application do so at once. A task that has been heard never falls back on its own: others may have
-got the answer.
+Spark's own ``allGather`` takes about a second per call, because its tasks poll for the answer once
+a second. So each task sends its message to a small server on the driver, which answers when all
+messages have arrived.
+
+Not every task can reach the server: a firewall may allow only Spark's own connections. If a task's
+message is missing, the driver notifies the other tasks, and all of them use ``allGather``. Later
+jobs of the application then use it at once. A task that the driver has heard never falls back
+alone, because others may have received the answer.
 """
 
 from __future__ import annotations
@@ -32,29 +34,29 @@ if TYPE_CHECKING:
 __all__ = ["Exchange", "ExchangeServer"]
 
 _ATTEMPT_SECONDS = 3.0
-# After the first task has come, for those whose Python starts late.
+# Counts from the first task's message, for tasks whose Python starts late.
 _LATE_SECONDS = 8.0
-# Tasks may look for each other's hosts for a minute between two exchanges.
+# Tasks may probe each other's hosts for a minute between two exchanges.
 _LATER_SECONDS = 150.0
 _PAUSE_SECONDS = 0.2
 
-# Applications with tasks that do not reach the driver.
+# Applications with tasks that cannot reach the driver.
 _APART: set[str] = set()
 
 logger = logging.getLogger(__name__)
 
 
 class Exchange:
-    """Gives every task what all tasks have to say. Runs in the tasks.
+    """All-gather of one message per task. Runs in the tasks.
 
-    Every task of the job calls it, equally often, and waits in it for all others.
+    Every task of the job must call it equally often. Each call waits for all other tasks.
 
     Parameters
     ----------
     context : BarrierTaskContext
-        This task's.
+        Context of this task.
     job : Job
-        What every task got from the driver.
+        The driver's settings for every task.
     """
 
     def __init__(self, context: BarrierTaskContext, job: Job) -> None:
@@ -64,17 +66,17 @@ class Exchange:
         self._number = 0
 
     def __call__(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
-        """Say something, and return what all tasks say, in the order of the tasks.
+        """All-gather one message per task, in task order.
 
         Parameters
         ----------
         mine : dict
-            What this task says: values that JSON knows.
+            This task's message; its values must be serializable as JSON.
 
         Raises
         ------
         UnreachableError
-            If the driver, which has heard this task, does not answer.
+            If the driver has heard this task, and then does not answer.
         """
         if self._place:
             found = self._over_driver(mine)
@@ -85,10 +87,10 @@ class Exchange:
         return [json.loads(text) for text in self._context.allGather(json.dumps(mine))]
 
     def _over_driver(self, mine: dict[str, Any]) -> list[dict[str, Any]] | None:
-        """Return what all tasks say; None if not all of them reach the driver."""
+        """Return the messages of all tasks, or None if not all of them reach the driver."""
         host, _, port = self._place.rpartition(":")
         message = {"exchange": self._number, "task": self._context.partitionId()}
-        # What has been heard once, in this exchange or before, is known to the others.
+        # Other tasks know of a task that the driver has heard, in this exchange or before.
         is_heard = self._number > 0
         patience = _LATER_SECONDS if is_heard else _LATE_SECONDS
         deadline = time.monotonic() + (patience if is_heard else 0) + _ATTEMPT_SECONDS
@@ -120,7 +122,7 @@ class Exchange:
 
 
 class ExchangeServer:
-    """The driver's side; used as a context manager.
+    """Driver's side of the exchange; used as a context manager.
 
     Parameters
     ----------
@@ -129,15 +131,15 @@ class ExchangeServer:
     host : str
         The address at which tasks reach the driver.
     tasks : int
-        How many there are.
+        Number of tasks.
     application : str
         Spark's id of the application.
 
     Attributes
     ----------
     place : str
-        Where tasks reach it, for `hvd_estimators.launch.task.spec.Job`; empty where it cannot
-        listen, or where tasks of an earlier job of the application did not come.
+        Address of the server, for `hvd_estimators.launch.task.spec.Job`. Empty if it cannot listen,
+        or if tasks of an earlier job of the application did not connect.
     """
 
     def __init__(self, secret: bytes, host: str, tasks: int, application: str) -> None:
@@ -174,7 +176,7 @@ class ExchangeServer:
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
-            # Whoever was late has come since then.
+            # Tasks that were only late have connected by now.
             if exc is None and self._is_given_up and len(self._came) < self._tasks:
                 _APART.add(self._application)
         if self._listener is not None:
@@ -189,7 +191,7 @@ class ExchangeServer:
         channel.send({"complete": found is not None}, document, _ATTEMPT_SECONDS)
 
     def _take(self, number: int, task: int, said: Any) -> Sequence[Any] | None:
-        """Note what a task says; return what all say once they have, and None if some do not."""
+        """Record a task's message; return all tasks' messages, or None if some are missing."""
         with self._changed:
             messages = self._said.setdefault(number, {})
             messages[task] = said
@@ -197,7 +199,7 @@ class ExchangeServer:
             self._changed.notify_all()
             if self._deadline is None:
                 self._deadline = time.monotonic() + _LATE_SECONDS
-            # Later exchanges are between tasks that have all been heard.
+            # The driver has heard all tasks that take part in later exchanges.
             deadline = self._deadline if number == 0 else time.monotonic() + _LATER_SECONDS
 
             def decided() -> bool:
@@ -205,7 +207,7 @@ class ExchangeServer:
 
             self._changed.wait_for(decided, max(deadline - time.monotonic(), 0))
             if self._is_given_up or len(messages) < self._tasks:
-                # From now on it is so for all, also for who comes late.
+                # From now on this applies to all tasks, including late ones.
                 self._is_given_up = True
                 self._changed.notify_all()
                 return None

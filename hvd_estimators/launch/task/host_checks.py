@@ -1,7 +1,7 @@
-"""What a task tells the others of its machine, and what all of them find wrong with it.
+"""Exchange and check of facts about the tasks' machines.
 
-Each task hears of all others before it starts its rank, so that all of them stop for the same
-reason, and none waits for those that cannot start. Runs in the tasks.
+Each task receives the facts of all others before it starts its rank. So all tasks stop for the same
+reason, and they do not wait for tasks that cannot start. Runs in the tasks.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = ["check_machines", "gpu_variables", "machine_facts"]
 
 
 def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[str, Any]:
-    """Return what the other tasks are to know, for `check_machines`: values that JSON knows.
+    """Return the facts that the other tasks need for `check_machines`, serializable as JSON.
 
     Parameters
     ----------
     context : BarrierTaskContext
-        This task's.
+        Context of this task.
     job : Job
-        What every task got from the driver.
+        The driver's settings for every task.
     executor : str
-        What tells the task's executor from others of its host.
+        Identifier of the task's executor, unique on its host.
     """
     facts: dict[str, Any] = {}
     if job.executable is None:
@@ -59,7 +59,7 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
             other = differences(installed_versions(), job.versions)
             if other:
                 facts["problem"] = other
-    if VISIBLE_VARIABLE not in job.env:  # else the user chooses, or wants none
+    if VISIBLE_VARIABLE not in job.env:  # else the user chooses GPUs, or hides them
         try:
             gpus = assigned_gpus(_addresses(context), _environment(job))
         except GpuError as error:
@@ -72,7 +72,7 @@ def machine_facts(context: BarrierTaskContext, job: Job, executor: str) -> dict[
 def check_machines(
     task: int, offers: Sequence[HostCandidates], facts: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Make sure that the ranks can be started on all machines.
+    """Check that the ranks can be started on all machines.
 
     Parameters
     ----------
@@ -81,13 +81,13 @@ def check_machines(
     offers : sequence of HostCandidates
         The host of each task.
     facts : sequence of mapping
-        What each task told, see `machine_facts`.
+        The facts of each task; see `machine_facts`.
 
     Returns
     -------
     str or None
-        What is wrong with the machine of a task: with this task's, empty if only with others'. None
-        if nothing is.
+        The problem of this task's machine; empty if only other machines have problems. None without
+        problems.
 
     Raises
     ------
@@ -104,7 +104,7 @@ def check_machines(
     for of_task in facts:
         if "gpu_problem" in of_task:
             raise GpuError(of_task["gpu_problem"])
-    # A GPU is one of a host, whose name others may have as well.
+    # GPUs are compared within a host, by its identity: several hosts may have the same name.
     hosts = {offer.identity: offer.name for offer in offers}
     places = [
         (hosts[offer.identity], f"{offer.identity} {of_task.get('gpu_place', '')}")
@@ -115,7 +115,7 @@ def check_machines(
 
 
 def gpu_variables(context: BarrierTaskContext, job: Job, slot: SlotInfo) -> dict[str, str]:
-    """Return the variables that show a task's rank its GPUs alone."""
+    """Return the variables that restrict a task's rank to its GPUs."""
     addresses, env = _addresses(context), _environment(job)
     gpus = [] if VISIBLE_VARIABLE in job.env else assigned_gpus(addresses, env)
     return rank_gpus(addresses, gpus, slot.local_rank, slot.local_size, env)
@@ -127,5 +127,5 @@ def _addresses(context: BarrierTaskContext) -> list[str]:
 
 
 def _environment(job: Job) -> dict[str, str | None]:
-    """Return the executor's environment, and what the ranks get beside it."""
+    """Return the executor's environment, updated with the ranks' variables."""
     return {**os.environ, **job.driver_env, **job.env}

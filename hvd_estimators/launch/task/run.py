@@ -1,8 +1,6 @@
-"""The launch of one rank in its Spark barrier task, from first check to last report.
+"""Launch of one rank in its Spark barrier task, from the first check to the last report.
 
-Imported before anything else of a task, so that it imports little. Runs in the task.
-
-Imported by Spark's Python workers on the executors.
+Spark's Python workers on the executors import this module. Runs in the task, except for `outcomes`.
 """
 
 from __future__ import annotations
@@ -74,14 +72,14 @@ __all__ = [
 
 
 def prepare_warm_start(job: Job) -> None:
-    """Let a process begin to import what ranks are forked with, if they are."""
+    """Start the process that imports the modules of forked ranks, if ranks are forked."""
     start = warm_start(job)
     if start is not None:
         start.prepare(job.executable or sys.executable, task_environment(job))
 
 
 def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of a rank, with what is its own."""
+    """Return the environment of a rank, including the rank's own variables."""
     return child_environment(
         DEFAULTS,
         os.environ,
@@ -94,13 +92,13 @@ def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]
 
 
 def warm_start(job: Job) -> WarmStart | None:
-    """Return how this rank is forked; None if it is to have a fresh process."""
+    """Return the warm start that forks this rank, or None for a fresh process."""
     if job.modules is None or not wanted({**os.environ, **job.driver_env}):
         return None
     return WarmStart.of_executor(job.modules)
 
 
-# An executor's log is a file on its disk, which Spark does not limit: a day has 1.5 GiB at most.
+# Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
 _LOG_CHARS = 2**26
 
 
@@ -110,22 +108,22 @@ _LOG_CHARS_PER_SECOND = 2**20 / 60
 _LOG_AGAIN_CHARS = 2**16
 
 
-# A driver may be slow, as a laptop that is asleep.
+# A driver may be slow, such as a sleeping laptop.
 _SEND_SECONDS = 3600.0
 
 
 class TaskOutput:
-    """Passes on the lines of a rank, as a context manager around its process.
+    """Context manager around a rank's process that forwards the lines of its output.
 
-    All of them go into the executor's log: 64 MiB of a rank's, and 1 MiB a minute above that; a
-    line says how many are left out. Those that the job asks for go to the driver.
+    All lines go to the executor's log: 64 MiB per rank, and 1 MiB per minute above that. A line
+    reports how many lines were dropped. Streams that the job requests also go to the driver.
 
     Parameters
     ----------
     rank : int
         The rank.
     job : Job
-        What the task was told.
+        The driver's settings for every task.
     """
 
     def __init__(self, rank: int, job: Job) -> None:
@@ -139,13 +137,13 @@ class TaskOutput:
         self._sender = EventSender(target, _SEND_SECONDS) if streams and target else None
         self._relay = Relay(self._send) if self._sender is not None else None
         self.on_lines = self._taker("stdout" if self._job.apart else "")
-        """Takes lines of standard output, or of both streams."""
+        """Handler of standard output lines, or of both streams' lines."""
         self.on_error_lines = self._taker("stderr") if self._job.apart else None
-        """Takes lines of standard error; None where they are among the others."""
+        """Handler of standard error lines; None if one handler gets both streams."""
         return self
 
     def log_error(self, outcome: RankOutcome) -> None:
-        """Write the whole traceback of a rank's exception into the log of a remote executor."""
+        """Write the full traceback of a rank's exception to the log of a remote executor."""
         if outcome.report is not None and not self._job.one_machine:
             self._log(outcome.report.full_traceback.splitlines(keepends=True))
 
@@ -173,10 +171,10 @@ class TaskOutput:
         return take
 
     def _is_logged(self, is_sent: bool) -> bool:
-        """Return whether lines go into the executor's log.
+        """Return whether lines go to the executor's log.
 
-        On one machine that is the driver's standard error, where lines would be shown twice, or
-        where nothing is to be shown.
+        On one machine, this log is the driver's standard error. There, lines would be shown twice,
+        or nothing should be shown.
         """
         if not self._job.one_machine:
             return True
@@ -205,34 +203,30 @@ class TaskOutput:
 
 
 OUTCOME_SCHEMA = "rank int, host string, chunk int, chunks int, bytes binary"
-
-
-"""Columns of what `run_rank` yields, as a Spark DDL string."""
+"""Columns of the rows that `run_rank` yields, as a Spark DDL string."""
 
 
 LESS_RESULTS = (
     "Return less, or write it to storage and return where; the driver collects more with a larger "
     "spark.driver.memory and spark.driver.maxResultSize."
 )
+"""Advice for results that are too large."""
 
 
-"""What to do about results that are too large."""
-
-
-# One outcome travels as several rows, so that no Arrow value comes near 2 GiB.
+# An outcome is sent as several rows, so that no Arrow value approaches 2 GiB.
 _CHUNK_BYTES = 64 * 2**20
 
 
 def hosts_without(
     batches: Iterator[pa.RecordBatch], *, store: Store, path: str
 ) -> Iterator[pa.RecordBatch]:
-    """Yield this machine's name, and why, if it does not see a file. Runs in a barrier task."""
+    """Yield this machine's name and the reason if it cannot see a file. In a barrier task."""
     for _ in batches:
         pass
     try:
         problem = None if store.exists(path) else "does not see it"
-    except Exception as error:  # a package may be missing here, credentials, a route
-        # Tasks that run ranks need no store.
+    except Exception as error:  # e.g. a missing package, credentials or network route
+        # Tasks that run ranks do not need the store, so import it here.
         from hvd_estimators.store.storage_errors import redacted
 
         problem = redacted(f"{type(error).__name__}: {error}", store.secrets)
@@ -241,13 +235,14 @@ def hosts_without(
 
 
 def outcomes(rows: Iterable[Any], num_ranks: int) -> list[RankOutcome]:
-    """Put together what all tasks yielded. Runs on the driver.
+    """Assemble the outcomes from the rows of all tasks. Runs on the driver.
 
     Raises
     ------
     ResultsError
-        If not all of it has come, though no rank has failed: where the driver's JVM runs out of
-        memory while it collects, Spark returns the rows so far as if they were all.
+        If a rank's result is too large, or rows are missing although no rank has failed. If the
+        driver's JVM runs out of memory while it collects, Spark returns the rows so far as if they
+        were complete.
     """
     chunks: dict[int, dict[int, bytes]] = {}
     wanted: dict[int, int] = {}
@@ -297,7 +292,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             if task == 0:
                 addresses = [LOOPBACK, *offer.addresses()]
                 server = stack.enter_context(RendezvousServer(job.secret, addresses))
-            # One exchange tells everything on one host.
+            # On one host, this is the only exchange.
             mine = {
                 "offer": asdict(offer),
                 "endpoints": server.endpoints if server else [],
@@ -323,7 +318,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
             server.listen(lambda address: address == places.addresses[0])
         else:
             address = places.addresses[0]
-            # Where the server could not take a port, connections are refused.
+            # If the server could not bind a port, connections to port 0 are refused.
             endpoint = (address, dict(peers[0]["endpoints"]).get(address, 0))
             link = stack.enter_context(
                 RemoteRendezvousClient(endpoint, job.secret, slot.rank, hosts[0])
@@ -340,7 +335,7 @@ def _run_rank(context: BarrierTaskContext, job: Job) -> RankOutcome:
 def _linked_outcome(
     context: BarrierTaskContext, job: Job, slot: SlotInfo, address: str, link: RendezvousClient
 ) -> RankOutcome:
-    """Run the rank."""
+    """Run the rank with its environment, and return its outcome."""
     with GlooProxy(link) as proxy:
         env = task_environment(
             job,
@@ -373,7 +368,7 @@ def _not_run(rank: int, host: str, error_type: str, error: str) -> RankOutcome:
 
 
 def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
-    """Return an outcome, or the error that its result is too large for the driver."""
+    """Return an outcome, or an error if its result is too large for the driver."""
     size = len(outcome.result or b"")
     if size <= max_bytes:
         return outcome
@@ -387,7 +382,7 @@ def _within(outcome: RankOutcome, max_bytes: int) -> RankOutcome:
 def _supervise(
     rank: int, host: str, job: Job, env: Mapping[str, str], link: RendezvousClient
 ) -> RankOutcome:
-    """Run the rank's process, and end it if another one failed."""
+    """Run the rank's process, and end it if another rank fails."""
     call = job.call if isinstance(job.call, bytes) else job.call.value
     start = warm_start(job)
     with (

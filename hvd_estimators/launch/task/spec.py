@@ -1,4 +1,4 @@
-"""Job specification: crosses from the driver to the tasks, once to each executor."""
+"""Job specification, sent from the driver to the tasks, once per executor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,32 @@ __all__ = ["INLINE_BYTES", "AddedFile", "Job", "broadcast"]
 
 @dataclass(frozen=True)
 class Job:
-    """What every task needs.
+    """Settings that every task needs.
 
-    ``call`` is what `pickle_call` returned, ``max_bytes`` what an outcome may have at most,
-    ``secret`` what tasks prove to each other with that they are of this job. ``one_machine`` says
-    whether all of them are known to run on one. ``events`` are the variables that tell ranks where
-    the driver takes events. ``streams`` are those whose lines it gets (empty: both as one), and
-    ``apart`` says whether ranks have a pipe for each. ``modules`` are what a process may
-    import that forks ranks; None starts each rank in a fresh process. ``exchange`` is where the
-    driver takes what tasks tell each other; empty if it does not. ``nics`` are the names of the
-    network interfaces to use; none means any. ``timeline`` says whether the driver wants Horovod's
-    timeline.
+    Attributes
+    ----------
+    call : bytes, Broadcast or AddedFile
+        Result of `pickle_call`.
+    max_bytes : int
+        Maximum size of an outcome.
+    secret : bytes
+        Secret with which tasks prove to each other that they belong to this job.
+    one_machine : bool
+        Whether all tasks are known to run on one machine.
+    events : dict
+        Environment variables with the address to which ranks send events.
+    streams : tuple of str
+        Streams whose lines the driver receives; an empty name means both streams as one.
+    apart : bool
+        Whether ranks have a separate pipe for each stream.
+    modules : tuple of str or None
+        Modules to import in a process that forks ranks; None starts each rank in a fresh process.
+    exchange : str
+        Address of the driver's `ExchangeServer`; empty if there is none.
+    nics : tuple of str
+        Names of the network interfaces to use; empty means any.
+    timeline : bool
+        Whether the driver wants Horovod's timeline.
     """
 
     call: bytes | Broadcast[bytes] | AddedFile = field(repr=False)
@@ -50,37 +65,34 @@ class Job:
     versions: dict[str, str] = field(default_factory=dict)
 
 
-# Well below the size at which PySpark makes a broadcast variable of a function.
+# Well below the size at which PySpark turns a function into a broadcast variable.
 INLINE_BYTES = 2**19
-
-
-"""Bytes up to which a call travels with the job."""
+"""Maximum size, in bytes, of a call that is sent with the job itself."""
 
 
 @dataclass(frozen=True)
 class AddedFile:
-    """A file that was added to a session of Spark Connect, as tasks get it.
+    """File added to a Spark Connect session, as tasks receive it.
 
     Attributes
     ----------
     name : str
-        Its name.
+        The file's name.
     """
 
     name: str
 
     @property
     def value(self) -> bytes:
-        """What it holds. In a task."""
+        """The file's content. Runs in a task."""
         return Path(SparkFiles.get(self.name)).read_bytes()
 
 
 @contextlib.contextmanager
 def broadcast(context: SparkContext, call: bytes) -> Iterator[bytes | Broadcast[bytes]]:
-    """Yield a call as the tasks get it; what that takes on disk is gone when the block ends.
+    """Yield a call in the form that tasks receive; free its disk space when the block ends.
 
-    Of a function above 1 MiB PySpark makes a broadcast variable by itself, whose file stays for as
-    long as the application.
+    PySpark itself broadcasts a function above 1 MiB, whose file remains as long as the application.
     """
     if len(call) <= INLINE_BYTES:
         yield call
