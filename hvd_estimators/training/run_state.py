@@ -153,7 +153,7 @@ class RunState:
     history : tuple of EpochMetrics
         One record per epoch that is done.
     random : tuple of mapping
-        The states of the random streams, by canonical shard; see `training.randomness`.
+        The states of the random streams, by canonical shard; see `training.shard_state`.
     parts : mapping
         What else a framework keeps: states of callbacks, for example. Plain values, see `encode`.
     stopped : bool

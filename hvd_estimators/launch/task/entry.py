@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hvd_estimators.launch.task.run import prepare_warm_start
+from hvd_estimators.launch.task.environment import prepare_warm_start
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -23,10 +23,7 @@ from typing_extensions import Self
 
 from hvd_estimators.exceptions import DependencyError, GpuError, ResultsError, UnreachableError
 from hvd_estimators.launch.rank.environment import (
-    DEFAULTS,
     assign_ranks,
-    child_environment,
-    python_path,
     rank_environment,
 )
 from hvd_estimators.launch.rank.outcome import ABORTED, NOT_STARTED, RankOutcome
@@ -49,53 +46,16 @@ from hvd_estimators.launch.rendezvous.server import RendezvousServer
 from hvd_estimators.launch.service.events import EVENTS_VARIABLE, EventSender, RankOutput
 from hvd_estimators.launch.service.timeline import make_room_for_timeline, with_timeline
 from hvd_estimators.launch.task.addresses import HostCandidates, ProbeListener, agree
+from hvd_estimators.launch.task.environment import task_environment, warm_start
 from hvd_estimators.launch.task.exchange import Exchange
 from hvd_estimators.launch.task.host_checks import check_machines, gpu_variables, machine_facts
 from hvd_estimators.launch.task.spec import Job
-from hvd_estimators.launch.warm.client import WarmStart, wanted
 
 if TYPE_CHECKING:
     from hvd_estimators.launch.task.spec import Job
     from hvd_estimators.store import Store
 
-__all__ = [
-    "LESS_RESULTS",
-    "OUTCOME_SCHEMA",
-    "TaskOutput",
-    "hosts_without",
-    "outcomes",
-    "prepare_warm_start",
-    "run_rank",
-    "task_environment",
-    "warm_start",
-]
-
-
-def prepare_warm_start(job: Job) -> None:
-    """Start the process that imports the modules of forked ranks, if ranks are forked."""
-    start = warm_start(job)
-    if start is not None:
-        start.prepare(job.executable or sys.executable, task_environment(job))
-
-
-def task_environment(job: Job, *own: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the environment of a rank, including the rank's own variables."""
-    return child_environment(
-        DEFAULTS,
-        os.environ,
-        job.driver_env,
-        {"PYTHONPATH": python_path(sys.path, job.driver_path)},
-        *own,
-        job.events,
-        job.env,
-    )
-
-
-def warm_start(job: Job) -> WarmStart | None:
-    """Return the warm start that forks this rank, or None for a fresh process."""
-    if job.modules is None or not wanted({**os.environ, **job.driver_env}):
-        return None
-    return WarmStart.of_executor(job.modules)
+__all__ = ["LESS_RESULTS", "OUTCOME_SCHEMA", "TaskOutput", "hosts_without", "outcomes", "run_rank"]
 
 
 # Spark does not limit an executor's log, a file on its disk. A rank logs at most 1.5 GiB a day.
