@@ -16,7 +16,7 @@ from hvd_estimators.saving.export import exported, is_installed
 __all__ = ["export_onnx"]
 
 Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
-"""Calls a module with its inputs, one per feature column, and returns the predictions."""
+"""Function that calls a module with one input per feature column and returns the predictions."""
 
 # A single ONNX file cannot hold more.
 _MOST_BYTES = 2**31 - 2**26

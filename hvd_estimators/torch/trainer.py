@@ -327,7 +327,7 @@ class _Trainer:
                 self._after_step(epoch, done, measures)
 
     def _after_step(self, epoch: int, batches: int, measures: MetricSums) -> None:
-        """Save the run within an epoch if a checkpoint is due, and stop if requested.
+        """Save the run within an epoch if a checkpoint is due, or before it stops on request.
 
         Called by all ranks.
         """

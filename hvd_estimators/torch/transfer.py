@@ -25,7 +25,7 @@ _MOST_LOCKED_BYTES = 64 * 2**20
 T = TypeVar("T")
 
 Copy = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
-"""Starts copying tensors, and returns a function that waits for the copies and returns them."""
+"""Function that starts copying tensors, and returns a function that waits for the copies."""
 
 
 def ahead_of_use(
