@@ -1,6 +1,6 @@
-"""PyTorch on Spark: `TorchEstimator` and `TorchModel`; `load_predictor` predicts without Spark.
+"""PyTorch on Spark: `TorchEstimator`, `TorchModel`, and `load_predictor` for use without Spark.
 
-Imported when first used, so that a rank can import the trainer without PySpark.
+The names are imported on first use, so that a rank can import the trainer without PySpark.
 """
 
 from __future__ import annotations

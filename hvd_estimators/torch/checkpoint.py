@@ -1,4 +1,4 @@
-"""The checkpoints of a torch run: what is saved of the ranks, and given back to them."""
+"""Checkpoints of a torch run: saving and restoring the state of the ranks."""
 
 from __future__ import annotations
 
@@ -34,35 +34,35 @@ logger = logging.getLogger(__name__)
 
 
 class RunCheckpoints:
-    """Saves a run, and restores it. On every rank; the context in which saves are written.
+    """Checkpoints of a torch run. Every rank creates one.
 
     Parameters
     ----------
     spec : TrainSpec
-        The job.
+        Training job.
     rank, size : int
         This rank, and the number of ranks.
     module : torch.nn.Module
-        What is trained.
+        Trained module.
     optimizer : torch.optim.Optimizer
-        Its optimizer.
+        Optimizer of the module.
     device : torch.device
-        Where they are.
+        Device of the module and the optimizer.
 
     Attributes
     ----------
     state : RunState or None
-        What the run goes on from; None for one that begins.
+        State to resume from; None for a new run.
     gradients : mapping
-        Gradients by name that waited for a step when the run was saved.
+        Gradients by parameter name that waited for a step when the run was saved.
     writer : CheckpointWriter
-        The context in which `save` is to be called.
+        Context in which `save` must be called.
     shards : ShardStates
-        The shards that the rank plays.
+        Shards that this rank runs.
     buffers : BufferReducer
-        Reduces the module's buffers.
+        Reducer of the module's buffers.
     attributes : AttributeWatch
-        Warns, on rank 0, of attributes of the module that no checkpoint holds.
+        Warns, on rank 0, about module attributes that no checkpoint holds.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class RunCheckpoints:
         self.writer = CheckpointWriter(spec.store, spec.run, spec.checkpoints)
 
     def add_stateful(self, given: Mapping[str, Any]) -> None:
-        """Save the states of the user's objects as well, by the names of their params."""
+        """Also save the states of the user's objects, by param name."""
         self._stateful = StatefulObjects(given, self._module, (self._optimizer,))
 
     def restore(self) -> None:
-        """Set what the run goes on from, whatever callbacks have done when training began."""
+        """Restore the saved state, overriding changes that callbacks made when training began."""
         saved, self._saved = self._saved, {}
         if not saved:
             self.buffers.start()
             return
         if "model" in saved:
             self._module.load_state_dict(saved["model"])
-        # As old as a version that kept no more than states of callbacks.
+        # Earlier versions saved only the states of callbacks.
         old = {f"callbacks[{n}]": s for n, s in enumerate(saved.get("callbacks", ())) if s}
-        # Training may have added groups, and made parameters trainable.
+        # Training may have added groups and made parameters trainable.
         if "optimizer" in saved:
             restore_optimizer(self._optimizer, self._module, saved)
         named = dict(self._module.named_parameters())
@@ -114,7 +114,8 @@ class RunCheckpoints:
             named[name].requires_grad_(is_trained)
         self.gradients = saved.get("gradients", {})
         self._stateful.restore({**old, **saved.get("held", {})})
-        # Schedulers that are made when training begins set the rates of the first epoch.
+        # Schedulers that are created when training begins set the learning rates of the first
+        # epoch.
         groups = self._optimizer.param_groups
         for group, options in zip(groups, saved["options"], strict=False):
             group.update(options)
@@ -124,15 +125,15 @@ class RunCheckpoints:
         self.buffers.start(saved.get("buffer_bases"))
 
     def restore_streams(self) -> None:
-        """Set the random streams of each shard to what they were within the epoch."""
+        """Restore each shard's random streams to their mid-epoch state."""
         assert self.state is not None
         random = self.state.random
         self.shards.for_each(lambda shard: self._streams.restore(random[shard]))
 
     def measured(self) -> list[dict[str, Any]]:
-        """Return the measured states of the ranks that this rank replaces within an epoch.
+        """Return the metric sums and states of the ranks that this rank replaces within an epoch.
 
-        With fewer ranks than before there are several, with more ranks possibly none.
+        With fewer ranks than before there are several; with more ranks there may be none.
         """
         assert self.state is not None
         sums = self.state.parts["measures"]
@@ -151,29 +152,30 @@ class RunCheckpoints:
         gradients: Mapping[str, torch.Tensor],
         stopped: bool = False,
     ) -> bool:
-        """Save the run after so many epochs, and batches of the next one. Called by all ranks.
+        """Save the run at a position in training. Called by all ranks.
 
         Parameters
         ----------
         epoch, batches : int
-            The position.
+            Finished epochs, and finished batches of the next epoch.
         history : tuple of EpochMetrics
-            Of the epochs that are done.
+            Records of the finished epochs.
         output_shapes : list or None
-            What `TrainResult.output_shapes` is made of.
+            Shapes for `TrainResult.output_shapes`.
         measured : mapping or None
-            What this rank has measured in the epoch, see `MetricSums.state`.
+            This rank's metric sums and states of the epoch, see `MetricSums.state`.
         is_adding_up : bool
-            Whether this rank has gradients of its own, which are not saved.
+            Whether this rank has local gradients that are not averaged yet. If any rank does, the
+            run is not saved.
         gradients : mapping
-            Gradients of all ranks that wait for a step, by name.
+            Averaged gradients that wait for a step, by parameter name; equal on all ranks.
         stopped : bool
-            Whether a callback has ended training.
+            Whether a callback has stopped training.
 
         Returns
         -------
         bool
-            Whether it was saved; the same on all ranks.
+            Whether the run was saved; the same on all ranks.
         """
         if self._spec.run.checkpoints_path is None:
             return False
@@ -184,7 +186,7 @@ class RunCheckpoints:
         gathered = exchange.gather(own, "checkpoint")
         of_streams, of_measured, digests, pending = zip(*gathered, strict=True)
         if any(pending):
-            # A train_minibatch_fn that steps less often than backward_passes_per_step says.
+            # A train_minibatch_fn may step less often than backward_passes_per_step.
             logger.debug("No checkpoint after batch %d: gradients are still adding up", batches)
             return False
         unequal = buffers.unequal(digests)
@@ -221,14 +223,14 @@ class RunCheckpoints:
         return True
 
     def content(self) -> dict[str, Any]:
-        """Return the states of module and optimizer, which are not copies."""
+        """Return the states of module and optimizer, without copying them."""
         return {
             "model": self._module.state_dict(),
             **optimizer_content(self._optimizer, self._module),
         }
 
     def _load(self) -> RunState | None:
-        """Load the newest checkpoint of the run on all ranks, where there is one."""
+        """Load the run's newest checkpoint, if there is one. Called by all ranks."""
         spec, saved = self._spec, self._saved
 
         def load(file: IO[bytes]) -> None:
@@ -241,7 +243,7 @@ class RunCheckpoints:
                 for group in options
             ]
             sizes = [len(group["params"]) for group in self._optimizer.param_groups]
-            # Otherwise a callback may add what is missing when training begins.
+            # Otherwise a callback may add the missing groups or parameters when training begins.
             if sizes == [len(group["params"]) for group in options]:
                 load_optimizer_state(self._optimizer, saved.pop("optimizer"))
 

@@ -1,4 +1,4 @@
-"""Collectives of torch ranks: objects, tensors, numbers and statistics."""
+"""Collectives for torch ranks: objects, tensors, numbers and statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 
 def gather_numbers(value: int, name: str) -> list[int]:
-    """Return an integer, or a flag, of every rank, in the order of the ranks."""
+    """All-gather one integer or flag per rank, in rank order."""
     gathered: Sequence[int] = hvd.allgather(
         torch.tensor([value], dtype=torch.int64), name=name
     ).tolist()
@@ -50,14 +50,14 @@ exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
 
 
 def average_batch_norm(module: torch.nn.Module) -> None:
-    """Set the running statistics of batch normalization to their mean over the ranks."""
+    """Set batch normalization's running statistics to their mean over the ranks."""
     statistics = batch_norm_statistics(module)
     if statistics and hvd.size() > 1:
         hvd.grouped_allreduce_(statistics, name="batch_norm", op=hvd.Average)
 
 
 def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Return the running statistics of a module's batch normalization."""
+    """Return the running statistics of a module's batch normalization layers."""
     return [
         buffer
         for layer in module.modules()
@@ -70,14 +70,14 @@ def batch_norm_statistics(module: torch.nn.Module) -> list[torch.Tensor]:
 def not_finite(
     module: torch.nn.Module, losses: Iterable[torch.Tensor | None]
 ) -> tuple[float | None, list[str]]:
-    """Return a loss that is NaN or infinite, if any, and the names of such parameters.
+    """Return a NaN or infinite loss, if any, and the names of parameters with such values.
 
-    Reads each parameter once, and waits for a GPU once where all is well.
+    Reads each parameter once. If all values are finite, waits for the GPU only once.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Its parameters are looked at.
+        Module with the parameters to check.
     losses : iterable of torch.Tensor or None
         Scalars.
     """
@@ -85,14 +85,14 @@ def not_finite(
     sums = [_sum(tensor.detach()) for tensor in (*given, *module.parameters())]
     if not sums or bool(torch.isfinite(torch.stack(sums)).all()):
         return None, []
-    # A sum may overflow where none of the values is infinite.
+    # A sum may overflow although all values are finite.
     loss = next((float(loss) for loss in given if not torch.isfinite(loss).all()), None)
     named = module.named_parameters()
     return loss, [name for name, value in named if not bool(torch.isfinite(value).all())]
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum that is finite only if all values are."""
+    """Return the sum of a tensor; the sum is finite only if all values are."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if tensor.is_floating_point() and tensor.element_size() < 4:
@@ -107,9 +107,7 @@ CARRIED_AS = {
     torch.int8: torch.int32,
     torch.int16: torch.int32,
 }
-
-
-"""Dtypes that Horovod does not support, or cannot add up, and what their tensors travel as."""
+"""Transport dtypes for dtypes that Horovod does not support or cannot sum."""
 
 
 def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
@@ -120,12 +118,12 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
     use_gpu : bool
         Whether to use GPUs.
     verbose : int
-        With 1 and above rank 0 tells the driver which GPUs there are.
+        From 1 upwards, rank 0 reports the GPUs to the driver.
 
     Raises
     ------
     GpuError
-        If some ranks have a GPU and others have none, or if two share one and NCCL is to reduce.
+        If only some ranks have a GPU, or if two ranks share one and NCCL would reduce.
     """
     visible = torch.cuda.device_count() if use_gpu and torch.cuda.is_available() else 0
     index = gpu_index(visible, hvd.local_rank())
@@ -142,14 +140,14 @@ def choose_device(use_gpu: bool, verbose: int = 1) -> torch.device:
 
 
 def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
-    """Overwrite tensors with those of rank 0, whatever their dtypes and strides.
+    """Overwrite tensors with those of rank 0, for any dtypes and strides.
 
     Called by all ranks.
 
     Parameters
     ----------
     tensors : mapping
-        By name, such as a ``state_dict()``; what is no tensor is left alone.
+        Tensors by name, such as a ``state_dict()``. Other values are ignored.
     """
     if hvd.size() == 1:
         return
@@ -168,30 +166,30 @@ def broadcast_tensors(tensors: Mapping[str, Any]) -> None:
 
 
 def sum_over_ranks(value: float, name: str = "step_weight") -> float:
-    """Add up a number of each rank, exactly in 64 bits. Called by all ranks.
+    """Sum one number per rank, exactly in 64 bits. Called by all ranks.
 
     Parameters
     ----------
     value : float
-        This rank's.
+        This rank's number.
     name : str
-        What is added up; the same on all ranks.
+        Name of the reduction; the same on all ranks.
     """
     own = torch.tensor([value], dtype=torch.float64)
     return float(hvd.allreduce(own, name=name, op=hvd.Sum))
 
 
 def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Add up a tensor of each rank, on its device. Called by all ranks.
+    """Sum one tensor per rank, on its device. Called by all ranks.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's, of the same shape and dtype on all ranks.
+        This rank's tensor, of the same shape and dtype on all ranks.
     name : str
-        What is added up; the same on all ranks.
+        Name of the reduction; the same on all ranks.
     """
-    # A dry run on the driver is no rank.
+    # Horovod is not initialized in a dry run on the driver.
     if not hvd.is_initialized() or hvd.size() == 1:
         return tensor
     total: torch.Tensor = hvd.allreduce(tensor, name=name, op=hvd.Sum)
@@ -199,14 +197,14 @@ def sum_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class PendingSum:
-    """A tensor that is being added up over the ranks. Made by all ranks.
+    """Asynchronous sum of a tensor over the ranks. All ranks must create it.
 
     Parameters
     ----------
     tensor : torch.Tensor
-        This rank's, of the same shape and dtype on all ranks.
+        This rank's tensor, of the same shape and dtype on all ranks.
     name : str
-        What is added up; the same on all ranks.
+        Name of the reduction; the same on all ranks.
     """
 
     def __init__(self, tensor: torch.Tensor, name: str) -> None:
@@ -224,7 +222,7 @@ class PendingSum:
 
 
 def weight_digests(module: torch.nn.Module) -> dict[str, str]:
-    """Return a digest of each parameter, by name, which is equal if all its bits are."""
+    """Return a digest of each parameter by name; equal digests mean equal bits."""
     return {name: _digest(parameter) for name, parameter in module.named_parameters()}
 
 
@@ -234,7 +232,7 @@ def check_same_weights(module: torch.nn.Module, epoch: int, run: RunPaths) -> No
     Raises
     ------
     HvdEstimatorsError
-        If they do.
+        If the weights differ.
     """
     if hvd.size() > 1:
         gathered = exchange.gather(weight_digests(module), "hvd_estimators.weights")

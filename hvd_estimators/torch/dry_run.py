@@ -1,8 +1,8 @@
-"""Dry runs on the driver: whether columns, model, loss and labels fit each other.
+"""Dry runs on the driver: checks that columns, model, loss and labels fit each other.
 
-Functions and classes of scripts and notebooks are copied with the globals that they use, as for the
-ranks, so that a trial changes none of the user's objects. cloudpickle alone would not copy such a
-class in the process that made it: it would overwrite the class.
+A dry run works on copies and does not change the user's objects. Functions and classes from scripts
+and notebooks are copied with the globals that they use, as for the ranks. cloudpickle alone would
+not copy such a class in the process that defined it, but would overwrite the class.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ T = TypeVar("T")
 
 
 def copied(value: T) -> T:
-    """Return a copy of objects that may refer to each other, as a whole.
+    """Return a copy of a value, preserving references between its objects.
 
-    Unlike `copy.deepcopy` this copies functions, modules with tensors that were computed from
-    others (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
+    Unlike `copy.deepcopy`, this function copies functions, modules with computed tensors
+    (``torch.nn.utils.weight_norm``), and all attributes of an optimizer.
 
     Raises
     ------
     Exception
-        If an object cannot be pickled; of any kind.
+        Any exception, if an object cannot be pickled.
     """
     buffer = io.BytesIO()
     copier = _Copier(buffer)
@@ -68,7 +68,7 @@ def copied(value: T) -> T:
 
 
 class _Copier(Pickler):
-    """Pickles references to copies of tensors."""
+    """Pickler that stores references to copies of tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -78,7 +78,7 @@ class _Copier(Pickler):
         self._memo: dict[int, Any] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
-        """Return the position in ``kept`` of what is not pickled; called by pickle."""
+        """Return the position in ``kept`` of an object that is not pickled. Called by pickle."""
         if not isinstance(obj, (torch.Tensor, torch.jit.ScriptModule)):
             return None
         known = self._positions.get(id(obj))
@@ -87,22 +87,23 @@ class _Copier(Pickler):
         for original, replacement in self._copies(obj):
             self._positions[id(original)] = len(self.kept)
             self.kept.append(replacement)
-            # As long as it lives no other object has its id.
+            # The original must stay alive, so that no other object gets its id.
             self._alive.append(original)
         return self._positions[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; called by pickle."""
+        """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.optim.Optimizer):
-            # The class's own way leaves out what subclasses hold. A scheduler wraps step().
+            # Optimizer.__getstate__ omits attributes of subclasses. A scheduler wraps step() on the
+            # object.
             held = {name: value for name, value in vars(obj).items() if name != "step"}
             return object.__new__, (type(obj),), held
         return super().reducer_override(obj)
 
     def _copies(self, obj: Any) -> Iterator[tuple[Any, Any]]:
-        """Yield an object and its copy; of a script its parameters, too."""
+        """Yield an object and its copy; for TorchScript, also its parameters and their copies."""
         if isinstance(obj, torch.Tensor):
-            # torch copies no tensors that were computed from others.
+            # torch cannot deepcopy tensors that are computed from others.
             is_leaf = obj.is_leaf
             yield obj, copy.deepcopy(obj, self._memo) if is_leaf else obj.detach().clone()
         else:
@@ -133,7 +134,7 @@ _MAKING_CLASSES = (
 
 
 def _new_class(make: Any, *arguments: Any) -> Any:
-    """Make a class of a pickle, and not the one of this process with the same tracker id."""
+    """Create a new class instead of returning this process's class with the same tracker id."""
     *given, _, extra = arguments
     return make(*given, None, extra)
 
@@ -143,18 +144,18 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def torch_traceless() -> Iterator[None]:
-    """Be `traceless` with torch's random numbers too, and without gradients."""
+    """Extend `traceless` to torch's random numbers, and disable gradients."""
     with traceless(), torch.random.fork_rng(devices=[]), torch.no_grad():
         yield
 
 
 def check_modes(module: torch.nn.Module) -> None:
-    """Make sure that torch can set the mode of a module and its parts: training or evaluation.
+    """Check that torch can set the mode of a module and its parts: training or evaluation.
 
     Raises
     ------
     ParamError
-        If ``train`` or ``eval`` is a method of the user's that needs other arguments.
+        If the user overrides ``train`` or ``eval`` with a method that needs other arguments.
     """
     for name, part in module.named_modules():
         for method, arguments in (("train", ()), ("train", (False,)), ("eval", ())):
@@ -175,7 +176,7 @@ def check_modes(module: torch.nn.Module) -> None:
 def output_shapes(
     module: torch.nn.Module, tensors: TensorSpec, inputs: Sequence[torch.Tensor]
 ) -> list[tuple[int, ...]]:
-    """Return the shape of one row of each of a module's outputs. Leaves the module as it is.
+    """Return the shape of one row of each of a module's outputs. Does not change the module.
 
     Raises
     ------
@@ -211,30 +212,30 @@ def check_fit(
 ) -> list[tuple[int, ...]]:
     """Run a few rows through copies of a model and its loss.
 
-    What cannot run in this process, which is no rank and may have no GPU, is left to the ranks with
-    a warning.
+    This process is not a rank and may have no GPU. If model or loss cannot run here, the check
+    warns and leaves them to the ranks.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The model; left as it is.
+        The model; not modified.
     loss : Loss, JointLoss or None
-        The loss; None if it is made on the ranks.
+        The loss; None if the ranks create it.
     tensors : TensorSpec
-        How columns become tensors.
+        Conversion of columns to tensors.
     columns : Columns
         A few rows.
 
     Returns
     -------
     list of tuple of int
-        Shape of one row of each output; empty for a model that cannot run here.
+        Shape of one row of each output; empty if the model cannot run here.
 
     Raises
     ------
     ShapeError
-        If the columns do not fit the shapes that are set, the model cannot take them, its
-        outputs are not as many as the labels, or the loss cannot take outputs and labels.
+        If the columns do not fit the configured shapes, or the model cannot take the columns. Also
+        if outputs and labels differ in number, or the loss cannot take them.
     """
     batch = _batch(tensors, columns)
     try:
@@ -281,28 +282,28 @@ def check_own_step(
     columns: Columns,
     passes_per_step: int,
 ) -> list[tuple[int, ...]]:
-    """Run the user's training step on some rows, with copies of all that it refers to.
+    """Run the user's training step on some rows, with copies of all referenced objects.
 
     Parameters
     ----------
     module, optimizer
-        What is trained; left as they are.
+        Trained module and its optimizer; not modified.
     objective : Objective
-        The step, and the loss that it can call.
+        The step, and the loss that the step can call.
     columns : Columns
-        As many rows as the step is to take.
+        As many rows as the step should take.
     passes_per_step : int
-        Batches of a step of the optimizer.
+        Batches per optimizer step.
 
     Returns
     -------
     list of tuple of int
-        Shape of one row of each output; empty if only the ranks can tell.
+        Shape of one row of each output; empty if only the ranks can determine the shapes.
 
     Raises
     ------
     ShapeError
-        If the columns do not fit the shapes that are set, or the step fails.
+        If the columns do not fit the configured shapes, or the step fails.
     """
     batch = _batch(objective.tensors, columns)
     device = torch.device("cpu")
@@ -343,14 +344,14 @@ def check_own_step(
 
 
 def takes_one_row(module: torch.nn.Module, call: Callable[[Any], Any]) -> bool | None:
-    """Return whether a batch of one row can train; None if that is not known.
+    """Return whether the model can train on a batch of one row; None if unknown.
 
-    Batch normalization cannot, unless a row has several values of a channel, as images have.
+    Batch normalization cannot, unless a row has several values per channel, as images have.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The model; left as it is.
+        The model; not modified.
     call : callable
         Runs a copy of the module, in training mode, on one row.
     """
@@ -371,21 +372,22 @@ def _batch_norms(module: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def check_one_row(module: torch.nn.Module, data: DataSpec, one_row: bool | None) -> None:
-    """Make sure that no rank trains on a batch of one row if the model cannot.
+    """Check that no rank trains on a batch of one row if the model cannot.
 
     Parameters
     ----------
     module : torch.nn.Module
         The model.
     data : DataSpec
-        What is planned; an epoch holds each row once.
+        Planned data; an epoch has each row once.
     one_row : bool or None
-        See `takes_one_row`; if that is not known, batch normalization is taken to need more.
+        See `takes_one_row`. If None, a module with batch normalization is assumed to need more
+        rows.
 
     Raises
     ------
     DataError
-        If it cannot.
+        If a rank would train on one row and the model cannot.
     """
     sizes = _batch_sizes(data)
     if 1 in sizes and (not one_row if one_row is not None else _batch_norms(module)):
@@ -419,25 +421,25 @@ def check_batches(
     module : torch.nn.Module
         The model.
     data : DataSpec
-        What is planned.
+        Planned data.
     own_step : bool
         Whether the user's function makes the steps.
     all_rows : bool
-        Whether an epoch holds each row once, as by default.
+        Whether an epoch has each row once, which is the default.
     one_row : bool or None
         Whether the model can train on one row, see `takes_one_row`.
 
     Raises
     ------
     DataError
-        If a batch has no rows, or one row.
+        If a batch without rows, or with one row, cannot be used.
     ParamError
-        If a rank plays several shards, which this cannot be made to do.
+        If a rank runs several virtual shards, which the function or the model does not support.
     """
     plan = data.train_plan
     if own_step:
         data.require_one_shard_per_rank("train_minibatch_fn", "and this function steps by each")
-    # Horovod's, which knows ranks only.
+    # Horovod's SyncBatchNorm, which knows only ranks.
     if any(type(layer).__name__ == "SyncBatchNorm" for layer in module.modules()):
         data.require_one_shard_per_rank("model", "over which SyncBatchNorm takes no statistics")
     sizes = _batch_sizes(data)
@@ -491,7 +493,7 @@ def _check_number(value: Any) -> None:
 
 
 def _shapes_of(raw: Any) -> str:
-    """Return what a module returned, with shapes, as text."""
+    """Return the shapes of a module's return value as text."""
     if isinstance(raw, torch.Tensor):
         return f"{tuple(raw.shape)}"
     if isinstance(raw, dict):
@@ -503,7 +505,7 @@ def _shapes_of(raw: Any) -> str:
 
 def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec) -> None:
     aligned, targets = tensors.align(outputs, batch.labels)
-    # Modules may keep state, functions may count in variables of their module.
+    # Loss modules may have state, and functions may count in global variables.
     loss = copied(loss)
     shapes = "; ".join(
         f"{name}: output {tuple(output.shape)}, label {tuple(target.shape)}"
@@ -511,7 +513,7 @@ def _check_loss(loss: Loss, outputs: Selected, batch: Batch, tensors: TensorSpec
     )
     try:
         with torch_traceless():
-            # Labels that only broadcast to the output train on something nobody meant.
+            # Training on labels that only broadcast to the output is almost always a mistake.
             warnings.filterwarnings("error", message="Using a target size")
             value = loss(aligned, targets, batch.weights)
     except ParamError:
@@ -546,12 +548,12 @@ def _check_reduction(
     labels: Sequence[torch.Tensor],
     names: Sequence[str],
 ) -> None:
-    """Compare losses that are taken for means over rows with the losses of both halves of the rows.
+    """Compare each loss that counts as a mean over rows with the losses of both halves.
 
     Raises
     ------
     ParamError
-        If a loss is the sum of those of the halves.
+        If a loss is the sum of the losses of the halves.
     """
     rows = len(labels[0])
     half = rows // 2
@@ -564,7 +566,7 @@ def _check_reduction(
                 for rows_of in (slice(None), slice(half), slice(half, None))
             ]
     except Exception:
-        # It takes the whole batch, which is what it is given; nothing is known of its halves.
+        # Training passes only whole batches, so a failure on half a batch is not an error.
         return
     for name, found, first, second in zip(names, whole, *halves, strict=True):
         if found.kind != "rows" or not torch.isfinite(found.value):
@@ -591,12 +593,12 @@ def _check_reduction(
 
 
 def _copy(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy for evaluation, which is not compiled: that takes longer than a few rows."""
+    """Return an uncompiled copy for evaluation; compiling takes longer than running a few rows."""
     return copied(without_compile_notes(module))
 
 
 def _tensors_of(batch: Batch, tensors: TensorSpec) -> str:
-    """Return a batch's tensors by their columns, as text."""
+    """Return a batch's tensors by column, as text."""
     names = (*tensors.feature_cols, *tensors.label_cols)
     return ", ".join(
         f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -1,4 +1,4 @@
-"""`TorchEstimator`: trains a torch module on a DataFrame."""
+"""`TorchEstimator`, which trains a torch module on a DataFrame."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ __all__ = ["TorchEstimator"]
 
 
 class TorchEstimator(TorchParams):
-    """Trains a torch module on a DataFrame, with Horovod, one process per rank.
+    """Estimator that trains a torch module on a DataFrame with Horovod, one process per rank.
 
-    ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
-    tasks, and returns a `TorchModel`. The model is called with one tensor per feature column,
-    rows first (a number per row gives shape ``(rows,)``; ``input_form`` gives them by name), and
-    returns a tensor, or one per label: in a list or tuple by position, in a dict or dataclass by
-    the labels' names. A label is compared in its output's shape where the elements are as many. The
-    given module and optimizer are left as they are; a module of ``torch.compile`` is compiled anew
-    on the ranks, and `TorchModel.transform` runs it as it is. Runs on the driver.
+    ``fit(df)`` writes the needed columns to the store as Parquet, trains on ``num_proc`` Spark
+    tasks, and returns a `TorchModel`.
 
-    An epoch trains on every row once. The learning rate is that of one rank: it is multiplied by
-    the number of ranks for training and divided again in what is returned. The gradient of a step
-    is that of the mean loss over the rows of all ranks; with ``sample_weight_col`` that is
+    The model is called with one tensor per feature column, rows first. A column with one number per
+    row gives shape ``(rows,)``. ``input_form`` can pass the tensors by name. The model returns one
+    tensor, or one tensor per label. A list or tuple pairs outputs with labels by position; a dict
+    or dataclass pairs them by label name. A label is reshaped to its output's shape if both have
+    the same number of elements.
+
+    The given module and optimizer are not modified. The ranks compile a ``torch.compile`` module
+    again, and `TorchModel.transform` runs the module uncompiled. Runs on the driver.
+
+    An epoch trains on every row once. Set the learning rate for one rank: training multiplies it by
+    the number of ranks, and the returned optimizer has the original rate. A step's gradient is that
+    of the mean loss over the rows of all ranks. With ``sample_weight_col`` this loss is
     ``sum(weight * loss) / rows``, in training and in validation. Metrics are not weighted.
 
     Raises
     ------
     ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError
-        Before training, if params, columns, shapes, rows, store or cluster will not do.
+        Before training, if params, columns, shapes, rows, store or cluster are not usable.
     WorkerFailedError
         If a rank fails.
     """
@@ -120,7 +124,7 @@ class TorchEstimator(TorchParams):
         )
 
     def get_model_class(self) -> type[TorchModel]:
-        """Return the class of the model that `fit` returns; for subclasses to override."""
+        """Return the class of the model that `fit` returns. Subclasses can override this method."""
         return TorchModel
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:

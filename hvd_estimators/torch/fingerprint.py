@@ -1,4 +1,4 @@
-"""What tells a torch module and its optimizer from others, but for weights and state.
+"""Fingerprints of torch modules and optimizers, without weights and state.
 
 Runs on the driver.
 """
@@ -20,21 +20,21 @@ __all__ = ["model_fingerprint"]
 def model_fingerprint(
     module: torch.nn.Module, optimizer: torch.optim.Optimizer | None, other_rate: bool
 ) -> dict[str, Any]:
-    """Return layers, shapes of weights and the optimizer's options.
+    """Return the fingerprint: layers, shapes of weights, and the optimizer's options.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The model; compiled ones are told as they were before.
+        The model. A compiled module has the fingerprint of the original module.
     optimizer : torch.optim.Optimizer or None
-        None where the module makes it on the ranks.
+        None if the module creates the optimizer on the ranks.
     other_rate : bool
-        Whether a param takes the place of the optimizer's learning rate.
+        Whether a param replaces the optimizer's learning rate.
     """
     module = plain_module(module)
     identity: dict[str, Any] = {
         "class": named(type(module)),
-        # Without addresses, as functions among a module's attributes may show them.
+        # Remove memory addresses, which may appear for functions among a module's attributes.
         "layers": re.sub(r" at 0x[0-9a-f]+", "", repr(module)),
         "weights": [
             [name, None if is_lazy(value) else list(value.shape), str(value.dtype)]
@@ -43,7 +43,7 @@ def model_fingerprint(
         ],
     }
     if optimizer is not None:
-        # What takes the place of the optimizer's rate is one of the settings.
+        # The param that replaces the optimizer's rate is one of the run settings.
         left_out = {"params", "initial_lr"} | ({"lr"} if other_rate else set())
         identity["optimizer"] = named(type(optimizer))
         identity["options"] = {

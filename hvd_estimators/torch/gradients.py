@@ -1,4 +1,4 @@
-"""Averages gradients over the ranks, for torch and Lightning, whatever optimizers use them."""
+"""Averaging of gradients over the ranks, for torch and Lightning and any optimizer."""
 
 from __future__ import annotations
 
@@ -26,41 +26,45 @@ _BUCKET_BYTES = 16 * 2**20
 
 
 class GradientAverager:
-    """Replaces gradients by their means over the ranks when a backward pass ends.
+    """Hooks that replace gradients by their means over the ranks when a backward pass ends.
 
-    The mean is taken over what has accumulated, so the order does not matter: passes inside
-    ``averaging(accumulate=True)`` add up locally until the next other pass. Clipping functions,
-    gradient scalers and callbacks therefore see means. Buckets are sent while the pass still runs;
-    a bucket holds the same tensors in the same order in every run. A parameter without a gradient
-    on this rank counts as zero; one without a gradient on any rank keeps none.
+    The mean covers all accumulated gradients, so the order of averaging and accumulating does not
+    matter. Passes inside ``averaging(accumulate=True)`` add up locally until the next pass outside
+    such a block. Clipping functions, gradient scalers and callbacks therefore see means.
 
-    The averager follows the optimizers as they are at each step. A parameter may become trainable
-    later, a group may be added, and any optimizer that steps with a parameter of the module is
-    followed from its first step on. Classes of optimizers stay as they are.
+    Buckets of gradients are sent while the pass still runs. A bucket holds the same tensors in the
+    same order in every run. A parameter without a gradient on this rank counts as zero. A parameter
+    without a gradient on all ranks keeps None.
 
-    Denominators that losses state divide the means, before clipping functions and scalers see them.
+    The averager reads the optimizers' current parameters at each step. A parameter may become
+    trainable later, and a group may be added. Any optimizer that steps with a parameter of the
+    module is followed from its first step on. Optimizer classes are not modified.
 
-    A closure that is given to ``optimizer.step`` returns the mean loss over the ranks, for
-    optimizers that compute with it (LBFGS): all ranks must decide alike.
+    Denominators that losses state divide the means before clipping functions and scalers see the
+    means.
+
+    A closure that is passed to ``optimizer.step`` returns the mean loss over the ranks if the
+    optimizer computes with the loss (LBFGS). All ranks must then decide alike.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Names the parameters.
+        Module that names the parameters.
     optimizers : sequence of torch.optim.Optimizer
-        The optimizers that are known from the beginning.
+        Optimizers that are known from the start.
     compression : horovod compressor, optional
         For example ``horovod.torch.Compression.fp16``.
     losses : sequence of callable
-        Losses; those that are modules may have parameters.
+        Losses; loss modules may have parameters.
     every_parameter : bool
-        Average all trainable parameters of the module and losses, and not only those of the
-        optimizers. For steps that the user writes, which may use optimizers of their own.
+        Average all trainable parameters of the module and losses, not only those of the optimizers.
+        For user-written steps, which may use their own optimizers.
     denominators : StatedDenominators, optional
-        The denominators that losses state.
+        Denominators that losses state.
     loss_in_step : callable, optional
-        Maps the loss that a closure returns to the loss that counts: its mean over the ranks is the
-        loss of the step, before stated denominators divide it. Default: the loss itself.
+        Maps the loss that a closure returns to the loss that counts. The mean over the ranks of the
+        latter is the loss of the step, before stated denominators divide it. Default: the loss
+        itself.
 
     Attributes
     ----------
@@ -105,16 +109,16 @@ class GradientAverager:
 
     @property
     def pending(self) -> bool:
-        """Whether this rank has gradients that are not averaged yet."""
+        """Return whether this rank has gradients that are not averaged yet."""
         return self._pending
 
     @property
     def has_unused(self) -> bool:
-        """Whether there are gradients that no optimizer has used yet."""
+        """Return whether there are gradients that no optimizer has used yet."""
         return any(parameter.grad is not None for parameter in self._unused)
 
     def unused_gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that wait for a step, by the parameters' names."""
+        """Return the gradients that wait for a step, by parameter name."""
         return {
             name: parameter.grad
             for name, parameter in self._named()
@@ -122,7 +126,7 @@ class GradientAverager:
         }
 
     def restore_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Set gradients that wait for a step; they are equal on all ranks."""
+        """Restore gradients that wait for a step; they are equal on all ranks."""
         for name, parameter in self._named():
             if name in gradients:
                 parameter.grad = gradients[name].to(parameter.device)
@@ -130,7 +134,7 @@ class GradientAverager:
                 self._averaged.add(parameter)
 
     def without_optimizer(self) -> list[str]:
-        """Return the names of parameters that have gradients and no optimizer."""
+        """Return the names of parameters that have gradients but no optimizer."""
         owned = {id(parameter) for parameter in self._owned()}
         return [
             name
@@ -140,10 +144,10 @@ class GradientAverager:
 
     @contextlib.contextmanager
     def averaging(self, accumulate: bool = False) -> Iterator[None]:
-        """Average the gradients of each backward pass in the block, or leave them on their ranks.
+        """Average the gradients of each backward pass in the block, or accumulate them locally.
 
-        Entered by all ranks equally often. A rank on which no gradient is computed takes part when
-        the block ends.
+        All ranks must enter the block equally often. A rank that computes no gradient takes part
+        when the block ends.
         """
         self.refresh()
         before, self._accumulating = self._accumulating, accumulate
@@ -156,7 +160,7 @@ class GradientAverager:
             self._reduce()
 
     def refresh(self) -> None:
-        """Look which parameters are trained now."""
+        """Update the set of trained parameters."""
         trained = {id(p): p for p in self._owned() if p.requires_grad}
         if self._every_parameter:
             trained.update((id(p), p) for _, p in self._named() if p.requires_grad)
@@ -175,7 +179,7 @@ class GradientAverager:
         self._gradient_hooks.clear()
 
     def _planned(self, trained: Mapping[int, torch.nn.Parameter]) -> list[_Bucket]:
-        # In the module's order, which the ranks share; parameters outside the module come last.
+        # The module's order is the same on all ranks. Parameters outside the module come last.
         named = [(name, p) for name, p in self._named() if id(p) in trained]
         known = {id(parameter) for _, parameter in named}
         others = [parameter for key, parameter in trained.items() if key not in known]
@@ -192,7 +196,7 @@ class GradientAverager:
             yield from loss.named_parameters(f"loss_{index}")
 
     def _owned(self) -> Iterator[torch.nn.Parameter]:
-        """Yield the parameters of the optimizers that are followed."""
+        """Yield the parameters of the followed optimizers."""
         for optimizer in list(self._optimizers):
             for group in optimizer.param_groups:
                 yield from group["params"]
@@ -214,7 +218,7 @@ class GradientAverager:
             for bucket in self._buckets:
                 bucket.waiting = len(bucket.parameters)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
-        # A parameter outside the buckets is no longer trained.
+        # A parameter outside the buckets is not trained any longer.
         if self._alone or parameter not in self._bucket_of:
             return
         bucket = self._bucket_of[parameter]
@@ -232,7 +236,7 @@ class GradientAverager:
         self._reduce()
 
     def _reduce(self) -> None:
-        """Make all gradients means over the ranks, divided by stated denominators."""
+        """Set all gradients to their means over the ranks, divided by stated denominators."""
         self._reductions += 1
         if not self._alone:
             for bucket in self._buckets:
@@ -248,13 +252,13 @@ class GradientAverager:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Average what is not averaged yet; called before any optimizer steps."""
+        """Average the gradients that are not averaged yet. Called before any optimizer steps."""
         if optimizer not in self._optimizers:
             held = {id(p) for group in optimizer.param_groups for p in group["params"]}
             if not any(id(parameter) in held for _, parameter in self._named()):
                 return None
             self._follow(optimizer)
-        # With a closure, the gradients of the step are still to come.
+        # A closure computes the gradients of the step later.
         if len(args) > 1 and callable(args[1]):
             return (args[0], self._closure(optimizer, args[1]), *args[2:]), kwargs
         if callable(kwargs.get("closure")):
@@ -265,8 +269,8 @@ class GradientAverager:
     def _closure(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
     ) -> Callable[[], Any]:
-        """Return a closure that leaves averaged gradients, and returns the loss of all ranks."""
-        if isinstance(closure, _AveragedClosure):  # The optimizer that called this one has one.
+        """Wrap a closure to average its gradients, and its loss if the optimizer needs the loss."""
+        if isinstance(closure, _AveragedClosure):  # An outer optimizer has wrapped it.
             return closure
 
         def averaged() -> Any:
@@ -287,7 +291,7 @@ class GradientAverager:
         return torch.full_like(loss, mean) if isinstance(loss, torch.Tensor) else mean
 
     def _use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer uses its parameters' gradients, which are means then."""
+        """Average an optimizer's remaining gradients, and record that the optimizer uses them."""
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p not in self._averaged for p in trained if p.requires_grad):
             self.refresh()
@@ -306,24 +310,24 @@ class _AveragedClosure:
 
 
 def _computes_with_loss(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer may compute with what its closure returns."""
+    """Return whether an optimizer may compute with its closure's return value."""
     if isinstance(optimizer, torch.optim.LBFGS):
         return True
-    # torch's other optimizers only return it.
+    # torch's other optimizers only return the loss.
     return not type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 class _Bucket:
-    """Gradients that travel to the other ranks together.
+    """Gradients that are reduced together.
 
     Parameters
     ----------
     name : str
         Name of the reduction; the same on all ranks.
     parameters : list of torch.nn.Parameter
-        Their gradients are averaged; of one dtype.
+        Parameters of one dtype, the gradients of which are averaged.
     sparse : bool
-        Whether the gradient, then of a single parameter, is a sparse tensor.
+        Whether the gradient is a sparse tensor. The bucket then has a single parameter.
     compression : horovod compressor
         For example ``horovod.torch.Compression.none``.
     """
@@ -342,11 +346,11 @@ class _Bucket:
 
     @property
     def in_flight(self) -> bool:
-        """Whether the gradients are being reduced."""
+        """Return whether the gradients are being reduced."""
         return self._handle is not None
 
     def launch(self) -> None:
-        """Send the gradients; a gradient that this rank lacks counts as zero."""
+        """Start the reduction; a gradient that this rank lacks counts as zero."""
         self._lacking = [i for i, p in enumerate(self.parameters) if p.grad is None]
         for index in self._lacking:
             self.parameters[index].grad = self._zero_gradient(self.parameters[index])
@@ -356,7 +360,8 @@ class _Bucket:
             return
         compressed = [self._compress(p.grad) for p in self.parameters]
         self._contexts = [context for _, context in compressed]
-        # Which rank has which gradient is sent too, so that a gradient that no rank has stays None.
+        # Flags for existing gradients are sent as well, so that a gradient that no rank has stays
+        # None.
         has = torch.ones(len(self.parameters), dtype=torch.float32)
         has[self._lacking] = 0.0
         tensors = [tensor for tensor, _ in compressed]
@@ -365,7 +370,7 @@ class _Bucket:
         )
 
     def finish(self) -> None:
-        """Wait for the gradients, and make each the mean over the ranks."""
+        """Wait for the reduction, and set each gradient to the mean over the ranks."""
         if self.sparse:
             (parameter,) = self.parameters
             parameter.grad = self._handle()
@@ -378,7 +383,7 @@ class _Bucket:
                 own = parameter.grad
                 if own is None or own.is_contiguous():
                     parameter.grad = gradient
-                else:  # In the order of the parameter, such as channels_last.
+                else:  # Keep the memory format, such as channels_last.
                     own.copy_(gradient)
             if self._lacking:
                 held = has.tolist()
@@ -395,7 +400,7 @@ class _Bucket:
         elif gradient.is_complex():
             gradient = torch.view_as_real(gradient.resolve_conj())
         tensor, context = self._compression.compress(gradient)
-        # As Horovod takes them.
+        # Horovod requires contiguous tensors.
         return tensor.contiguous(), context
 
     def _decompress(self, tensor: torch.Tensor, context: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -415,14 +420,16 @@ def _fill_buckets(
     sparse: set[torch.nn.Parameter],
     compression: Any = None,
 ) -> list[_Bucket]:
-    """Return buckets of one dtype each, last parameters first: their gradients come first.
+    """Return buckets of one dtype each, last parameters first.
+
+    Backward passes compute the gradients of the last parameters first.
 
     Parameters
     ----------
     named : sequence of tuple
-        Names and parameters, in an order that all ranks share.
+        Names and parameters, in the same order on all ranks.
     sparse : set of torch.nn.Parameter
-        Those whose gradients are sparse.
+        Parameters with sparse gradients.
     compression : horovod compressor, optional
         Default: ``horovod.torch.Compression.none``.
     """
@@ -449,7 +456,7 @@ def _fill_buckets(
 
 
 def _sparse_parameters(module: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-    """Yield the parameters of a module whose gradients are sparse."""
+    """Yield the parameters of a module that have sparse gradients."""
     for layer in module.modules():
         if isinstance(layer, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and layer.sparse:
             yield from layer.parameters(recurse=False)

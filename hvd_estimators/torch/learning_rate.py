@@ -1,4 +1,4 @@
-"""What optimizers need for training on ranks: a scaled learning rate, their mode, first order."""
+"""Optimizers on ranks: learning rate scaling, optimizer modes, and the first-order check."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["StepRate", "check_first_order", "set_optimizer_mode"]
 
 
 class StepRate:
-    """Multiplies an optimizer's learning rates while it steps, and only then.
+    """Scaling of an optimizer's learning rates that is active only while the optimizer steps.
 
-    Schedulers, callbacks, loggers and checkpoints see the rates that the user gave, whatever sets
-    them, so that a run can be resumed with another number of ranks.
+    Schedulers, callbacks, loggers and checkpoints always see the unscaled rates. A run can
+    therefore be resumed with another number of ranks.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class StepRate:
         self._optimizer = optimizer
         self._scale = scale
         self._raised: list[tuple[dict[str, Any], Any, Any]] = []
-        # A class whose step() calls that of its base class steps within a step.
+        # A step() that calls the base class's step() is a step within a step.
         self._depth = 0
         self._hooks: list[Any] = []
         if scale != 1:
@@ -42,7 +42,7 @@ class StepRate:
 
     @contextlib.contextmanager
     def given(self) -> Iterator[None]:
-        """Show the rates as they were given, inside of a step: for its closure."""
+        """Show the unscaled rates inside a step, for the step's closure."""
         if not self._raised:
             yield
             return
@@ -51,7 +51,7 @@ class StepRate:
         self._raise()
 
     def remove(self) -> None:
-        """Take the hooks off the optimizer, and leave it with the rates as they were given."""
+        """Remove the hooks from the optimizer, and restore the unscaled rates."""
         self._lower()
         for hook in self._hooks:
             hook.remove()
@@ -75,16 +75,16 @@ class StepRate:
 
     def _lower(self) -> None:
         for group, given, raised in self._raised:
-            # Not divided where nobody changed it: (0.1 * 3) / 3 is not 0.1.
+            # Restore an unchanged rate instead of dividing: (0.1 * 3) / 3 is not 0.1.
             group["lr"] = given if group["lr"] is raised else group["lr"] / self._scale
         self._raised.clear()
 
 
 def set_optimizer_mode(optimizer: torch.optim.Optimizer, training: bool) -> None:
-    """Let an optimizer that has two modes train, or show the weights that it has found.
+    """Set an optimizer with two modes to training or evaluation.
 
-    Schedule-free optimizers have ``train()`` and ``eval()``, which change the parameters. Others
-    have neither.
+    Schedule-free optimizers have ``train()`` and ``eval()``, which change the parameters. Other
+    optimizers have neither and are not changed.
     """
     train, evaluate = getattr(optimizer, "train", None), getattr(optimizer, "eval", None)
     if callable(train) and callable(evaluate):
@@ -97,7 +97,7 @@ def check_first_order(optimizer: torch.optim.Optimizer) -> None:
     Raises
     ------
     ParamError
-        If the optimizer says ``is_second_order``, as timm's Adahessian does.
+        If the optimizer has ``is_second_order`` set, as timm's Adahessian does.
     """
     if getattr(optimizer, "is_second_order", False):
         raise ParamError(

@@ -1,11 +1,13 @@
 """Losses as numerators and denominators over the global batch.
 
-A batch's gradient is multiplied by its denominator before the backward pass. The step's gradient
-is divided by the sum of all denominators when it has been averaged, since a later micro-batch or
-another rank may still add to this sum. Runs on the worker.
+An optimizer step applies the gradient of ``sum(numerators) / sum(denominators)``. Both sums run
+over all ranks and over the micro-batches of the step.
 
-Used on both sides. A step applies the gradient of ``sum(numerators) / sum(denominators)``, both
-summed over all ranks and over the micro-batches of the step.
+If the user's function states a denominator, the batch's gradient is multiplied by the denominator
+before the backward pass. The averaged gradient of the step is divided by the sum of all
+denominators. A later micro-batch or another rank may add to this sum until then.
+
+Runs on the driver and on the ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ __all__ = [
 
 
 class StatedDenominators:
-    """The denominators of a step's batches, over all ranks.
+    """Stated denominators of a step's batches, summed over all ranks.
 
-    Whether losses state one is agreed upon once, in the first step, as a rank may have no rows in
-    a step and still has to take part.
+    In the first step, the ranks agree once whether losses state denominators. A rank may have no
+    rows in a step and must still take part.
 
     Attributes
     ----------
     ratio : torch.Tensor or float
-        The number by which the newest gradients were multiplied.
+        Factor by which the newest gradients were multiplied.
     """
 
     def __init__(self) -> None:
@@ -57,9 +59,9 @@ class StatedDenominators:
         Parameters
         ----------
         denominator : torch.Tensor, float or None
-            The number that the batch's mean was divided by; None for a plain mean.
+            Number by which the batch's mean was divided; None for a plain mean.
         weight : float
-            The number by which the batch counted when its loss was scaled, such as its rows.
+            Weight of the batch when its loss was scaled, such as its number of rows.
 
         Raises
         ------
@@ -93,7 +95,7 @@ class StatedDenominators:
             own_sums = own_sums.to(trained[0].device)
         denominator, weight = sum_tensor(own_sums, "stated_denominators")
         ratio = torch.where(denominator > 0, weight / denominator, 0.0)
-        # No rank has added a batch since: the gradients are divided already.
+        # A weight of 0 means that no rank has added a batch since the last division.
         ratio = self.ratio = torch.where(weight > 0, ratio, 1.0)
         with torch.no_grad():
             for parameter in trained:
@@ -109,17 +111,17 @@ LossFunction = Callable[..., Any]
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How a loss reduces the rows of a batch.
+    """Reduction of a batch's rows in a loss function.
 
     Attributes
     ----------
     kind : str
-        ``"rows"`` (a mean over rows), ``"batchmean"`` (a sum of each row, a mean over rows),
-        ``"targets"`` (a mean over class indices that count), ``"sum"``.
+        ``"rows"`` (mean over rows), ``"batchmean"`` (sum within each row, mean over rows),
+        ``"targets"`` (mean over the class indices that are not ignored), or ``"sum"``.
     weight : torch.Tensor or None
-        The weight of each class.
+        Weight of each class.
     ignore_index : int
-        The class index that does not count.
+        Class index that is ignored.
     """
 
     kind: str
@@ -128,12 +130,12 @@ class _Reduction:
 
     def of_label(self, label: torch.Tensor) -> str:
         """Return the kind for labels of this dtype."""
-        # Class probabilities: a mean over rows.
+        # Labels that are class probabilities: a mean over rows.
         by_index = self.kind == "targets" and not label.is_floating_point()
         return self.kind if by_index or self.kind != "targets" else "rows"
 
     def denominator(self, label: torch.Tensor) -> torch.Tensor:
-        """Return the denominator of a batch, from its class indices."""
+        """Return the denominator of a batch, computed from its class indices."""
         counts = label != self.ignore_index
         if self.weight is None:
             return counts.sum().double()
@@ -143,7 +145,7 @@ class _Reduction:
 
 @dataclass(frozen=True)
 class StepShare:
-    """How much a micro-batch of this rank counts in a step.
+    """Share of a rank's micro-batch in a step.
 
     Attributes
     ----------
@@ -152,9 +154,9 @@ class StepShare:
     factor : float
         See `WeightedBatches`.
     slots : float
-        Micro-batches of the step on all ranks, over which gradients are averaged.
+        Micro-batches of the step on all ranks; gradients are averaged over these.
     totals : PendingSum or None
-        The step's denominator of each label, where labels' values determine one.
+        The step's denominator of each label, if label values determine one.
     """
 
     rows: int
@@ -163,7 +165,7 @@ class StepShare:
     totals: PendingSum | None = None
 
     def scale(self, part: LossPart, total: torch.Tensor | None) -> Any:
-        """Return the number by which a part of the loss is multiplied before the backward pass."""
+        """Return the factor of a loss part in the backward pass."""
         if part.kind == "rows":
             return self.factor
         if part.kind == "sum":
@@ -176,16 +178,17 @@ class StepShare:
 
 @dataclass(frozen=True)
 class LossPart:
-    """The loss of one label for a batch, before it is divided.
+    """Loss of one label for a batch, before the division.
 
     Attributes
     ----------
     kind : str
-        ``"rows"``, ``"targets"``, ``"sum"``, or ``"stated"`` by the user's function.
+        ``"rows"``, ``"targets"``, ``"sum"``, or ``"stated"`` if the user's function states the
+        denominator.
     value : torch.Tensor
         The mean over the batch for ``"rows"`` and ``"stated"``; the numerator otherwise.
     denominator : torch.Tensor or float
-        What the numerator is divided by.
+        Divisor of the numerator.
     """
 
     kind: str
@@ -194,7 +197,7 @@ class LossPart:
 
     @property
     def numerator(self) -> torch.Tensor:
-        """The numerator; 0 where nothing counts, whatever the mean of nothing is."""
+        """Numerator of the loss; 0 if the denominator is 0, even if the mean is NaN."""
         if self.kind not in ("rows", "stated"):
             return self.value
         return torch.where(self._counts, self.value.double() * self.denominator, 0.0)
@@ -205,7 +208,7 @@ class LossPart:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The loss of this batch alone."""
+        """Loss of this batch alone."""
         if self.kind == "stated":
             return torch.where(self._counts, self.value, 0.0)
         if self.kind != "targets":
@@ -214,18 +217,18 @@ class LossPart:
 
 
 def _positive(denominator: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return a denominator in a tensor's dtype, and 1 for 0."""
+    """Return a denominator in a tensor's dtype, with 0 replaced by 1."""
     given = torch.as_tensor(denominator, dtype=like.dtype, device=like.device)
     return torch.where(given > 0, given, 1.0)
 
 
 def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
-    """Return a loss and its stated denominator; the latter is None for a plain loss.
+    """Split a loss value into the loss and its stated denominator, None for a plain loss.
 
     Raises
     ------
     ParamError
-        If a dict lacks one of them.
+        If a dict with a denominator lacks the loss, or one of the two has the wrong type.
     """
     if not isinstance(value, Mapping) or "denominator" not in value:
         return value, None
@@ -243,7 +246,7 @@ def as_stated(value: Any, owner: str) -> tuple[Any, Any]:
 
 
 class LossParts:
-    """The weighted sum of parts, each a numerator over a denominator.
+    """Weighted sum of loss parts, each a numerator over a denominator.
 
     Parameters
     ----------
@@ -256,7 +259,7 @@ class LossParts:
 
     @property
     def has_one_denominator(self) -> bool:
-        """Whether all parts are divided by the same number."""
+        """Return whether all parts are divided by the same number."""
         return len(self.loss_weights) == 1
 
     def mean(self, parts: Sequence[LossPart]) -> torch.Tensor:
@@ -269,9 +272,10 @@ class LossParts:
         return torch.stack([term.reshape(()) for term in terms]).sum()
 
     def over_ranks(self, parts: Sequence[LossPart], share: StepShare) -> torch.Tensor:
-        """Return the loss whose gradient, averaged over ranks, is the batch's part of the step's.
+        """Return the loss for the backward pass, scaled to the batch's share of the step.
 
-        Gradients of stated losses are still to be divided, see `StatedDenominators`.
+        The average over ranks of this loss's gradient is the batch's part of the step's gradient.
+        Gradients of stated losses must still be divided, see `StatedDenominators`.
         """
         totals = [None] * len(parts) if share.totals is None else list(share.totals.value())
         return self.weighted(
@@ -282,10 +286,10 @@ class LossParts:
         )
 
     def counted(self, parts: Sequence[LossPart]) -> torch.Tensor:
-        """Return numerators and denominators in float64, to be summed for the loss of an epoch.
+        """Return numerators and denominators in float64, for summing the loss of an epoch.
 
-        Of shape ``(2, 1)`` where all labels share a denominator, ``(2, labels)`` otherwise. A sum
-        has the denominator 0.
+        The shape is ``(2, 1)`` if all labels share a denominator, and ``(2, labels)`` otherwise. A
+        sum has the denominator 0.
         """
         with torch.no_grad():
             if self.has_one_denominator and len(parts) > 1:
@@ -305,18 +309,23 @@ class LossParts:
 
 
 class Loss(LossParts):
-    """The weighted sum of one loss per label: ``sum(loss_weight[i] * loss[i])``.
+    """Weighted sum of one loss per label: ``sum(loss_weight[i] * loss[i])``.
 
-    Each loss is a numerator over a denominator: rows for a mean over rows; for cross entropy of
-    class indices the classes' weights, without ignored indices; 1 for ``reduction="sum"``; what
-    the function states in ``{"loss": ..., "denominator": ...}``. Sample weights multiply the
-    numerator only: a row of weight two counts twice, and equal weights scale the loss.
+    Each loss is a numerator over a denominator. The denominator is:
+
+    - the number of rows, for a mean over rows;
+    - the sum of the classes' weights without ignored indices, for cross entropy of class indices;
+    - 1, for ``reduction="sum"``;
+    - the stated number, for a function that returns ``{"loss": ..., "denominator": ...}``.
+
+    Sample weights multiply the numerator only. A row of weight two counts twice, and equal weights
+    scale the loss.
 
     Parameters
     ----------
     functions : sequence of callable
-        ``function(output, label)`` returns the loss of a batch. With sample weights, functions
-        are called with ``reduction="none"``, and loss modules get that as their attribute.
+        ``function(output, label)`` returns the loss of a batch. With sample weights, functions are
+        called with ``reduction="none"``; loss modules get this value as their attribute.
     loss_weights : sequence of float
         One weight per label.
     """
@@ -332,7 +341,7 @@ class Loss(LossParts):
         labels: Sequence[torch.Tensor] | torch.Tensor,
         sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the loss of a batch, a scalar tensor."""
+        """Return the loss of a batch as a scalar tensor."""
         return self.mean(self.parts(outputs, labels, sample_weights))
 
     def parts(
@@ -341,7 +350,7 @@ class Loss(LossParts):
         labels: Sequence[torch.Tensor] | torch.Tensor,
         sample_weights: torch.Tensor | None = None,
     ) -> list[LossPart]:
-        """Return the loss of each label for a batch; a bare tensor stands for a list of one."""
+        """Return the loss of each label for a batch; a bare tensor counts as a list of one."""
         outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
         labels = [labels] if isinstance(labels, torch.Tensor) else labels
         found = [
@@ -357,18 +366,18 @@ class Loss(LossParts):
 
     @property
     def has_one_denominator(self) -> bool:
-        """Whether all labels' losses are divided by the same number."""
+        """Return whether all labels' losses are divided by the same number."""
         return len(self.functions) == 1 or all(
             r.kind in ("rows", "batchmean") for r in self._reductions
         )
 
     def depends_on_targets(self, dtypes: Sequence[torch.dtype]) -> bool:
-        """Return whether labels of these dtypes have values on which a denominator depends."""
+        """Return whether label values of these dtypes determine a denominator."""
         pairs = zip(self._reductions, dtypes, strict=True)
         return any(r.kind == "targets" and not dtype.is_floating_point for r, dtype in pairs)
 
     def denominators(self, labels: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return each label's denominator of a batch in float64, 0 where it is not by targets."""
+        """Return each label's denominator in float64; 0 if label values do not determine it."""
         zero = labels[0].new_zeros((), dtype=torch.float64)
         return torch.stack(
             [
@@ -379,7 +388,7 @@ class Loss(LossParts):
 
 
 def _reduction(function: LossFunction) -> _Reduction:
-    """Return how a loss of torch's reduces; for any other it is a mean over rows."""
+    """Return the reduction of a loss function; unknown functions count as a mean over rows."""
     if isinstance(function, torch.nn.Module):
         options = vars(function) | dict(function.named_buffers(recurse=False))
         forward = type(function).forward
@@ -389,7 +398,7 @@ def _reduction(function: LossFunction) -> _Reduction:
             torch.nn.LinearCrossEntropyLoss.forward,
         )
         if not type(function).__module__.startswith("torch.") and not by_targets:
-            # The user's module: its attribute need not be torch's.
+            # A user's module may use these attributes in its own way, except for reduction="sum".
             options = {"reduction": "sum"} if options.get("reduction") == "sum" else {}
     else:
         options = {}
@@ -454,7 +463,7 @@ def _with_reduction(
 
 
 def check_weightable(functions: Sequence[Callable[..., Any]], param: str = "loss") -> None:
-    """Make sure that losses can be computed row by row, for sample weights.
+    """Check that losses can be computed per row, for sample weights.
 
     Raises
     ------
@@ -478,6 +487,6 @@ def _takes_reduction(function: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        # Built-in functions have no signature; the dry run tells.
+        # Built-in functions have no signature; the dry run checks them.
         return True
     return "reduction" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())

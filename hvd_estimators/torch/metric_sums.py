@@ -16,19 +16,18 @@ __all__ = ["MetricSums"]
 
 
 class MetricSums:
-    """Adds up the loss and the metrics of batches.
+    """Sums of the loss and the metrics over batches.
 
-    The loss is its numerators over its denominators, both over all rows; metrics are weighted by
-    rows.
-
-    Metrics of torchmetrics count in states of their own.
+    The epoch's loss is the sum of its numerators over the sum of its denominators, over all rows.
+    Values of metric functions are weighted by rows. Metrics of torchmetrics count in their own
+    states.
 
     Parameters
     ----------
     metrics : Metrics
-        What is measured besides the loss.
+        Metrics besides the loss.
     loss_parts : int
-        Denominators of the loss, see `Loss.counted`.
+        Number of denominators of the loss, see `Loss.counted`.
     """
 
     def __init__(self, metrics: Metrics, loss_parts: int = 1) -> None:
@@ -43,8 +42,8 @@ class MetricSums:
         """Add a batch."""
         rows = evaluation.rows
         self._rows += rows
-        # Sums stay on the GPU, so that steps do not wait for them, and become 64 bits before they
-        # are multiplied.
+        # Sums stay on the GPU, so that steps do not wait for them. The values are converted to
+        # float64 before the multiplication.
         measured = [
             value.reshape(1).double() * rows for value in self._metrics(evaluation).values()
         ]
@@ -62,11 +61,11 @@ class MetricSums:
         self._states.update(evaluation)
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's sums and states so far, which `restore` takes."""
+        """Return this rank's sums and states so far, for `restore`."""
         return {"sums": self._own().numpy(), "metrics": self._states.capture()}
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from results of `state`, of the ranks that this rank replaces."""
+        """Resume from the `state` results of the ranks that this rank replaces."""
         if states:
             rows, *_ = sums = sum(state["sums"] for state in states)
             self._rows = int(rows)
@@ -74,11 +73,11 @@ class MetricSums:
         self._states.restore([part for state in states for part in state["metrics"]])
 
     def means(self) -> dict[str, float]:
-        """Return the means over this rank's rows so far, of the loss and of functions."""
+        """Return this rank's means so far, of the loss and of metric functions."""
         return self._means(self._own())
 
     def reduced(self, name: str) -> dict[str, Any]:
-        """Return the values over the rows of all ranks; called on all of them at the same time."""
+        """Return the values over the rows of all ranks. Called by all ranks at the same time."""
         means = self._means(hvd.allreduce(self._own(), name=f"measures.{name}", op=hvd.Sum))
         if not self._metrics.have_state:
             return means
@@ -86,7 +85,7 @@ class MetricSums:
         return {**means, **self._states.values([part for rank in ranks for part in rank])}
 
     def as_record(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values as an epoch's record: the loss, and a dict per group of metrics."""
+        """Return values as an epoch's record: the loss, and one dict per group of metrics."""
         return {"loss": values["loss"], "all_metrics": self._metrics.by_group(values)}
 
     def _own(self) -> torch.Tensor:
@@ -101,7 +100,7 @@ class MetricSums:
         if not rows:
             return dict.fromkeys(("loss", *self._names), float("nan"))
         parts = self._parts
-        # A sum has no denominator.
+        # A sum has the denominator 0.
         loss = sum(
             numerator / denominator if denominator else numerator
             for numerator, denominator in zip(

@@ -1,10 +1,9 @@
-"""Metrics of a torch module: functions, and objects of torchmetrics merged over the ranks.
+"""Metrics of a torch module: functions, and torchmetrics objects merged over the ranks.
 
-torchmetrics itself knows ``torch.distributed`` only. Imported without torchmetrics, which only
-users of its metrics need.
-
-Values of functions are averaged over rows. Objects of torchmetrics count in their states, which are
-merged over the ranks at the end of an epoch.
+Values of functions are averaged over rows. torchmetrics objects count in their own states, which
+are merged over the ranks at the end of an epoch; torchmetrics itself supports only
+``torch.distributed``. This module does not import torchmetrics, which only users of its metrics
+need.
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ __all__ = [
 ]
 
 MetricStates = Mapping[str, Mapping[str, Any]]
-
-
-"""By name of a metric: its ``states``, the number of its ``updates``, and ``computed``."""
+"""Metric name to its ``states``, its number of ``updates``, and its ``computed`` value."""
 
 
 def has_state(metric: Any) -> bool:
-    """Return whether an object is a metric of torchmetrics, or a collection of them."""
+    """Return whether an object is a torchmetrics metric or a collection of such metrics."""
     torchmetrics = sys.modules.get("torchmetrics")
     if torchmetrics is None:
         return False
@@ -48,7 +45,7 @@ def has_state(metric: Any) -> bool:
 
 
 def named_metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics in a module, or of a metric itself, with their names."""
+    """Yield the metrics in a module, or in a metric itself, with their names."""
     return ((name, part) for name, part in module.named_modules() if _is_metric(part))
 
 
@@ -60,9 +57,9 @@ def connect_metrics(
     Parameters
     ----------
     module : torch.nn.Module
-        Holds the metrics.
+        Module with the metrics.
     gather : callable
-        Gathers an object of every rank. Called by all ranks if a metric is computed.
+        Gathers one object per rank. All ranks call it when a metric is computed.
 
     Returns
     -------
@@ -72,10 +69,11 @@ def connect_metrics(
     connected = []
     for _, metric in named_metrics(module):
         if not metric.metric_state:
-            continue  # A metric that is composed of others has none: those are connected.
+            continue  # A composed metric has no state; its parts are connected.
         connected.append((metric, metric.distributed_available_fn))
         metric.distributed_available_fn = _always
-        # torchmetrics' own gathers each tensor, and hangs if ranks hold lists of unequal lengths.
+        # torchmetrics' own method gathers each tensor, and hangs if ranks hold lists of unequal
+        # lengths.
         metric._sync_dist = functools.partial(_merge_over_ranks, metric, gather)
 
     def disconnect() -> None:
@@ -87,10 +85,11 @@ def connect_metrics(
 
 
 def metric_states(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state of each metric in a module, by its name, on the CPU."""
+    """Return the state of each metric in a module by name, on the CPU."""
     for part in module.modules():
         if _is_collection(part):
-            # A collection updates one of its metrics with equal states, and the others on demand.
+            # A collection updates one of several metrics with equal states. values() updates the
+            # others.
             collection: Any = part
             collection.values(copy_state=False)
     return {name: _state(metric) for name, metric in named_metrics(module)}
@@ -102,9 +101,9 @@ def merge_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> Non
     Parameters
     ----------
     module : torch.nn.Module
-        Holds the metrics.
+        Module with the metrics.
     parts : sequence of mapping
-        Results of `metric_states`, in the order of the ranks.
+        `metric_states` results, in rank order.
     """
     for name, metric in named_metrics(module):
         _merge(metric, [part[name] for part in parts if name in part])
@@ -112,14 +111,14 @@ def merge_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> Non
 
 
 def restore_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> None:
-    """Let a module's metrics resume from the states of the ranks that this rank replaces.
+    """Resume a module's metrics from the states of the ranks that this rank replaces.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Holds the metrics.
+        Module with the metrics.
     parts : sequence of mapping
-        Results of `metric_states` on those ranks.
+        `metric_states` results of those ranks.
     """
     for name, metric in named_metrics(module):
         found = [part[name] for part in parts if name in part]
@@ -128,7 +127,8 @@ def restore_metrics(module: torch.nn.Module, parts: Sequence[MetricStates]) -> N
         for state, value in found[0]["states"].items():
             reduction = metric._reductions[state]
             if len(found) == 1 or (reduction is None and not isinstance(value, list)):
-                # The states of several ranks are not one that could be updated.
+                # Without a reduction, the states of several ranks do not merge into an updatable
+                # state.
                 setattr(metric, state, _on(metric.device, value))
             elif isinstance(value, list):
                 values = [entry for part in found for entry in part["states"][state]]
@@ -157,7 +157,7 @@ def _merge_over_ranks(
 
 
 def _merge(metric: Any, parts: Sequence[Mapping[str, Any]]) -> None:
-    """Reduce states as the metric says, as torchmetrics does over ``torch.distributed``."""
+    """Reduce states by the metric's reductions, as torchmetrics does over ``torch.distributed``."""
     # A rank without rows has the state of a new metric. Wrappers do not count their updates.
     seen = [part for part in parts if part["updates"]] or parts
     metric._update_count = sum(part["updates"] for part in seen)
@@ -220,7 +220,7 @@ _VALIDATION = "val_"
 
 
 class Compared(Protocol):
-    """What metrics look at in a batch."""
+    """Results of a batch that metrics compare."""
 
     @property
     def outputs(self) -> Sequence[torch.Tensor]:
@@ -233,7 +233,7 @@ class Compared(Protocol):
 
 @dataclass(frozen=True)
 class _Member:
-    """A metric of one output.
+    """Metric of one output.
 
     Attributes
     ----------
@@ -242,9 +242,9 @@ class _Member:
     index : int
         The output's position.
     prefix : str
-        The start of the names of its values, where these have names.
+        Prefix of the names of the metric's values, if these have names.
     keys : mapping or None
-        The names of a collection's values by their names in it; None for one metric.
+        For a collection, maps names in the collection to names of values. None for a single metric.
     """
 
     metric: Metric
@@ -256,18 +256,17 @@ class _Member:
 class Metrics:
     """Groups of metrics, by name.
 
-    A name is that of the function, or of the metric's class; a collection has a name for each of
-    its metrics. With several labels it starts with the label: ``<label>_<name>``. A name that is
-    already taken gets a number. A lambda is ``metric_<number of the group>``.
+    A metric is named after the function or the metric's class; a collection has one name per
+    metric. With several labels, names start with the label: ``<label>_<name>``. A name that is
+    already in use gets a number. A lambda is named ``metric_<number of the group>``.
 
     Parameters
     ----------
     groups : sequence of sequence of callable
-        Functions ``function(output, label)`` that return a mean over a batch, or metrics of
-        torchmetrics. A group of one is applied to every output, any other has one metric per
-        output.
+        Functions ``function(output, label)`` that return a mean over a batch, or torchmetrics
+        metrics. A group of one applies to every output; any other group has one metric per output.
     label_cols : sequence of str
-        Names of the outputs' labels.
+        Label columns of the outputs.
     upstream_names : bool, default False
         Name metrics ``group_<number>_<label>``, as ``horovod.spark`` does.
     """
@@ -300,12 +299,12 @@ class Metrics:
 
     @property
     def function_names(self) -> list[str]:
-        """Names of the metrics that are functions, whose values are averaged."""
+        """Names of the metric functions, the values of which are averaged."""
         return [name for name, member in self._members() if not has_state(member.metric)]
 
     @property
     def names(self) -> list[str] | None:
-        """Names of all values; None where only their results tell."""
+        """Names of all values; None if only the results determine the names."""
         names: list[str] = []
         for name, member in self._members():
             if has_state(member.metric) and not _has_scalar_values(member.metric):
@@ -315,7 +314,7 @@ class Metrics:
 
     @property
     def renamed(self) -> dict[str, str]:
-        """Names of ``horovod.spark``, and of earlier versions, with the names of today."""
+        """Names of ``horovod.spark`` and of earlier versions, mapped to current names."""
         return {
             old: new
             for olds, group in zip(self._upstream, self._groups, strict=True)
@@ -337,17 +336,17 @@ class Metrics:
 
     @property
     def have_state(self) -> bool:
-        """Whether there are metrics of torchmetrics among them."""
+        """Return whether any of the metrics is a torchmetrics object."""
         return any(has_state(member.metric) for _, member in self._members())
 
     def with_state(self) -> Iterator[tuple[str, Any, int]]:
-        """Yield name, metric and position of the output of each metric of torchmetrics."""
+        """Yield name, metric and output position of each torchmetrics metric."""
         for name, member in self._members():
             if has_state(member.metric):
                 yield name, member.metric, member.index
 
     def by_group(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return values as a dict per group, with each of a metric's named values by its name."""
+        """Return values as one dict per group; a metric's named values become separate entries."""
         taken = set(self._taken)
         groups = []
         for group in self._groups:
@@ -366,7 +365,7 @@ class Metrics:
         return groups
 
     def with_names_of_today(self, record: EpochMetrics) -> EpochMetrics:
-        """Return an epoch of a run that may have begun with an earlier version."""
+        """Convert an epoch's record from an earlier version to current metric names."""
         train, validation = (
             None if stage is None else self._renamed_stage(stage)
             for stage in (record.train, record.validation)
@@ -385,12 +384,12 @@ class Metrics:
 
 
 class EpochMetricStates:
-    """What the metrics of torchmetrics have counted in an epoch on this rank.
+    """States of an epoch's torchmetrics metrics on this rank.
 
     Parameters
     ----------
     metrics : Metrics
-        The metrics; their own states are left alone.
+        The metrics; their own states are not changed.
     """
 
     def __init__(self, metrics: Metrics) -> None:
@@ -412,12 +411,12 @@ class EpochMetricStates:
                 self._counting[name].update(output, label)
 
     def capture(self) -> list[Mapping[str, Any]]:
-        """Return the states of this rank, and those that it has resumed from."""
+        """Return this rank's states, and the states that it has resumed from."""
         own = {name: metric_states(metric) for name, metric in self._counting.items()}
         return [*self._earlier, own] if own else list(self._earlier)
 
     def restore(self, parts: Sequence[Mapping[str, Any]]) -> None:
-        """Resume from results of `capture`: merged with this rank's states when all are."""
+        """Resume from `capture` results, which `values` merges with this rank's states."""
         self._earlier = list(parts)
 
     def values(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -426,7 +425,7 @@ class EpochMetricStates:
         Parameters
         ----------
         parts : sequence of mapping
-            What `capture` returned on all ranks, in their order.
+            `capture` results of all ranks, in rank order.
 
         Returns
         -------
@@ -465,12 +464,12 @@ def _name_of(metric: Any) -> str | None:
             break
     else:
         name = type(metric).__name__
-    # "val_" in front of a name stands for validation.
+    # The prefix "val_" stands for validation.
     return None if name == "<lambda>" else name.removeprefix(_VALIDATION) or name
 
 
 def _free(name: str, taken: set[str]) -> str:
-    """Return a name, with a number where it is taken, and take it."""
+    """Return an unused name, with a number if needed, and mark it as used."""
     free, number = name, 2
     while free in taken:
         free, number = f"{name}_{number}", number + 1
@@ -479,7 +478,7 @@ def _free(name: str, taken: set[str]) -> str:
 
 
 def _has_scalar_values(metric: Any) -> bool:
-    """Return whether each metric has one value, as far as attributes tell."""
+    """Return whether each metric has one value, judging by its attributes."""
     members = metric.values() if isinstance(metric, torch.nn.ModuleDict) else [metric]
     return all(
         not any(has_state(part) for part in member.children())
@@ -499,7 +498,7 @@ def _takes_class_numbers(metric: Any) -> bool:
 
 
 def _as_class_numbers(name: str, label: torch.Tensor) -> torch.Tensor:
-    """Return labels as integers: a loss may need them as floats."""
+    """Return labels as integers; a loss may need the same labels as floats."""
     if not label.is_floating_point():
         return label
     numbers = label.long()
@@ -513,7 +512,7 @@ def _as_class_numbers(name: str, label: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers, and lists and dicts of numbers, of what a metric has computed."""
+    """Convert a metric's value to numbers, or to lists and dicts of numbers."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""`TorchModel`: predicts with a trained torch module."""
+"""`TorchModel`, which predicts with a trained torch module."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = ["TorchModel"]
 
 
 class TorchModel(HorovodModel):
-    """A fitted torch module as a Spark ML Transformer.
+    """Fitted torch module as a Spark ML Transformer.
 
-    `transform` adds one column per output: a double for a number per row, an ML vector for a
-    one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
-    is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
-    on the GPU that Spark assigns to it.
+    `transform` adds one column per output. A number per row becomes a double, a one-dimensional
+    output becomes an ML vector, and more dimensions become nested arrays of doubles. `transform`
+    runs on the driver and is lazy. The forward passes run in Arrow batches on the executors, on the
+    task's cores or on the GPU that Spark assigns to the task.
 
-    Columns are taken as the training's ``transformation_fn`` leaves them; with
-    ``apply_transformation`` they are transformed first, as in training.
+    `transform` expects columns as returned by the training's ``transformation_fn``. With
+    ``apply_transformation``, the columns are transformed first, as in training.
     """
 
     optimizer = param("The optimizer after training, with the learning rate of one rank.")
@@ -86,23 +86,22 @@ class TorchModel(HorovodModel):
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Write the model as ONNX, by torch's own exporter, for any number of rows.
+        """Export the model as ONNX with torch's exporter, for any number of rows.
 
-        Inputs have the names of the feature columns and the outputs' columns give theirs to the
-        outputs, which are as the model returns them: not cast, and without a classifier's columns.
-        A transformation is no part of it. Runs on the driver; needs the packages of
-        ``pip install "hvd_estimators[onnx]"``.
+        Inputs are named after the feature columns, and outputs after the output columns. Outputs
+        are the model's own: not cast, and without a classifier's columns. The transformation is not
+        exported. Runs on the driver; needs the packages of ``pip install "hvd_estimators[onnx]"``.
 
         Parameters
         ----------
         path : str
-            The file: a local path, or a URL that a store is registered for. It appears whole. Above
-            2 GB the weights are in a file beside it, ``<name>.data``.
+            The file: a local path, or a URL of a registered store. The file appears only when it is
+            complete. Above 2 GB the weights are in a second file next to it, ``<name>.data``.
         input_shapes : sequence of sequence of int, optional
-            Shape of each input, -1 first. Default: the model's ``input_shapes``, or those of the
-            columns that were trained on.
+            Shape of each input, -1 first. Default: the model's ``input_shapes``, or the shapes of
+            the training columns.
         overwrite : bool
-            Whether it may take another file's place.
+            Whether to replace an existing file.
         storage_options : mapping, optional
             Passed to fsspec's filesystem.
         **options
@@ -113,9 +112,9 @@ class TorchModel(HorovodModel):
         DependencyError
             If a package is not installed.
         ParamError
-            If the shapes are not known, or the exporter does not take the model.
+            If the shapes are not known, or the exporter rejects the model.
         StoreError
-            If there is a file already, or it cannot be written.
+            If the file exists already, or cannot be written.
         """
         module = self.getOrDefault("model")
         if module is None:
@@ -138,16 +137,16 @@ class TorchModel(HorovodModel):
         )
 
     def _exported_call(self, names: Sequence[str]) -> Call:
-        """Return how the module is called with one tensor per feature column. A hook."""
+        """Return a function that calls the module with one tensor per column. Overridable."""
         form = self.getOrDefault("input_form")
         return lambda module, inputs: with_form(module, inputs, names, form)
 
     def _input_dtype(self, module: torch.nn.Module, name: str) -> torch.dtype:
-        """Return the dtype in which the module gets a column. A hook."""
+        """Return a column's dtype in the module's input. Overridable."""
         return self._transform_spec().dtype(name)
 
     def _trained_shapes(self, names: Sequence[str]) -> list[tuple[int, ...]] | None:
-        """Return the shapes of columns that were trained on, -1 first, where they are known."""
+        """Return the shapes of the training columns, -1 first; None if they are not known."""
         known = self._get_metadata() or {}
         shapes = [known[name].get("shape") for name in names if name in known]
         if len(shapes) != len(names) or any(shape is None or None in shape for shape in shapes):
@@ -180,7 +179,7 @@ class TorchModel(HorovodModel):
         shapes: Sequence[Sequence[int]] | None,
         device: torch.device,
     ) -> dict[str, torch.Tensor]:
-        """Return two rows of each input, by the feature column's name."""
+        """Return two rows of zeros for each input, by feature column name."""
         if shapes is None or len(shapes) != len(names):
             raise ParamError(
                 f"input_shapes: expected a shape for each of {', '.join(names)}, found {shapes!r}. "
@@ -213,7 +212,7 @@ class TorchModel(HorovodModel):
 
 
 def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
-    """Return a param's value as bytes; an optimizer refers to the module's parameters by name."""
+    """Serialize a param's value; an optimizer refers to the module's parameters by name."""
     if name == "model":
         return dump_module(value)
     if name == "optimizer":
@@ -224,7 +223,10 @@ def dump_torch_param(module: torch.nn.Module, name: str, value: Any) -> bytes:
 def load_torch_params(
     load_others: Any, documents: dict[str, bytes], module: torch.nn.Module | None
 ) -> dict[str, Any]:
-    """Return what `dump_torch_param` wrote, the optimizer bound to its module or a given one."""
+    """Load params that `dump_torch_param` wrote, with the optimizer bound to its module.
+
+    If the documents contain no model, the optimizer is bound to the given module.
+    """
     documents = dict(documents)
     model, optimizer = documents.pop("model", None), documents.pop("optimizer", None)
     values: dict[str, Any] = load_others(documents)

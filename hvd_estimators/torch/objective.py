@@ -1,6 +1,7 @@
 """Training objective of a torch module: losses, weights, metrics and the user's own step.
 
-`TorchEstimator` and `LightningEstimator` (for plain modules) share it. Used on both sides.
+`TorchEstimator` and `LightningEstimator` (for plain modules) share it. Runs on the driver and on
+the ranks.
 """
 
 from __future__ import annotations
@@ -39,24 +40,27 @@ __all__ = [
 ]
 
 LOSS_FORMS = ("per_label", "joint")
-
-
-"""One loss per output and label, or a single one that takes everything."""
+"""Loss forms: one loss per output and label, or a single loss over all outputs and labels."""
 
 
 _OFFERED = ("outputs", "labels", "inputs", "sample_weights")
 
 
 class JointLoss(LossParts):
-    """One loss of everything, such as a variational autoencoder's.
+    """Single loss over all outputs and labels, such as a variational autoencoder's.
 
     Parameters
     ----------
     function : callable
-        Called by keyword with those of ``outputs`` (what the module returned), ``labels`` (a list
-        with a tensor per label column), ``inputs`` (what the module was called with: a list, or a
-        dict if ``input_form`` has names) and ``sample_weights`` that it takes. Returns the mean
-        over a batch, or ``{"loss": ..., "denominator": ...}`` for a mean over something else.
+        Called with those of these keyword arguments that it takes:
+
+        - ``outputs``: the module's return value;
+        - ``labels``: a list with one tensor per label column;
+        - ``inputs``: the module's inputs, as a list, or as a dict if ``input_form`` has names;
+        - ``sample_weights``.
+
+        Returns the mean over a batch, or ``{"loss": ..., "denominator": ...}`` for a mean over
+        something else.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -64,12 +68,12 @@ class JointLoss(LossParts):
         self.functions = [function]
 
     def __call__(self, **offered: Any) -> torch.Tensor:
-        """Return the loss of a batch, a scalar tensor."""
+        """Return the loss of a batch as a scalar tensor."""
         (part,) = self.parts(0, **offered)
         return part.mean
 
     def parts(self, rows: int, **offered: Any) -> list[LossPart]:
-        """Return the loss of a batch of so many rows as one part."""
+        """Return the loss of a batch of ``rows`` rows as a single part."""
         function = self.functions[0]
         parameters = _parameters(function)
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -82,7 +86,7 @@ class JointLoss(LossParts):
 
 
 def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss") -> None:
-    """Make sure that a joint loss can be called by the names of what it is offered.
+    """Check that a joint loss can be called with the available keyword arguments.
 
     Parameters
     ----------
@@ -91,12 +95,12 @@ def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss
     weighted : bool
         Whether rows have sample weights.
     param : str
-        The param that holds the loss, for messages.
+        Param that holds the loss, for messages.
 
     Raises
     ------
     ParamError
-        If it needs something else, or there are sample weights that it does not take.
+        If the loss needs other arguments, or does not take sample weights although rows have them.
     """
     try:
         parameters = _parameters(function)
@@ -125,7 +129,7 @@ def check_joint(function: Callable[..., Any], weighted: bool, param: str = "loss
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    # The signature of a module is that of any module.
+    # The signature of module.__call__ is the same for all modules.
     called = function.forward if isinstance(function, torch.nn.Module) else function
     return list(inspect.signature(called).parameters.values())
 
@@ -139,17 +143,17 @@ LEAVES_BACKWARD = (
 
 @dataclass(frozen=True)
 class Objective:
-    """What the driver tells the ranks about it.
+    """Objective as the driver sends it to the ranks.
 
     Attributes
     ----------
     tensors : TensorSpec
-        How columns become the tensors that model, losses and metrics take.
+        Conversion of columns to the tensors of model, losses and metrics.
     losses : tuple of callable, or None
-        One loss per label, or a single joint one; None if ``loss_constructors`` make them, or if
-        ``train_minibatch_fn`` computes its own.
+        One loss per label, or a single joint loss. None if ``loss_constructors`` create the losses,
+        or if ``train_minibatch_fn`` computes its own.
     loss_constructors : tuple of callable, or None
-        Make the losses on the rank, one per label, or a single joint one.
+        Create the losses on the rank, one per label, or a single joint loss.
     loss_weights : tuple of float
         One weight per label.
     metrics : tuple of tuple of callable
@@ -173,23 +177,23 @@ class Objective:
 
     @property
     def named_metrics(self) -> Metrics:
-        """The metrics, by name."""
+        """Metrics by name."""
         return Metrics(self.metrics, self.tensors.label_cols, self.upstream_names)
 
     def on_rank(self, device: torch.device, **offered: Any) -> RankObjective:
-        """Return what measures batches. Runs on the worker.
+        """Return the objective with its losses on a rank's device. Runs on the rank.
 
         Parameters
         ----------
         device : torch.device
-            The rank's device; losses that are modules are moved there.
+            The rank's device; loss modules are moved there.
         **offered
-            What loss constructors can take besides ``device``: model, optimizer, rank, size, spec.
+            Arguments for loss constructors besides ``device``: model, optimizer, rank, size, spec.
 
         Raises
         ------
         ParamError
-            If there are sample weights, and a loss that was made here cannot be weighted by row.
+            If rows have sample weights, and a loss from a constructor cannot be weighted by row.
         """
         losses: Sequence[Callable[..., torch.Tensor]] | None = self.losses
         if losses is None and self.loss_constructors is not None:
@@ -212,23 +216,23 @@ class Objective:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model gave for a batch.
+    """Results of a model for a batch.
 
     Attributes
     ----------
     loss : torch.Tensor
-        The batch's own loss, sample weights included; a scalar.
+        Loss of the batch alone, sample weights included; a scalar.
     outputs, labels : list of torch.Tensor
-        One per label, in the shapes in which they are compared. If one loss takes all outputs and
-        labels, they need not be as many.
+        One per label, in the shapes in which metrics compare them. If one loss takes all outputs
+        and labels, their numbers may differ.
     rows : int
         Rows of the batch.
     counted : torch.Tensor or None
         Numerators and denominators of the loss, see `Loss.counted`; None for a mean over rows.
     step_loss : torch.Tensor or None
-        The loss for the backward pass, see `Loss.over_ranks`; None where there is none to take.
+        Loss for the backward pass, see `Loss.over_ranks`; None if the caller runs no backward pass.
     stated : torch.Tensor, float or None
-        The denominator that the user's function states.
+        Denominator that the user's function states.
     is_row_mean : bool
         Whether the loss is a mean over rows.
     """
@@ -244,7 +248,7 @@ class Evaluation:
 
 
 class RankObjective:
-    """An objective with its losses, on a rank's device. Runs on the worker.
+    """Objective with its losses on a rank's device. Runs on the rank.
 
     Attributes
     ----------
@@ -264,36 +268,36 @@ class RankObjective:
 
     @property
     def has_own_step(self) -> bool:
-        """Whether `run_minibatch` is to be called for training."""
+        """Return whether training must call `run_minibatch`."""
         return self._train_minibatch_fn is not None
 
     @property
     def users_objects(self) -> dict[str, Any]:
-        """What may have state that training goes on from, by name of its param."""
+        """User objects that may have state to resume from, by param name."""
         losses = [] if self._loss is None else self._loss.functions
         return {"train_minibatch_fn": self._train_minibatch_fn, "loss": losses}
 
     @property
     def loss_parts(self) -> int:
-        """Columns of `Evaluation.counted`."""
+        """Number of columns of `Evaluation.counted`."""
         if self._loss is None or self._loss.has_one_denominator:
             return 1
         return len(self._loss.functions)
 
     def totals(self, window: Sequence[Mapping[str, torch.Tensor]]) -> PendingSum | None:
-        """Return the step's denominators that labels determine, over all ranks.
+        """Return the step's denominators that labels determine, summed over all ranks.
 
-        Called by all ranks, once for each step. The forward pass hides part of the reduction.
+        All ranks must call this method once per step. The forward pass hides part of the reduction.
 
         Parameters
         ----------
         window : sequence of mapping
-            The columns of this rank's micro-batches of the step.
+            Columns of this rank's micro-batches of the step.
 
         Returns
         -------
         PendingSum or None
-            One denominator per label; None where a mean over rows needs none.
+            One denominator per label; None if none is needed, as for a mean over rows.
         """
         tensors = self._tensors
         loss = self._loss
@@ -309,7 +313,7 @@ class RankObjective:
     def evaluate(
         self, module: torch.nn.Module, batch: Batch, share: StepShare | None = None
     ) -> Evaluation:
-        """Return a batch's loss; with its share of a step, for a backward pass."""
+        """Return a batch's evaluation; with ``share``, including the loss for a backward pass."""
         raw = self._tensors.call(module, batch.inputs)
         arranged = self._arranged(raw, batch.labels)
         parts = self._parts(*arranged, batch.weights, batch)
@@ -338,22 +342,22 @@ class RankObjective:
         index: int,
         denominators: StatedDenominators,
     ) -> Evaluation:
-        """Let the user's function train on a batch.
+        """Train on a batch with the user's function.
 
         Parameters
         ----------
         module, optimizer
-            What it trains.
+            Trained module and its optimizer.
         batch : Batch
             At least one row.
         share : StepShare
-            What the batch counts in its step.
+            Share of the batch in its step.
         passes_per_step : int
             Batches of a step.
         index : int
-            The batch's number in its epoch.
+            Number of the batch in its epoch.
         denominators : StatedDenominators
-            Takes denominators that only the end of the step can divide by.
+            Collects denominators that can be applied only at the end of the step.
         """
 
         def parts(outputs: Any, labels: Any, weights: Any) -> list[LossPart]:
@@ -376,7 +380,7 @@ class RankObjective:
         )
         outputs, labels = self._tensors.align(raw, batch.labels)
         if not isinstance(returned, Mapping):
-            # The returned loss may be divided or scaled already.
+            # The user's function may have divided or scaled the returned loss already.
             loss, counted = loss_fn.computed or _plain(returned, batch.rows)
             return Evaluation(loss.detach(), outputs, labels, batch.rows, counted)
         loss, stated = as_stated(returned, "train_minibatch_fn")
@@ -390,17 +394,17 @@ class RankObjective:
         return Evaluation(mean, outputs, labels, batch.rows, counted, step_loss, stated)
 
     def loss_in_step(self, returned: Any) -> Any:
-        """Return what the loss that a closure has returned counts in the step, on this rank."""
+        """Return the contribution to the step, on this rank, of a loss that a closure returned."""
         return returned if self._step_loss is None else self._step_loss.in_step(returned)
 
     def _arranged(self, raw: Any, labels: Any) -> tuple[Any, Any]:
-        """Return outputs and labels as the loss takes them."""
+        """Return outputs and labels in the form that the loss takes."""
         if isinstance(self._loss, JointLoss):
             return raw, labels
         return self._tensors.align(raw, labels)
 
     def _parts(self, outputs: Any, labels: Any, weights: Any, batch: Batch) -> list[LossPart]:
-        """Return the parts of the loss of arranged outputs and labels."""
+        """Return the loss parts of arranged outputs and labels."""
         if self._loss is None:
             raise ParamError(
                 "loss is not set, and train_minibatch_fn calls loss_fn. Set loss, or let "
@@ -415,27 +419,27 @@ class RankObjective:
 
 
 class StepLoss:
-    """The loss that a custom step calls: its gradient is this rank's part of the global batch's.
+    """Loss for a custom step, scaled to this rank's share of the global batch.
 
     Parameters
     ----------
     loss : Loss, JointLoss or None
         The user's losses.
     parts : callable
-        Returns the parts of the loss of outputs, labels and weights.
+        Returns the loss parts of outputs, labels and weights.
     share : StepShare
-        The share of the micro-batch in its step.
+        Share of the micro-batch in its step.
     passes_per_step : int
         Micro-batches of a step on this rank.
     denominators : StatedDenominators
-        Takes denominators where later micro-batches add to them.
+        Collects denominators to which later micro-batches may add.
 
     Attributes
     ----------
     computed : tuple or None
         The newest loss of this batch alone, and its numerator and denominator.
     scaled : tuple or None
-        The newest loss that was given to `scale`, and what that returned.
+        The newest loss that was passed to `scale`, and the return value of `scale`.
     """
 
     def __init__(
@@ -455,10 +459,11 @@ class StepLoss:
         self.scaled: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(self, outputs: Any, labels: Any, weights: Any = None) -> torch.Tensor:
-        """Return the loss of outputs and labels: lists with one tensor per label, or bare tensors.
+        """Return the loss of outputs and labels, given as lists or as bare tensors.
 
-        A joint loss takes what the model returned, and a list of labels. A loss of cross entropy is
-        reduced over the ranks in each call, so that all ranks must call it equally often.
+        Lists have one tensor per label. A joint loss takes the model's return value and a list of
+        labels. Each call with a cross-entropy loss is reduced over the ranks, so all ranks must
+        call equally often.
         """
         parts = self._parts(outputs, labels, weights)
         assert self._loss is not None
@@ -474,15 +479,15 @@ class StepLoss:
         return self._loss.weighted([self._scaled(part, len(parts) > 1) for part in parts])
 
     def scale(self, loss: torch.Tensor, denominator: Any = None) -> torch.Tensor:
-        """Return a loss that the step computed itself, for its backward pass.
+        """Scale a loss that the step computed itself, for its backward pass.
 
         Parameters
         ----------
         loss : torch.Tensor
-            The loss of this rank's batch.
+            Loss of this rank's batch.
         denominator : torch.Tensor or float, optional
-            The number of what the loss is a mean of, such as tokens that count; default: rows. The
-            ranks reduce it in each call, so that all of them must call equally often.
+            Number of units in the loss's mean, such as tokens that count. Default: rows. Each call
+            with a denominator is reduced over the ranks, so all ranks must call equally often.
         """
         if denominator is None:
             self.computed = _plain(loss, self._share.rows)
@@ -497,9 +502,9 @@ class StepLoss:
         return scaled
 
     def in_step(self, returned: Any) -> Any:
-        """Return what the loss that a closure has returned counts in the step, on this rank.
+        """Return the contribution to the step, on this rank, of a loss that a closure returned.
 
-        A closure may return what it gave to `scale`, or what it got.
+        A closure may return the loss that it passed to `scale`, or the scaled loss.
         """
         if self.scaled is None or returned is None:
             return returned
@@ -507,7 +512,7 @@ class StepLoss:
         return scaled if float(returned) == float(given) else returned
 
     def _scaled(self, part: LossPart, is_one_of_several: bool) -> torch.Tensor:
-        """Return a part of the loss, scaled for a step over all ranks."""
+        """Return a loss part, scaled for a step over all ranks."""
         if part.kind in ("rows", "sum"):
             return part.value * self._share.scale(part, None)
         if self._passes == 1:
@@ -538,7 +543,7 @@ def _plain(loss: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _no_gradient(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a loss of zero: the mean of nothing may be NaN, and so may its gradient."""
+    """Return a zero loss; the mean of an empty batch may be NaN, and so may its gradient."""
     return 0.0 * torch.stack([output.sum() for output in outputs]).sum()
 
 

@@ -1,4 +1,4 @@
-"""Modules as ONNX, by torch's own exporter. Runs on the driver."""
+"""ONNX export of modules with torch's exporter. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hvd_estimators.saving.export import exported, is_installed
 __all__ = ["export_onnx"]
 
 Call = Callable[[torch.nn.Module, "list[torch.Tensor]"], Any]
-"""A module and its inputs, one per feature column, to its predictions."""
+"""Function that calls a module with one input per feature column and returns the predictions."""
 
-# More does not fit into one file of this format.
+# A single ONNX file cannot hold more.
 _MOST_BYTES = 2**31 - 2**26
 
 
 class _Exported(torch.nn.Module):
-    """Takes one tensor per feature column, and returns one per output."""
+    """Module that takes one tensor per feature column and returns one tensor per output."""
 
     def __init__(self, module: torch.nn.Module, call: Call) -> None:
         super().__init__()
@@ -44,18 +44,18 @@ def export_onnx(
     storage_options: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Write a module as ONNX, with any number of rows.
+    """Export a module as ONNX, for any number of rows.
 
     Parameters
     ----------
     module : torch.nn.Module
-        It comes back in the mode, of training or not, in which it was.
+        The module; its training or evaluation mode is restored afterwards.
     call : callable
-        How it is called.
+        Calls the module with its inputs.
     inputs : mapping of str to tensor
-        The inputs' names to examples of two rows.
+        Input names to examples of two rows.
     outputs : sequence of str
-        The outputs' names.
+        Output names.
     path, overwrite, storage_options
         See `exported`.
     options : mapping
@@ -64,7 +64,7 @@ def export_onnx(
     Raises
     ------
     DependencyError
-        If a package is not installed that the exporter needs.
+        If a package that the exporter needs is not installed.
     ParamError
         If the module cannot be exported.
     """
@@ -119,7 +119,7 @@ def _predicting(module: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_torchvisions_warnings() -> Iterator[None]:
-    """Leave out that torchvision is not installed, which says nothing about the module."""
+    """Hide warnings that torchvision is not installed, which do not concern the module."""
     logger = logging.getLogger("torch.onnx")
     before = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""The params that are torch's, and what is made of them. Runs on the driver."""
+"""Params of the torch estimators, and objects built from them. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _HOOKS: dict[str, tuple[str, ...]] = {
     "on_epoch_end": ("epoch", "logs"),
     "on_train_end": (),
 }
-"""Methods of callbacks, and the arguments by name with which they are called."""
+"""Callback methods, and the keyword arguments of their calls."""
 
 
 def _dtypes(name: str, value: Any) -> dict[str, str]:
@@ -73,7 +73,7 @@ def _stateful(name: str, value: Any) -> list[Any]:
 
 
 class TorchParams(HorovodEstimator):
-    """How columns become tensors, and what a torch module is trained with."""
+    """Params for tensors and for the training of a torch module."""
 
     input_shapes = param(
         "Shape of each input: of one row, or with -1 for the rows of a batch first. Default: the "
@@ -119,7 +119,7 @@ class TorchParams(HorovodEstimator):
         convert=_dtypes,
     )
 
-    # Metrics are named "group_0_label", as horovod.spark does.
+    # If set, metrics are named "group_0_label", as in horovod.spark.
     _upstream_names = False
 
     _run_settings = (
@@ -148,7 +148,7 @@ class TorchParams(HorovodEstimator):
     def _check_sent(self) -> None:
         super()._check_sent()
         model = plain_module(self.getOrDefault("model"))
-        # What torch.compile has noted there, and scripts, are not pickled.
+        # Scripts and torch.compile's notes are not pickled.
         noted = "_compile_kwargs" in getattr(model, "__dict__", {})
         if not (noted or isinstance(model, torch.jit.ScriptModule)):
             check_sendable("model", model, Pickler)
@@ -225,7 +225,7 @@ class TorchParams(HorovodEstimator):
             self._warn_of_undeclared_state()
 
     def _check_losses(self) -> None:
-        """Check the loss, or what makes it, with the labels."""
+        """Check the loss, or its constructors, against the labels."""
         get = self.getOrDefault
         loss, constructors, labels = get("loss"), get("loss_constructors"), get("label_cols")
         if loss is not None and constructors is not None:
@@ -296,7 +296,7 @@ class TorchParams(HorovodEstimator):
         )
 
     def _objective(self) -> Objective:
-        """Return what is minimized and measured."""
+        """Return the training objective: losses and metrics."""
         return Objective(
             tensors=self._tensor_spec(),
             losses=self._functions("loss"),
@@ -309,7 +309,7 @@ class TorchParams(HorovodEstimator):
         )
 
     def _loss(self) -> Loss | JointLoss | None:
-        """Return the loss; None if it is made on the ranks."""
+        """Return the loss; None if the ranks create it."""
         functions = self._functions("loss")
         if functions is None:
             return None
@@ -322,7 +322,7 @@ class TorchParams(HorovodEstimator):
         return tuple(self.getOrDefault("loss_weights") or [1.0 / labels] * labels)
 
     def _dump_optimizer(self) -> bytes:
-        """Return the optimizer, with the learning rate that is set, as the ranks get it."""
+        """Serialize the optimizer for the ranks, with the learning rate that is set."""
         module, rate = self.getOrDefault("model"), self.getOrDefault("learning_rate")
         document = dump_optimizer(self.getOrDefault("optimizer"), module)
         if rate is None:
@@ -333,14 +333,14 @@ class TorchParams(HorovodEstimator):
         return dump_optimizer(copied, module)
 
     def _dump_objects(self) -> bytes:
-        """Return callbacks, objective and stateful objects, as the ranks get them."""
+        """Serialize callbacks, objective and stateful objects for the ranks."""
         get = self.getOrDefault
         stateful = tuple(get("stateful") or ())
         given = tuple(get("callbacks")), self._objective(), stateful
         return dump_with_references(given, get("model"), get("optimizer"), stateful)
 
     def _warn_of_undeclared_state(self) -> None:
-        """Warn if a checkpoint may lack the state of what train_minibatch_fn uses."""
+        """Warn if checkpoints may lack state that train_minibatch_fn uses."""
         get = self.getOrDefault
         step, stateful = get("train_minibatch_fn"), get("stateful")
         if step is None or stateful == []:
@@ -366,7 +366,7 @@ class TorchParams(HorovodEstimator):
             )
 
     def _per_label(self, name: str) -> list[Any]:
-        """Return a param that is one callable for all labels, or one per label, as the latter."""
+        """Return a param's callables, one per label; a single callable serves all labels."""
         given = functions(name, self.getOrDefault(name))
         labels = len(self.getOrDefault("label_cols"))
         if len(given) not in (1, labels):
@@ -374,14 +374,14 @@ class TorchParams(HorovodEstimator):
         return given * labels if len(given) == 1 else given
 
     def _functions(self, name: str) -> tuple[Any, ...] | None:
-        """Return a param of callables, one per label, or a joint one; None if it is not set."""
+        """Return a param's callables, one per label, or a joint one; None if it is not set."""
         given = self.getOrDefault(name)
         if given is None:
             return None
         return tuple(functions(name, given) if self._is_joint else self._per_label(name))
 
     def _metric_groups(self) -> tuple[tuple[Any, ...], ...]:
-        """Return metrics as groups; a metric that stands alone is a group of one."""
+        """Return metrics as groups; a single metric is a group of one."""
         labels = len(self.getOrDefault("label_cols"))
         groups = []
         given = self.getOrDefault("metrics")
@@ -409,12 +409,12 @@ class TorchParams(HorovodEstimator):
         return tuple(groups)
 
     def _named_metrics(self) -> Metrics:
-        """Return the metrics, by name; none for a model that logs what it likes."""
+        """Return the metrics by name; empty for a model that logs its own metrics."""
         columns = self.getOrDefault("label_cols")
         return Metrics(self._metric_groups(), columns, self._upstream_names)
 
     def _monitor(self) -> str | None:
-        """Return the monitored metric, with its name of today."""
+        """Return the monitored metric by its current name."""
         monitor = super()._monitor()
         for old, new in self._named_metrics().renamed.items():
             for stage in ("", "val_"):
@@ -435,7 +435,7 @@ class TorchParams(HorovodEstimator):
 
 
 def _check_extra_state(model: torch.nn.Module) -> None:
-    """Reject a module whose ``get_extra_state()`` a checkpoint could not restore."""
+    """Reject a module if a checkpoint could not restore its ``get_extra_state()``."""
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor) and not is_loadable(to_python(value)):
             raise ParamError(
@@ -447,7 +447,7 @@ def _check_extra_state(model: torch.nn.Module) -> None:
 
 
 def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
-    """Reject a callback's method that cannot be called as documented."""
+    """Reject a callback method that cannot be called as documented."""
     method = getattr(callback, hook, None)
     if method is None:
         return
@@ -457,7 +457,7 @@ def _check_hook(callback: Any, hook: str, arguments: tuple[str, ...]) -> None:
         raise ParamError(f"callbacks: expected {documented} of {kind.__name__} to be a method.")
     try:
         signature = inspect.signature(method)
-    except (TypeError, ValueError):  # Built-in functions have none.
+    except (TypeError, ValueError):  # Built-in functions have no signature.
         return
     try:
         signature.bind(**dict.fromkeys(arguments))
@@ -480,13 +480,13 @@ _OTHER_FRAMEWORKS = {
 
 
 def _has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a scheduler of torch has put its function in the place of ``step``."""
+    """Return whether a torch scheduler has replaced the optimizer's ``step``."""
     return "step" in vars(optimizer) and any("initial_lr" in g for g in optimizer.param_groups)
 
 
 def _needed_of_step(optimizer: torch.optim.Optimizer) -> str:
-    """Return the arguments without which an optimizer does not step, such as ``closure``."""
-    # The class's: a scheduler puts a function in its place that has no bound self.
+    """Return the required arguments of an optimizer's ``step``, such as ``closure``."""
+    # Inspect the class's step: a scheduler's replacement on the object has no bound self.
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     needed = [p.name for p in parameters if p.kind in kinds and p.default is p.empty]

@@ -1,8 +1,9 @@
-"""Pickles of modules by value, those with parametrizations included. Given to ``torch.save``.
+"""Pickling of modules by value, including parametrized modules. Passed to ``torch.save``.
 
-``torch.nn.utils.parametrize``, of which ``weight_norm``, ``spectral_norm`` and ``orthogonal`` are
-made, gives a module a class of its own, which refuses to be pickled. Here such a module is made
-anew from the class that it had, and gets its parametrizations back with its other attributes.
+``torch.nn.utils.parametrize``, on which ``weight_norm``, ``spectral_norm`` and ``orthogonal`` are
+based, gives a module its own class. That class raises when it is pickled. The picklers here
+recreate such a module from its original class, and restore the parametrizations with the other
+attributes.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ __all__ = ["OptimizerPickler", "Pickler"]
 
 
 class Pickler(cloudpickle.Pickler):
-    """Pickles as cloudpickle does, and modules with parametrizations, too."""
+    """Pickler like cloudpickle's that also supports modules with parametrizations."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; called by pickle."""
+        """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.nn.Module) and parametrize.is_parametrized(obj):
             given = parametrize.type_before_parametrizations(obj)
-            # Python 3.11 and later have one for all objects.
+            # In Python 3.11 and later, all objects have __getstate__.
             get_state = getattr(given, "__getstate__", None)
             state = dict(vars(obj)) if get_state is None else get_state(obj)
             tensors: Any = obj.parametrizations
@@ -38,8 +39,8 @@ class Pickler(cloudpickle.Pickler):
 def _calls_hooks(function: FunctionType) -> bool:
     """Return whether torch has wrapped the ``step`` of an optimizer class to call hooks.
 
-    The wrapper would travel with a copy of torch's table of hooks, and call none of a rank's. Torch
-    wraps the function again when an object of the class is made or unpickled.
+    A pickled wrapper would contain a copy of torch's hook table, and would not call a rank's hooks.
+    Torch wraps the function again when an object of the class is created or unpickled.
     """
     wrap = torch.optim.Optimizer.profile_hook_step
     return function.__globals__ is wrap.__globals__ and hasattr(function, "hooked")
@@ -50,17 +51,17 @@ def _itself(function: FunctionType) -> FunctionType:
 
 
 class OptimizerPickler(Pickler):
-    """Pickles all attributes of optimizers; torch drops those that it does not know."""
+    """Pickler that saves all attributes of optimizers; torch drops unknown attributes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; called by pickle."""
+        """Return an object's pickle reduction. Called by pickle."""
         if isinstance(obj, torch.optim.Optimizer) and _has_torch_state(obj):
             return copyreg.__newobj__, (type(obj),), _optimizer_state(obj)  # type: ignore[attr-defined]
         return super().reducer_override(obj)
 
 
 def _has_torch_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is pickled as torch does it, which drops its own attributes."""
+    """Return whether an optimizer uses torch's pickling, which drops custom attributes."""
     kind, base = type(optimizer), torch.optim.Optimizer
     return kind.__getstate__ is base.__getstate__ and kind.__reduce_ex__ is base.__reduce_ex__
 
@@ -75,7 +76,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _parametrized(kind: type[torch.nn.Module], names: tuple[str, ...]) -> torch.nn.Module:
-    """Return a module some tensors of which are parametrized, and that lacks all else."""
+    """Return a module with some parametrized tensors and without other attributes."""
     module = kind.__new__(kind)
     torch.nn.Module.__init__(module)
     for name in names:

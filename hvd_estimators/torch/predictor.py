@@ -1,7 +1,7 @@
-"""Prediction with a torch module in an executor's Python worker.
+"""Prediction with a torch module, in an executor's Python worker or without Spark.
 
-Runs where predictions are made. On a GPU a batch's inputs are fetched while it computes with the
-batch before, and outputs go back the same way.
+On a GPU, a batch's inputs are copied to the device while the GPU computes the previous batch.
+Outputs are copied back in the same way. Runs in the process that predicts.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ Call = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
 class Forward:
-    """Runs forward passes where and how it is told.
+    """Forward passes with a given precision, number of threads, and device.
 
     Parameters
     ----------
     precision : str
-        ``"float32"`` for a module as it is; a half precision for autocast.
+        ``"float32"`` for the module's own precision; a half precision for autocast.
     resources : Resources
         Threads and GPU.
 
     Raises
     ------
     GpuError
-        If torch does not see the GPU among others.
+        If torch sees other GPUs but not this one.
     """
 
     def __init__(self, precision: str, resources: Resources) -> None:
@@ -59,13 +59,13 @@ class Forward:
         self.device = torch.device("cpu") if gpu is None else torch.device("cuda", gpu)
         self.overlaps = gpu is not None
         self._precision = precision
-        # Nothing is noted for autograd in inference mode, which not all modules can do without.
+        # Inference mode records nothing for autograd, and not all modules work without autograd.
         self._needs_autograd = False
         self._fetch: Copy = cuda_copies(self.device) if self.overlaps else _as_they_are
         self._return = cuda_returns(self.device) if self.overlaps else _arrays
 
     def placed(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return a module on the device; on the CPU its memory stays where it is mapped."""
+        """Return a module on the device; on the CPU, its memory stays mapped."""
         return module.to(self.device) if self.overlaps else module
 
     def begin(
@@ -73,18 +73,18 @@ class Forward:
         inputs: Sequence[torch.Tensor],
         call: Call,
     ) -> Finish:
-        """Begin a forward pass, and return what waits for its outputs and returns them.
+        """Start a forward pass, and return a function that waits for the outputs and returns them.
 
         Parameters
         ----------
         inputs : sequence of torch.Tensor
-            On the CPU.
+            Tensors on the CPU.
         call : callable
-            The forward pass: tensors on the device to tensors there.
+            The forward pass: maps tensors on the device to tensors on the device.
         """
         with contextlib.ExitStack() as stack:
             if self.overlaps:
-                # What a module makes on "cuda", too.
+                # Covers tensors that a module creates on "cuda".
                 stack.enter_context(torch.cuda.device(self.device))
             fetched = self._fetch(inputs)()
             stack.enter_context(autocast(self.device.type, self._precision))
@@ -92,7 +92,7 @@ class Forward:
                 return self._return(self._called(call, fetched))
 
     def _called(self, call: Call, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a forward pass's outputs, as floats."""
+        """Run a forward pass, and return its outputs as floats."""
         if not self._needs_autograd:
             try:
                 with torch.inference_mode():
@@ -100,7 +100,8 @@ class Forward:
             except torch.cuda.OutOfMemoryError:
                 raise
             except RuntimeError:
-                # Forward passes that take gradients themselves fail there, and CSR weights do.
+                # Inference mode fails for forward passes that compute gradients, and for CSR
+                # weights.
                 pass
         outputs = [_as_floats(output.detach()) for output in call(inputs)]
         self._needs_autograd = True
@@ -108,24 +109,24 @@ class Forward:
 
 
 def autocast(device_type: str, precision: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a block in which torch computes in a half precision, or as it is for float32."""
+    """Return a context for computing in a half precision; it has no effect for float32."""
     if precision == "float32":
         return contextlib.nullcontext()
     return torch.autocast(device_type, getattr(torch, precision))
 
 
 def limit_threads(num_threads: int | None) -> None:
-    """Compute with so many threads; None leaves them as they are."""
+    """Set torch's number of threads; None changes nothing."""
     if num_threads is None:
         return
     torch.set_num_threads(num_threads)
-    # Cannot be set once it has been, or once something ran in such a thread.
+    # Fails if the number was set before, or if such a thread has run already.
     with contextlib.suppress(RuntimeError):
         torch.set_num_interop_threads(num_threads)
 
 
 def cuda_returns(device: torch.device) -> Callable[[Sequence[torch.Tensor]], Finish]:
-    """Return what copies tensors of a GPU into page-locked memory, in a stream of its own."""
+    """Return a function that copies GPU tensors to page-locked memory in a separate stream."""
     stream: Any = torch.cuda.Stream(device)
 
     def begin(tensors: Sequence[torch.Tensor]) -> Finish:
@@ -135,7 +136,7 @@ def cuda_returns(device: torch.device) -> Callable[[Sequence[torch.Tensor]], Fin
             for tensor in tensors:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
                 copies.append(copy.copy_(tensor, non_blocking=True))
-                # Its memory is not to be used again before it has been read here.
+                # Prevents reuse of the memory before this stream has read it.
                 tensor.record_stream(stream)
             copied = stream.record_event()
 
@@ -158,33 +159,34 @@ def _arrays(tensors: Sequence[torch.Tensor]) -> Finish:
 
 
 def _as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in a type of NumPy's that holds the same numbers."""
+    """Return a tensor as float32 or float64, with the same numbers."""
     if tensor.dtype in (torch.float32, torch.float64):
-        # What was not made by this forward pass (an input, a buffer) may change with the next one.
+        # The next forward pass may change a tensor that this pass did not create (an input, a
+        # buffer).
         return tensor if tensor.is_inference() else tensor.clone()
     return tensor.float() if tensor.dtype.is_floating_point else tensor.double()
 
 
 class ModulePredictor(abc.ABC):
-    """Runs forward passes of a module.
+    """Base class of predictors that run a module's forward pass.
 
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_payload` returned.
+        Result of `hvd_estimators.torch.serialization.module_payload`.
     names : sequence of str
-        The feature columns.
+        Feature columns.
     select : callable
-        Returns the predictions among what the module returned, see `TensorSpec.select`.
+        Selects the predictions from the module's return value, see `TensorSpec.select`.
     precision : str
-        What the module computes in, see ``inference_precision``.
+        Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
 
     Attributes
     ----------
     overlaps : bool
-        Whether `begin` returns before the outputs are there, so that the next batch can be begun.
+        Whether `begin` returns before the outputs are ready, so that the next batch can start.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class ModulePredictor(abc.ABC):
         self.overlaps = self._forward.overlaps
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs, floats, for the feature columns of a batch.
+        """Return the outputs, as floats, for the feature columns of a batch.
 
         Raises
         ------
@@ -212,7 +214,7 @@ class ModulePredictor(abc.ABC):
         return self.begin(arrays)()
 
     def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
-        """Begin what a call does, and return what waits for the outputs and returns them."""
+        """Start a prediction, and return a function that waits for the outputs and returns them."""
         given: dict[str, Any] = dict(zip(self._names, arrays, strict=True))
         with contextlib.ExitStack() as stack:
             failing = naming_inputs(lambda: described(given), self._wanted)
@@ -222,7 +224,7 @@ class ModulePredictor(abc.ABC):
             finish = self._forward.begin(inputs, self._outputs)
 
         def outputs() -> list[Array]:
-            # A GPU's errors come to light when it is waited for.
+            # Errors of a GPU surface when the process waits for it.
             with naming_inputs(lambda: described(given), self._wanted):
                 return finish()
 
@@ -230,14 +232,14 @@ class ModulePredictor(abc.ABC):
 
     @abc.abstractmethod
     def _inputs(self, arrays: list[Array]) -> list[torch.Tensor]:
-        """Return a tensor per column, on the CPU."""
+        """Return one tensor per column, on the CPU."""
 
     @abc.abstractmethod
     def _call(self, inputs: list[torch.Tensor]) -> Any:
         """Call the module."""
 
     def _wanted(self) -> str:
-        """Return what the module takes, where that is known."""
+        """Return the expected inputs of the module as text; empty if they are not known."""
         return ""
 
     def _outputs(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -246,16 +248,16 @@ class ModulePredictor(abc.ABC):
 
 
 class TorchPredictor(ModulePredictor):
-    """Runs a module's forward pass.
+    """Predictor for a torch module.
 
     Parameters
     ----------
     document : bytes or path
-        What `hvd_estimators.torch.serialization.module_payload` returned.
+        Result of `hvd_estimators.torch.serialization.module_payload`.
     spec : TensorSpec
-        Which columns the module takes, and how.
+        The module's columns, and their conversion to tensors.
     precision : str
-        What the module computes in, see ``inference_precision``.
+        Precision of the computation, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
     """
@@ -281,12 +283,12 @@ class TorchPredictor(ModulePredictor):
 
 
 def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
-    """Return which columns a module takes, and how, as a model's params say.
+    """Return a module's columns and their conversion to tensors, from a model's params.
 
     Parameters
     ----------
     get : callable
-        The name of a param to its value.
+        Maps the name of a param to its value.
     """
     given = get("input_shapes")
     return TensorSpec(
@@ -301,7 +303,7 @@ def transform_spec(get: Callable[[str], Any]) -> TensorSpec:
 
 
 def input_forms(names: Sequence[str], shapes: Any) -> str:
-    """Return the shapes that are set for a module's inputs as text; empty if there are none."""
+    """Return the configured shapes of a module's inputs as text; empty if no shapes are set."""
     if shapes is None:
         return ""
     rows = (tuple(shape[1:]) for shape in shapes)

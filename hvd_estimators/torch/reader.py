@@ -18,21 +18,21 @@ __all__ = ["load_predictor", "read_content"]
 
 
 def read_content(file: IO[bytes], safe: bool, custom_objects: Any) -> dict[str, Any]:
-    """Return what ``torch.save`` has written, on the CPU.
+    """Read a ``torch.save`` file, on the CPU.
 
     Parameters
     ----------
     file : file
         The checkpoint.
     safe : bool
-        Run no code from it.
+        Run no code from the file.
     custom_objects : object
         Not used.
 
     Raises
     ------
     StoreError
-        If it holds more than tensors and plain values, and is to run no code.
+        If ``safe`` is set and the file holds more than tensors and plain values.
     """
     try:
         content: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=safe)
@@ -52,41 +52,41 @@ def load_predictor(
     num_threads: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SavedPredictor:
-    """Return a saved `TorchModel` as an object that predicts without Spark, in this process.
+    """Load a saved `TorchModel` for predictions without Spark, in this process.
 
     >>> predictor = load_predictor("s3://bucket/model")
     >>> predictor.predict({"features": array})["label__output"]
 
-    It predicts as the model's ``transform()`` does: with the same columns, transformation, types,
-    classes' columns and precision. PySpark need not be installed. Loading runs code from the files:
-    load what you trust.
+    The predictor works like the model's ``transform()``, with the same columns, transformation,
+    types, class columns and precision. PySpark need not be installed. Loading runs code from the
+    files, so load only files that you trust.
 
     Parameters
     ----------
     path : str
-        What ``save()`` was given: a local path, or a URL that a store is registered for, see
+        The path that was passed to ``save()``: a local path, or a URL of a registered store, see
         `hvd_estimators.store.Store.create`.
     batch_size : int, optional
-        Rows of one forward pass. Default: the model's ``inference_batch_size``, or else 10,000
-        rows, or 32 MiB if these are fewer.
+        Rows per forward pass. Default: the model's ``inference_batch_size``, or else 10,000 rows,
+        or 32 MiB if these are fewer rows.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
     num_threads : int, optional
-        Threads to compute with, in the whole process. Default: what the framework takes.
+        Threads for computation, in the whole process. Default: the framework's own number.
     storage_options : mapping, optional
         Passed to fsspec's filesystem: keys, tokens, endpoints.
 
     Returns
     -------
     SavedPredictor
-        Its ``predict`` takes NumPy arrays, dicts of them, pandas and Arrow.
+        Its ``predict`` takes NumPy arrays, dicts of arrays, pandas and Arrow.
 
     Raises
     ------
     ParamError
-        If a parameter is not usable, or another kind of model was saved there.
+        If a parameter is invalid, or the path holds another kind of model.
     StoreError
-        If no model was saved there, or it cannot be read.
+        If the path holds no model, or the model cannot be read.
     GpuError
         If torch does not see the GPU.
     """

@@ -1,4 +1,4 @@
-"""Modules and optimizers as bytes, so that an optimizer comes back bound to its module."""
+"""Serialization of modules and optimizers; a loaded optimizer is bound to its module."""
 
 from __future__ import annotations
 
@@ -53,20 +53,20 @@ _LARGE_BYTES = 2**25
 
 
 def plain_module(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module that ``torch.compile`` was given; any other module as it is.
+    """Return the original module of a ``torch.compile`` module; any other module unchanged.
 
-    Both have the same parameters; the names of a compiled one's carry a prefix.
+    Both modules have the same parameters, but the compiled module's parameter names have a prefix.
     """
-    # torch.compile keeps the module there, and prefixes names with this.
+    # torch.compile stores the module in _orig_mod, which becomes a prefix of the names.
     inner = getattr(module, "_orig_mod", None)
     return inner if isinstance(inner, torch.nn.Module) else module
 
 
 def dump_module(module: torch.nn.Module) -> bytes:
-    """Return a module as bytes: TorchScript as TorchScript, all others pickled by value.
+    """Serialize a module: TorchScript as TorchScript, all other modules pickled by value.
 
-    One that ``torch.compile`` has made is compiled again, with the same options, when it is first
-    called there; where its options cannot be pickled it comes back as the plain module.
+    After loading, a ``torch.compile`` module is compiled again at its first call, with the same
+    options. If the options cannot be pickled, the plain module is loaded instead.
     """
     buffer = io.BytesIO()
     _write_module(module, buffer)
@@ -74,7 +74,7 @@ def dump_module(module: torch.nn.Module) -> bytes:
 
 
 def module_file(module: torch.nn.Module) -> LocalFile:
-    """Return a file with what `dump_module` returns, which may be more than fits in memory."""
+    """Write a module to a file as `dump_module` does; the module may exceed the memory."""
     local = LocalFile()
     with open(local.path, "wb") as file:
         _write_module(module, file)
@@ -82,7 +82,7 @@ def module_file(module: torch.nn.Module) -> LocalFile:
 
 
 def module_payload(module: torch.nn.Module) -> bytes | LocalFile:
-    """Return what `dump_module` returns; where that is large a file, written when it is read."""
+    """Return the `dump_module` result; for a large module, a file that is written when read."""
     tensors = (*module.parameters(), *module.buffers())
     if sum(0 if is_lazy(t) else t.nbytes for t in tensors) < _LARGE_BYTES:
         return dump_module(module)
@@ -90,15 +90,15 @@ def module_payload(module: torch.nn.Module) -> bytes | LocalFile:
 
 
 def load_module(document: bytes | os.PathLike[str], mapped: bool = False) -> torch.nn.Module:
-    """Return the module that `dump_module` or `module_file` wrote, on the CPU.
+    """Load a module that `dump_module` or `module_payload` wrote, on the CPU.
 
     Parameters
     ----------
     document : bytes or path
-        What was written.
+        The serialized module.
     mapped : bool
-        Leave the tensors of a file where they are until they are read, and changed: processes that
-        load the same file then have one copy of it between them.
+        Memory-map the tensors of a file instead of reading them. Processes that load the same file
+        then share one copy, until a process changes a tensor.
     """
     options: dict[str, Any] = {
         "map_location": "cpu",
@@ -141,7 +141,7 @@ def _write_module(module: torch.nn.Module, file: IO[bytes]) -> None:
 def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
     """Return a plain module without the arguments of ``torch.compile``, which may not pickle.
 
-    If Lightning is imported, ``torch.compile`` notes them on the module that it is given.
+    If Lightning is imported, ``torch.compile`` stores these arguments on the module.
     """
     plain = plain_module(module)
     if "_compile_kwargs" in vars(plain):
@@ -151,7 +151,7 @@ def without_compile_notes(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def _pickle(module: torch.nn.Module, file: IO[bytes]) -> None:
-    """Pickle a module; tensors are written from where they are, and read to where they will be."""
+    """Pickle a module, without intermediate copies of the tensors."""
     torch.save(module, file, pickle_module=pickling, pickle_protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -160,14 +160,14 @@ def _opened(document: bytes | os.PathLike[str]) -> IO[bytes]:
 
 
 def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> bytes:
-    """Return an optimizer as bytes that hold names instead of the module's parameters.
+    """Serialize an optimizer, with names in place of the module's parameters.
 
-    Parameter groups, options and state come back as they are, for any optimizer class.
+    Parameter groups, options and state are preserved, for any optimizer class.
 
     Raises
     ------
     ParamError
-        If the optimizer holds a parameter that is not one of the module's.
+        If the optimizer holds a parameter that does not belong to the module.
     """
     named = plain_module(module).named_parameters()
     names = {id(parameter): name for name, parameter in named}
@@ -191,7 +191,7 @@ def dump_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module) ->
 
 
 def load_optimizer(document: bytes, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
+    """Load an optimizer that `dump_optimizer` wrote, bound to a module's parameters."""
     parameters = dict(plain_module(module).named_parameters())
 
     class Named(unpickling.Unpickler):
@@ -208,7 +208,7 @@ def optimizer_content(optimizer: torch.optim.Optimizer, module: torch.nn.Module)
 
 
 def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> list[list[str]]:
-    """Return the names of the parameters in each group; "" for one outside the module."""
+    """Return the names of the parameters in each group; "" for a parameter outside the module."""
     names = {id(p): name for name, p in plain_module(module).named_parameters()}
     return [[names.get(id(p), "") for p in group["params"]] for group in optimizer.param_groups]
 
@@ -216,17 +216,17 @@ def group_names(optimizer: torch.optim.Optimizer, module: torch.nn.Module) -> li
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module, content: Mapping[str, Any]
 ) -> None:
-    """Set the state of an optimizer, with groups and parameters that training added to it.
+    """Restore an optimizer's state, with the groups and parameters that training added.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Has the groups that it was made with.
+        Optimizer with its original groups.
     module : torch.nn.Module
-        Has the parameters.
+        Module with the parameters.
     content : mapping
-        What `optimizer_content` returned. Groups with parameters outside the module, which do not
-        exist here, are left out.
+        Result of `optimizer_content`. Added groups with parameters outside the module, which do not
+        exist here, are skipped.
     """
     named = dict(plain_module(module).named_parameters())
     state = content["optimizer"]
@@ -255,18 +255,18 @@ def restore_optimizer(
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load an optimizer's state with the types that it was saved with.
+    """Load an optimizer's state with the dtypes that it was saved with.
 
-    ``load_state_dict`` converts floating-point entries to the type of their parameter, so that an
-    optimizer that keeps an entry in another type (``mu_product`` of NAdam) does not resume bit for
-    bit.
+    ``load_state_dict`` converts floating-point entries to the dtype of their parameter. An
+    optimizer that stores an entry in another dtype (``mu_product`` of NAdam) would then not resume
+    bit for bit.
 
     Parameters
     ----------
     optimizer : torch.optim.Optimizer
-        Has the parameter groups of the state.
+        Optimizer with the state's parameter groups.
     state : dict
-        What its ``state_dict()`` returned.
+        Result of the optimizer's ``state_dict()``.
     """
     optimizer.load_state_dict(state)
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -280,9 +280,10 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
 
 
 def save_state(state: dict[str, Any]) -> bytes:
-    """Return tensors and plain values as the bytes of a ``torch.save`` file.
+    """Serialize tensors and plain values with ``torch.save``.
 
-    An optimizer's options may be NumPy's scalars, which `load_state` would refuse.
+    NumPy scalars, which an optimizer's options may hold, are converted: `load_state` would reject
+    them.
     """
     buffer = io.BytesIO()
     torch.save(to_python(state), buffer)
@@ -290,14 +291,14 @@ def save_state(state: dict[str, Any]) -> bytes:
 
 
 def state_file(state: dict[str, Any]) -> LocalFile:
-    """Return a file with what `save_state` returns."""
+    """Write tensors and plain values to a file, as `save_state` does."""
     local = LocalFile()
     torch.save(to_python(state), local.path)
     return local
 
 
 def load_state(document: bytes | LocalFile) -> dict[str, Any]:
-    """Return what `save_state` or `state_file` wrote, on the CPU; runs no code from the file."""
+    """Load the result of `save_state` or `state_file`, on the CPU. Runs no code from the file."""
     with _opened(document) as file:
         state: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return state
@@ -309,20 +310,21 @@ def dump_with_references(
     optimizer: torch.optim.Optimizer,
     shared: Iterable[Any] = (),
 ) -> bytes:
-    """Return the user's objects as bytes that refer to the model and the optimizer.
+    """Serialize the user's objects, with references to the model and the optimizer.
 
-    On the ranks, a scheduler then steps the optimizer that trains, and a function that names the
-    model uses the trained one.
+    On the ranks, a scheduler then steps the training optimizer. A function that names the model
+    uses the trained model.
 
     Parameters
     ----------
     value : object
-        What is pickled, in one document, so that shared objects stay shared.
+        Object to pickle, in one document, so that shared objects stay shared.
     module, optimizer
-        The model and its optimizer: references stand for them, for layers, parameters and buffers.
+        The model and its optimizer. References replace both, and the model's layers, parameters and
+        buffers.
     shared : iterable of object
-        If one is a global variable of a module that the ranks import, the document refers to that
-        variable: functions of the module use the same object.
+        If an object is a global variable of a module that the ranks import, the document refers to
+        that variable. Functions of the module then use the same object.
     """
     references: dict[int, tuple[str, ...]] = {}
     for entry in shared:
@@ -344,7 +346,7 @@ def dump_with_references(
 def load_with_references(
     document: bytes, module: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> Any:
-    """Return what `dump_with_references` wrote, with references to this model and optimizer."""
+    """Load the result of `dump_with_references`, with references to this model and optimizer."""
     parts = {(kind, name): part for kind, name, part in _parts_of(module)}
     parts["optimizer", ""] = optimizer
 
@@ -358,7 +360,7 @@ def load_with_references(
 
 
 def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
-    """Return kind, name and object of a model's parts."""
+    """Return kind, name and object of each part of a model."""
     inner = plain_module(module)
     return [
         ("model", "", module),
@@ -369,7 +371,7 @@ def _parts_of(module: torch.nn.Module) -> list[tuple[str, str, Any]]:
 
 
 def _global_variable(value: Any) -> tuple[str, str] | None:
-    """Return module and name of a global variable of a module that is pickled by reference."""
+    """Return module and name of the importable global variable that holds a value, if any."""
     by_value = ("__main__", *cloudpickle.list_registry_pickle_by_value())
     for name, module in list(sys.modules.items()):
         if getattr(module, "__spec__", None) is None or f"{name}.".startswith(
@@ -385,17 +387,18 @@ def _global_variable(value: Any) -> tuple[str, str] | None:
 def trained_file(
     module: torch.nn.Module, given: Callable[[], torch.nn.Module], further: Mapping[str, Any]
 ) -> LocalFile:
-    """Return a file with a trained module whole, and further plain values. Runs on the ranks.
+    """Write a trained module and further plain values to a file. Runs on the ranks.
 
-    The file holds tensors and plain values only. One of them is the pickled module, in which names
-    stand for parameters and buffers. It is left out if attributes of the module cannot be pickled.
+    The file holds tensors and plain values only. One of these values is the pickled module, in
+    which names stand for parameters and buffers. The pickled module is omitted if attributes of the
+    module cannot be pickled.
 
     Parameters
     ----------
     module : torch.nn.Module
         The module; it is moved to the CPU.
     given : callable
-        Returns the module as the rank received it.
+        Returns the module that the rank received.
     further : mapping
         Tensors and plain values.
     """
@@ -412,7 +415,7 @@ def trained_file(
         if state["model"].keys() != plain_module(given()).state_dict().keys():
             raise
         state["lost"] = _unpicklable(inner) or [f"{type(error).__name__}: {error}"]
-    # Extra state of the user's may be of any type; the module has it.
+    # The user's extra state may be of any type; the pickled module holds it.
     state["model"] = {n: v for n, v in state["model"].items() if isinstance(v, torch.Tensor)}
     return state_file(state)
 
@@ -420,14 +423,14 @@ def trained_file(
 def load_trained(
     state: LocalFile, given: Callable[[], torch.nn.Module]
 ) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Return the module that `trained_file` wrote, and all values. Runs on the driver.
+    """Load the module that `trained_file` wrote, and all values. Runs on the driver.
 
     Parameters
     ----------
     state : LocalFile
         The file.
     given : callable
-        Returns a copy of the module as it was given; it gets the weights if the file has no module.
+        Returns a copy of the original module. The copy gets the weights if the file has no module.
     """
     found = load_state(state)
     if "script" in found:
@@ -481,7 +484,7 @@ def _unpicklable(module: torch.nn.Module) -> list[str]:
     names = []
     managed = vars(torch.nn.Module())
     for prefix, part in module.named_modules():
-        # A LightningModule leaves its Trainer out.
+        # A LightningModule omits its Trainer.
         state = part.__getstate__() if hasattr(part, "__getstate__") else vars(part)
         for name, value in dict(state).items():
             if name in managed:

@@ -17,7 +17,7 @@ __all__ = ["BufferReducer", "BufferState", "TorchStreams", "reductions_of"]
 
 
 class TorchStreams(HostStreams):
-    """Python's, NumPy's and torch's global generators, that of the rank's device included.
+    """Global random generators of Python, NumPy and torch, including the rank's device.
 
     Parameters
     ----------
@@ -29,14 +29,14 @@ class TorchStreams(HostStreams):
         self._device = device
 
     def capture(self) -> dict[str, Any]:
-        """Return the states, as plain values that a checkpoint keeps."""
+        """Return the states as plain values, for a checkpoint."""
         state = {**super().capture(), "torch": torch.get_rng_state().numpy()}
         if self._device.type == "cuda":
             state["cuda"] = torch.cuda.get_rng_state(self._device).numpy()
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the states that `capture` returned; a run may go on on another kind of device."""
+        """Restore the states from `capture`, possibly on another kind of device."""
         super().restore(state)
         torch.set_rng_state(torch.from_numpy(state["torch"]))
         if self._device.type == "cuda" and "cuda" in state:
@@ -44,12 +44,12 @@ class TorchStreams(HostStreams):
 
 
 class BufferState:
-    """The buffers of a module: statistics of batch normalization, counts, averages.
+    """Buffers of a module: statistics of batch normalization, counts, averages.
 
     Parameters
     ----------
     module : torch.nn.Module
-        The module that is trained.
+        The trained module.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -60,7 +60,7 @@ class BufferState:
         return {name: buffer.detach().clone() for name, buffer in self._module.named_buffers()}
 
     def restore(self, state: Any) -> None:
-        """Set the buffers, in place, to what `capture` returned."""
+        """Set the buffers, in place, to the values from `capture`."""
         with torch.no_grad():
             for name, buffer in self._module.named_buffers():
                 if name in state and state[name].shape == buffer.shape:
@@ -68,11 +68,11 @@ class BufferState:
 
 
 class BufferReducer:
-    """Reduces buffers over the shards, when an epoch ends and before a validation.
+    """Reduction of buffers over the shards, at the end of an epoch and before validation.
 
-    Running statistics of batch normalization become their mean, other buffers stay each rank's
-    own. ``buffer_reduction`` sets another reduction for the buffers that it names. All methods are
-    called by all ranks.
+    Running statistics of batch normalization become their mean. Other buffers remain local to each
+    rank. ``buffer_reduction`` sets another reduction for the buffers that it names. All ranks must
+    call all methods.
 
     Parameters
     ----------
@@ -86,8 +86,8 @@ class BufferReducer:
     Attributes
     ----------
     bases : dict
-        Values of the summed buffers when they were last reduced, by name: a sum counts what each
-        shard has added since.
+        Values of the summed buffers at their last reduction, by name. A sum counts the additions of
+        each shard since then.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BufferReducer:
         self.start()
 
     def start(self, bases: Mapping[str, torch.Tensor] | None = None) -> None:
-        """Start from the buffers as they are, or within an epoch from the bases that were saved."""
+        """Start from the current buffers, or within an epoch from the saved bases."""
         self.bases = {}
         for name, buffer in self._named():
             if self._reductions[name] == "sum" and not is_lazy(buffer):
@@ -184,7 +184,7 @@ _COMBINE: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reductions_of(module: torch.nn.Module, reductions: Mapping[str, str]) -> dict[str, str]:
-    """Return buffer to reduction, as `find_buffers` does for the buffers of a module."""
+    """Return the reduction of each buffer of a module by name, see `find_buffers`."""
     if not reductions:
         return {}
     kinds = {name: _kind(buffer) for name, buffer in module.named_buffers()}
@@ -209,7 +209,7 @@ def _in_64_bits(buffer: torch.Tensor) -> torch.Tensor:
 def _reduced_over_ranks(
     own: Mapping[str, torch.Tensor], reductions: Mapping[str, str]
 ) -> dict[str, torch.Tensor]:
-    """Return each tensor reduced over the ranks, with one collective for each kind."""
+    """Reduce each tensor over the ranks, with one collective per operation and dtype."""
     if hvd.size() == 1:
         return dict(own)
     reduced: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""What a torch rank adds to a run's checkpoint, and takes from it."""
+"""Torch-specific contents of a run's checkpoint: files, copies, and buffers of shards."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ __all__ = [
 
 
 def save_file(saved: Mapping[str, Any], file: IO[bytes]) -> None:
-    """Write tensors and plain values as ``torch.save`` does, so that `load_file` takes them.
+    """Write tensors and plain values with ``torch.save``, for `load_file`.
 
-    An optimizer's options may be NumPy's scalars, which it would refuse.
+    NumPy scalars, which an optimizer's options may hold, are converted: `load_file` would reject
+    them.
     """
     torch.save(to_python(saved), file)
 
 
 def load_file(file: IO[bytes]) -> dict[str, Any]:
-    """Return what `save_file` wrote, on the CPU; runs no code from the file."""
+    """Load a file that `save_file` wrote, on the CPU. Runs no code from the file."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return saved
 
 
 def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
-    """Return a copy on the CPU of the tensors in a value, of its dicts, lists and tuples.
+    """Return a copy of a value's dicts, lists and tuples, with copies of its tensors on the CPU.
 
-    Tensors that are one in memory, such as weights that layers share, are one in the copy.
+    Tensors that share memory, such as tied weights of layers, share memory in the copy.
     """
     memo = {} if memo is None else memo
     if isinstance(value, torch.Tensor):
@@ -51,7 +52,7 @@ def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
             memo[place] = value.detach().to("cpu", copy=True)
         return memo[place]
     if isinstance(value, dict):
-        # With what is noted on it, as Module.state_dict() notes versions of layers.
+        # copy.copy keeps attributes, such as the versions of layers on Module.state_dict().
         made = copy.copy(value)
         made.update((key, snapshot(entry, memo)) for key, entry in value.items())
         return made
@@ -61,28 +62,28 @@ def snapshot(value: Any, memo: dict[Any, torch.Tensor] | None = None) -> Any:
 
 
 def non_persistent_buffers(module: torch.nn.Module) -> dict[str, bytes]:
-    """Return digests of the buffers that a module's ``state_dict()`` leaves out, by name."""
+    """Return digests of the buffers that a module's ``state_dict()`` omits, by name."""
     saved = module.state_dict().keys()
     return {n: _digest(value) for n, value in module.named_buffers() if n not in saved}
 
 
 class ShardBuffers:
-    """The buffers of the shards that a rank plays, at one moment.
+    """Buffers of the shards that a rank runs, at one moment.
 
     Parameters
     ----------
     module : torch.nn.Module
-        Has them.
+        Module with the buffers.
     shards : ShardStates
         The shards.
     fleeting : mapping
-        What `non_persistent_buffers` returned when training began: of those buffers, too, what has
-        changed since is saved.
+        `non_persistent_buffers` result from the start of training. Of these buffers, too, changed
+        ones are saved.
 
     Attributes
     ----------
     digests : mapping
-        Shard to digests of its buffers by name; what `unequal` wants of all ranks.
+        Shard to digests of its buffers by name. `unequal` needs the digests of all ranks.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class ShardBuffers:
     ) -> None:
         self._shards = shards
         self._fleeting = fleeting or {}
-        # A rank that plays several has one module for them.
+        # A rank with several virtual shards has only one module.
         copies = BufferState(module).capture
         self._own = capture_by_shard(
             shards, copies if shards.passes > 1 else lambda: dict(module.named_buffers())
@@ -107,7 +108,7 @@ class ShardBuffers:
     def unequal(
         self, gathered: Sequence[Mapping[int, Mapping[str, bytes]]]
     ) -> list[Mapping[str, torch.Tensor]]:
-        """Return those that differ, by shard, given the digests of all ranks. Called by all."""
+        """Return differing buffers by shard, from the digests of all ranks. Called by all ranks."""
         shards = self._shards
         found = of_shards(gathered, shards.num_shards)
         needed = [

@@ -1,7 +1,7 @@
-"""The state of the user's objects in checkpoints: schedulers, scalers, averages of weights.
+"""State of the user's objects in checkpoints: schedulers, scalers, averages of weights.
 
-A checkpoint holds the state of every object that has ``state_dict()`` and ``load_state_dict()``
-and that the estimator was given, or that the module holds in an attribute. Used by torch and
+A checkpoint holds the state of every object that has ``state_dict()`` and ``load_state_dict()``.
+The objects come from the estimator's params and the module's attributes. Used by torch and
 Lightning.
 """
 
@@ -35,27 +35,27 @@ _DICTS = (dict, collections.OrderedDict)
 _LISTS = (list, tuple)
 _DEPTH = 3
 _MAX_BYTES = 2**24
-# Layers of these packages have no Python state, or hold it in their state_dict().
+# Layers of these packages have no Python state, or store it in their state_dict().
 _LIBRARIES = ("torch.", "torchmetrics.", "pytorch_lightning.", "lightning.", "hvd_estimators.")
 
 
 class StatefulObjects:
-    """Captures and restores the states of the user's objects.
+    """States of the user's objects, for saving and restoring.
 
-    An object without the two methods is searched for such objects in its attributes; so are the
-    arguments of a ``functools.partial`` and the object of a bound method. Global variables and
-    closures of functions are not searched.
+    If an object lacks the two methods, its attributes are searched for objects that have them. The
+    search covers the arguments of a ``functools.partial`` and the object of a bound method. It does
+    not cover global variables and closures of functions.
 
     Parameters
     ----------
     given : mapping
-        Param name to the object that was given there, or to a list of objects.
+        Param name to the given object, or to a list of objects.
     module : torch.nn.Module
-        The trained module. Its attributes are searched, and those of its layers.
+        The trained module. Its attributes and those of its layers are searched.
     known : iterable of object
-        Objects whose state is saved elsewhere, such as the optimizer.
+        Objects with a state that is saved elsewhere, such as the optimizer.
     ignored : iterable of str
-        Attributes of the module that are not the user's.
+        Attributes of the module that do not belong to the user.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class StatefulObjects:
     def capture(self) -> dict[str, Any]:
         """Return the states by name, if they are tensors and plain values.
 
-        Other states are left out with a warning: loading them would run code from the file.
+        Other states are skipped with a warning, because loading them would run code from the file.
         """
         states = {}
         for name, found in self.items():
@@ -90,7 +90,7 @@ class StatefulObjects:
         return states
 
     def restore(self, states: Mapping[str, Any]) -> None:
-        """Load the states into the objects of these names."""
+        """Load the states into the objects with these names."""
         found = dict(self.items()) if states else {}
         for name, state in states.items():
             if name in found:
@@ -130,10 +130,10 @@ class StatefulObjects:
 
 
 class AttributeWatch:
-    """Finds attributes of a module that training changes and no checkpoint holds.
+    """Detector of module attributes that training changes and no checkpoint holds.
 
-    The first epoch is observed. An attribute that the hooks at the start of an epoch set again is
-    left out, and so is a layer that defines ``get_extra_state()``.
+    The watch observes the first epoch. It skips attributes that the hooks at the start of an epoch
+    set again, and layers that define ``get_extra_state()``.
 
     Parameters
     ----------
@@ -142,9 +142,9 @@ class AttributeWatch:
     known : iterable of object
         Objects that an attribute may refer to without owning them, such as the optimizer.
     ignored : iterable of str
-        Attributes that are not the user's.
+        Attributes that do not belong to the user.
     is_active : bool
-        Whether to observe at all: one rank does.
+        Whether to observe; only one rank does.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class AttributeWatch:
         self._is_done = not is_active
 
     def epoch_started(self) -> None:
-        """Note the attributes, after all hooks of an epoch's start."""
+        """Record the attributes, after all hooks of an epoch's start."""
         if self._is_done:
             return
         found = self._fingerprints()
@@ -171,12 +171,12 @@ class AttributeWatch:
         self._before = found
 
     def epoch_ended(self) -> None:
-        """Note the attributes, after an epoch's last step."""
+        """Record the attributes, after an epoch's last step."""
         if not self._is_done:
             self._after = self._fingerprints()
 
     def training_ended(self) -> None:
-        """Report what the only epoch changed."""
+        """Report the changes if training had only one epoch."""
         if not self._is_done and self._after is not None:
             self._decide(self._changed())
 
@@ -231,7 +231,7 @@ def has_state(value: Any) -> bool:
     """Return whether an object has ``state_dict`` and ``load_state_dict``."""
     if isinstance(value, (type, ModuleType)):
         return False
-    # Static, since some objects answer to any name.
+    # Static lookup, because some objects return a value for any name.
     methods = (inspect.getattr_static(value, m, None) for m in ("state_dict", "load_state_dict"))
     return all(method is not None for method in methods)
 
@@ -256,9 +256,10 @@ def is_loadable(state: Any) -> bool:
 
 
 def used_by_function(function: Any) -> dict[str, Any]:
-    """Return the objects with a state that a function's closure and global variables name.
+    """Return the stateful objects that a function's closure and global variables name.
 
-    A hint for a warning, and incomplete: nested functions are searched, called functions are not.
+    The result is an incomplete hint for a warning. Nested functions are searched, called functions
+    are not.
     """
     while isinstance(function, functools.partial):
         function = function.func
@@ -317,8 +318,8 @@ def _search(name: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a value, each with a name that says where it is."""
-    # A list with one number per batch is searched at each checkpoint.
+    """Yield the parts of a value, each with a name that shows its position."""
+    # Plain values are skipped: each checkpoint may search a list with one number per batch.
     if isinstance(value, _DICTS):
         for key, entry in value.items():
             if type(entry) not in _PLAIN:
@@ -340,11 +341,11 @@ def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _fingerprint(value: Any, names: Mapping[int, str]) -> Any:
-    """Return what differs if a value has changed; None if the value cannot be pickled."""
+    """Return a fingerprint that differs if a value has changed; None if it cannot be pickled."""
     if isinstance(value, (bool, int, float, complex, str, bytes, type(None))):
         return value, type(value)
     if isinstance(value, FunctionType):
-        return None  # its pickle holds global variables
+        return None  # the pickle of a function holds global variables
     file = _LimitedFile()
     try:
         _Pickler(file, names).dump(value)
@@ -361,7 +362,7 @@ class _LimitedFile(io.BytesIO):
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Pickles references to the module's parts by name."""
+    """Pickler that refers to the module's parts by name."""
 
     def __init__(self, file: io.BytesIO, names: Mapping[int, str]) -> None:
         super().__init__(file)

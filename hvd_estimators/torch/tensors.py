@@ -1,6 +1,6 @@
 """Tensors of inputs, labels and outputs.
 
-Used on both sides: by the trainer, by the driver's dry run, and by ``transform``.
+Used by the trainer on the ranks, by the dry run on the driver, and by ``transform``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = [
     "with_form",
 ]
 
-# The names that Hugging Face's models give to their prediction.
+# Name of the prediction in Hugging Face models.
 _PREDICTION = "logits"
 
 
 class Selected(list[Any]):
-    """Outputs that `select_outputs` has selected already."""
+    """Outputs that `select_outputs` has already selected."""
 
 
 def select_outputs(
@@ -49,19 +49,19 @@ def select_outputs(
     Parameters
     ----------
     outputs : tensor, sequence, mapping, dataclass or named tuple
-        What the module returned.
+        The module's return value.
     labels : sequence of str
-        The label columns that pair with outputs; empty if none do.
+        Label columns that pair with outputs; empty if none do.
     selection : sequence of (int or str), optional
         Positions or names of the outputs. By default, tensors and sequences are taken in their
-        order, without None. Outputs with names are taken by the names of the labels. For a single
-        label that they do not name, the only tensor in them counts, or ``logits``. Without labels
-        every tensor counts.
+        order, without None. Named outputs are selected by the names of the labels. A single label
+        without a matching name gets the only tensor, or ``logits``. Without labels, every tensor is
+        selected.
 
     Raises
     ------
     ShapeError
-        If there is no such output, or no output for a label.
+        If a selected output does not exist, or a label has no output.
     """
     if isinstance(outputs, Selected):
         return outputs
@@ -96,7 +96,7 @@ def require_tensors(selected: Selected, outputs: Any) -> Selected:
     Raises
     ------
     ShapeError
-        If one is something else.
+        If an output is not a tensor.
     """
     for output in selected:
         if not isinstance(output, torch.Tensor):
@@ -109,12 +109,12 @@ def require_tensors(selected: Selected, outputs: Any) -> Selected:
 
 
 def selection(given: Sequence[int | str] | None) -> tuple[int | str, ...] | None:
-    """Return the param ``outputs`` as `select_outputs` takes it."""
+    """Return the param ``outputs`` in the form that `select_outputs` takes."""
     return None if given is None else tuple(given)
 
 
 def _output(outputs: Any, place: int | str) -> Any:
-    """Return the output at a position, or of a name."""
+    """Return the output at a position, or with a name."""
     named = _named(outputs)
     if isinstance(place, str):
         if named is not None and place in named:
@@ -143,7 +143,7 @@ def _described(outputs: Any) -> str:
 
 
 def _present(outputs: Sequence[Any]) -> list[Any]:
-    """Return outputs without None, which models return for what they were not asked for."""
+    """Return outputs without None, which models return for outputs that were not requested."""
     return [output for output in outputs if output is not None]
 
 
@@ -160,9 +160,7 @@ def _named(outputs: Any) -> Mapping[Any, Any] | None:
 
 
 INPUT_FORMS = ("positional", "keyword", "dict")
-
-
-"""How a module takes its inputs, see `with_form`."""
+"""Forms in which a module takes its inputs, see `with_form`."""
 
 
 AnyColumns = Mapping[str, Array | torch.Tensor]
@@ -170,24 +168,24 @@ AnyColumns = Mapping[str, Array | torch.Tensor]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """How columns become tensors.
+    """Conversion of columns to tensors.
 
     Attributes
     ----------
     feature_cols, label_cols : tuple of str
         Inputs and targets, in order.
     sample_weight_col : str or None
-        Weight of each row.
+        Column with the weight of each row.
     input_shapes, label_shapes : tuple of tuple of int, or None
-        Shape of each input and target, -1 first; None leaves the columns' own shapes.
+        Shape of each input and target, -1 first; None keeps the columns' shapes.
     dtypes : mapping
-        Column name to the name of a torch dtype; columns that are not named become float32.
+        Column name to the name of a torch dtype; other columns become float32.
     input_form : str
-        How the module is called, see `with_form`.
+        Form of the module's inputs, see `with_form`.
     outputs : tuple of (int or str), or None
         Positions or names of the outputs that are predictions, see `select_outputs`.
     pairs : bool
-        Whether each of them pairs with a label, as it does unless one loss takes them all.
+        Whether each prediction pairs with a label. False if one loss takes all outputs.
     """
 
     feature_cols: tuple[str, ...]
@@ -205,7 +203,7 @@ class TensorSpec:
         return with_form(module, inputs, self.feature_cols, self.input_form)
 
     def arguments(self, inputs: list[torch.Tensor]) -> Any:
-        """Return inputs as a user's function gets them: a list, or a dict if they have names."""
+        """Return inputs for a user's function: a list, or a dict if the inputs have names."""
         if self.input_form == "positional":
             return inputs
         return dict(zip(self.feature_cols, inputs, strict=True))
@@ -219,7 +217,7 @@ class TensorSpec:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Return the outputs that are predictions, and labels in their outputs' shapes.
 
-        A label keeps its shape if its elements are not as many, or if ``label_shapes`` is set.
+        A label keeps its shape if its number of elements differs, or if ``label_shapes`` is set.
         """
         selected = self.select(outputs)
         is_paired = self.pairs or len(selected) == len(labels)
@@ -231,7 +229,7 @@ class TensorSpec:
         ]
 
     def inputs(self, columns: AnyColumns, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-        """Return the model's inputs, each with the rows of the batch first."""
+        """Return the model's inputs, with the rows of the batch first."""
         return self._tensors(columns, self.feature_cols, self.input_shapes, device)
 
     def batch(self, columns: AnyColumns, device: torch.device | str = "cpu") -> Batch:
@@ -255,7 +253,7 @@ class TensorSpec:
         tensors = [_tensor(columns[name], self.dtype(name), device) for name in names]
         if shapes is None:
             return tensors
-        # Not -1, whose meaning is ambiguous if a batch has no rows.
+        # A shape with -1 is ambiguous if a batch has no rows.
         return [
             tensor.reshape(len(tensor), *shape[1:])
             for tensor, shape in zip(tensors, shapes, strict=True)
@@ -284,17 +282,18 @@ class Batch:
 def tensor_batches(
     chunks: Iterable[Chunk], device: torch.device | str = "cpu"
 ) -> Generator[dict[str, torch.Tensor], None, None]:
-    """Yield each batch of each chunk as column name to tensor.
+    """Yield each batch of each chunk as a dict of column name to tensor.
 
-    A chunk's blocks become tensors once, without a copy, and torch cuts these into batches and
-    columns. For a GPU each block is copied once, while batches of the chunk before are used.
+    A chunk's blocks become tensors once, without a copy. torch then splits the blocks into batches
+    and columns. For a GPU, each block is copied once, while batches of the previous chunk are in
+    use.
 
     Parameters
     ----------
     chunks : iterable of Chunk
         The batches.
     device : torch.device or str
-        Where the tensors are to be.
+        Target device of the tensors.
     """
     device = torch.device(device)
     blocks = _blocks(chunks)
@@ -321,7 +320,7 @@ def _blocks(
         for chunk in chunks:
             yield chunk, [_from_numpy(block) for block in chunk.rows.blocks]
     finally:
-        # Not left to the end of references: close() lets go of them only from Python 3.13 on.
+        # Close explicitly: before Python 3.13, a closed generator does not release its references.
         if isinstance(chunks, Generator):
             chunks.close()
 
@@ -341,18 +340,18 @@ def _tensor(
 def with_form(
     module: torch.nn.Module, inputs: Sequence[torch.Tensor], names: Sequence[str], form: str
 ) -> Any:
-    """Call a module.
+    """Call a module with its inputs in the given form.
 
     Parameters
     ----------
     module : torch.nn.Module
-        What is called.
+        The module.
     inputs : sequence of torch.Tensor
         One tensor per feature column.
     names : sequence of str
         The columns' names.
     form : str
-        ``"positional"``: one argument after the other; ``"keyword"``: by the columns' names;
+        ``"positional"``: one argument per input; ``"keyword"``: keyword arguments by column name;
         ``"dict"``: one argument, a dict of column name to tensor.
     """
     if form == "positional":

@@ -1,4 +1,4 @@
-"""Training on one rank: what runs in each process that a backend starts."""
+"""Training on one rank, in a process that a backend starts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TorchTrainSpec(TrainSpec):
-    """What a torch rank is told.
+    """Job specification for a torch rank.
 
     Attributes
     ----------
@@ -74,8 +74,8 @@ class TorchTrainSpec(TrainSpec):
     optimizer : bytes
         See `dump_optimizer`.
     objects : bytes
-        A pickled tuple: the callbacks; the `Objective`, which has losses and metrics; the objects
-        of the param ``stateful``. See `dump_with_references`.
+        A pickled tuple: the callbacks; the `Objective` with losses and metrics; the objects of the
+        param ``stateful``. See `dump_with_references`.
     """
 
     module: LocalFile
@@ -84,7 +84,7 @@ class TorchTrainSpec(TrainSpec):
 
 
 def train(spec: TorchTrainSpec) -> TrainResult:
-    """Train for the epochs that are left. Runs on every rank.
+    """Train for the remaining epochs. Runs on every rank.
 
     Returns
     -------
@@ -92,7 +92,7 @@ def train(spec: TorchTrainSpec) -> TrainResult:
         The trained state, from rank 0.
     """
     with horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
-        # What losses are made with here is the same on all ranks.
+        # Loss constructors then create the same weights on all ranks.
         torch.manual_seed(spec.data.random_seed)
         trainer = _Trainer(spec)
         try:
@@ -105,14 +105,14 @@ class _Trainer:
     def __init__(self, spec: TorchTrainSpec) -> None:
         self.spec = spec
         self.rank, self.size = hvd.rank(), hvd.size()
-        # Batches of a step on this rank: one of each shard that it plays, in each pass.
+        # Micro-batches of a step on this rank: one per virtual shard in each backward pass.
         self.passes = spec.backward_passes_per_step * spec.data.passes_per_batch
         self.device = choose_device(spec.use_gpu, spec.verbose)
         self.module = load_module(spec.module).to(self.device)
-        # Of a compiled module: what is trained, under the names that the user knows.
+        # For a compiled module, the trained original with the names that the user knows.
         self.plain = plain_module(self.module)
         self.optimizer = load_optimizer(spec.optimizer, self.module)
-        # Loading moves what an optimizer remembers to its parameters' device.
+        # Loading moves the optimizer's state to the device of its parameters.
         load_optimizer_state(self.optimizer, self.optimizer.state_dict())
         objects = load_with_references(spec.objects, self.module, self.optimizer)
         self.callbacks, self.given_objective, stateful = objects
@@ -183,7 +183,7 @@ class _Trainer:
         )
         logs = SyncedDirectory(spec.store, spec.run.logs_path if self.rank == 0 else None)
         with (
-            # Who has been asked to end gets time until the checkpoint is written.
+            # A process that is asked to end gets time until the checkpoint is written.
             self.stop_request,
             data,
             logs,
@@ -234,7 +234,8 @@ class _Trainer:
         self.checkpoints.attributes.epoch_started()
         set_optimizer_mode(self.optimizer, training=True)
         self._train_epoch(epoch, batches, train, done)
-        # Validation, callbacks and checkpoints between epochs see the weights that it has found.
+        # Validation, callbacks and checkpoints between epochs use the optimizer's evaluation
+        # weights.
         set_optimizer_mode(self.optimizer, training=False)
         self.checkpoints.attributes.epoch_ended()
         if epoch == self.first_epoch:
@@ -252,11 +253,12 @@ class _Trainer:
         return record
 
     def _begin(self) -> None:
-        """Tell callbacks that training begins; where it goes on, set what it goes on from."""
+        """Notify callbacks that training begins, and restore the state of a resumed run."""
         self._callbacks("on_train_begin", module=self.module, optimizer=self.optimizer)
         state = self.restored
         if state is not None and self._is_within(state.epoch):
-            # What a callback has changed when the epoch began, other than states.
+            # Repeats changes of callbacks at the start of the epoch that are not part of a saved
+            # state.
             self._seed_epoch(state.epoch)
             self._callbacks("on_epoch_begin", epoch=state.epoch)
         self.checkpoints.restore()
@@ -268,7 +270,7 @@ class _Trainer:
         return state is not None and state.rows > 0 and state.epoch == epoch < self.spec.epochs
 
     def _begin_epoch(self, epoch: int) -> tuple[MetricSums, int]:
-        """Return what has been measured in an epoch so far, and the batches that are done."""
+        """Return an epoch's metric sums so far, and the number of finished batches."""
         parts = 1 if self.objective.has_own_step else self.objective.loss_parts
         measures = MetricSums(self.objective.metrics, parts)
         if not self._is_within(epoch):
@@ -289,7 +291,7 @@ class _Trainer:
     ) -> None:
         self.module.train()
         if not self.objective.has_own_step:
-            # A parameter that the optimizer got since the last epoch may have a gradient.
+            # A parameter that was added to the optimizer since the last epoch may have a gradient.
             self.optimizer.zero_grad()
         turns = self.spec.data.passes_per_batch
         steps = self.spec.data.train_steps_per_epoch * turns
@@ -305,7 +307,7 @@ class _Trainer:
                 with self.averager.averaging(accumulate=index + 1 < end):
                     losses.append(self._minibatch(batch, share, index, measures))
             if totals is not None:
-                totals.value()  # where this rank had no rows
+                totals.value()  # needed if this rank had no rows
             self.shards.enter(0)
             is_last = end >= steps
             # The last batches may be too few for the user's function to step.
@@ -325,7 +327,7 @@ class _Trainer:
                 self._after_step(epoch, done, measures)
 
     def _after_step(self, epoch: int, batches: int, measures: MetricSums) -> None:
-        """Save the run within an epoch where that is due, or where it is to end here.
+        """Save the run within an epoch if a checkpoint is due, or before it stops on request.
 
         Called by all ranks.
         """
@@ -341,10 +343,10 @@ class _Trainer:
     def _minibatch(
         self, batch: Batch, share: StepShare, index: int, measures: MetricSums
     ) -> torch.Tensor | None:
-        """Compute and back-propagate the loss of one batch, and return it.
+        """Compute and backpropagate the loss of one batch, and return the loss.
 
-        ``share`` scales the loss so that the mean of the ranks' gradients is the gradient of the
-        loss over all rows of the step.
+        ``share`` scales the loss. The mean of the ranks' gradients is then the gradient of the loss
+        over all rows of the step.
         """
         if not batch.rows:
             return None
@@ -389,7 +391,7 @@ class _Trainer:
     def _save_checkpoint(
         self, epoch: int, batches: int = 0, measures: MetricSums | None = None
     ) -> bool:
-        """Save the run, and return whether it could be. Called by all ranks."""
+        """Save the run, and return whether it was saved. Called by all ranks."""
         return self.checkpoints.save(
             epoch,
             batches,
@@ -402,7 +404,7 @@ class _Trainer:
         )
 
     def _is_stopped_by_callbacks(self, epoch: int, record: EpochMetrics) -> bool:
-        """End an epoch for callbacks; return whether one has raised StopIteration on any rank."""
+        """End an epoch for callbacks; return whether one raised StopIteration on any rank."""
         stops = False
         for callback in self.callbacks:
             method = getattr(callback, "on_epoch_end", None)
@@ -414,7 +416,7 @@ class _Trainer:
         return bool(self.callbacks) and sum_over_ranks(float(stops), "stop_training") > 0
 
     def _warn_of_unused_gradients(self) -> None:
-        """Name parameters that are not trained, although they have gradients."""
+        """Warn about parameters that have gradients but are not trained."""
         names = self.averager.without_optimizer()
         if names and self.rank == 0:
             logger.warning(UNUSED_GRADIENTS, named_weights(names))

@@ -1,8 +1,8 @@
-"""Blocks of rows on their way to a GPU, beside the steps that use earlier ones. Runs on the worker.
+"""Copying of row blocks to a GPU, in parallel with steps that use earlier blocks.
 
-Readers put blocks of many batches into page-locked memory, from where the GPU fetches each by
-itself: one copy for all batches and columns, in a stream of its own, while it computes with earlier
-ones and the training loop goes on.
+Readers put blocks of many batches into page-locked memory, from which the GPU copies each block
+asynchronously. A single copy, in a separate stream, covers all batches and columns. Meanwhile the
+GPU computes with earlier blocks and the training loop continues. Runs on ranks and in predictors.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from hvd_estimators.loading.interleave import Prefetch
 
 __all__ = ["ahead_of_use", "cuda_copies", "gpu_memory", "on_cpu"]
 
-# Blocks have a few MiB, or are one batch. What is larger is the buffer in which rows are shuffled.
+# Blocks have a few MiB, or are one batch. Only the buffer for shuffling rows is larger.
 _MOST_LOCKED_BYTES = 64 * 2**20
 
 T = TypeVar("T")
 
 Copy = Callable[[Sequence[torch.Tensor]], Callable[[], list[torch.Tensor]]]
-"""Begins to copy tensors, and returns what waits for the copies and returns them."""
+"""Function that starts copying tensors, and returns a function that waits for the copies."""
 
 
 def ahead_of_use(
     blocks: Generator[tuple[T, Sequence[torch.Tensor]], None, None], copy: Copy
 ) -> Generator[tuple[T, list[torch.Tensor]], None, None]:
-    """Yield tensors as copies, of which the next ones are on their way while these are used.
+    """Yield copies of tensors, while the next copies are already in progress.
 
-    A thread draws the blocks and begins their copies, so that whoever computes only waits.
+    A thread reads the blocks and starts their copies, so that the computing thread only waits.
 
     Parameters
     ----------
     blocks : generator of tuple
-        Something that goes with some tensors, and the tensors.
+        An object that belongs to some tensors, and the tensors.
     copy : callable
-        Begins to copy tensors, and returns what returns the copies.
+        Starts copying tensors, and returns a function that returns the copies.
     """
     begun = Prefetch(_begun(blocks, copy), 1, "hvd_estimators copies to the GPU")
     try:
@@ -59,26 +59,26 @@ def _begun(
 
 
 def gpu_memory(device: torch.device) -> BufferPool | None:
-    """Return memory for batches from which a GPU fetches by itself; None for other devices."""
+    """Return page-locked memory for batches that a GPU copies itself; None for other devices."""
     return BufferPool(new_buffer=_page_locked) if device.type == "cuda" else None
 
 
 def _page_locked(size: int) -> memoryview:
     if size > _MOST_LOCKED_BYTES:
         return fresh_buffer(size)
-    # torch does not give it to others while a view of it is held.
+    # torch does not reuse the memory while a view of it exists.
     locked = torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
     return memoryview(locked)  # type: ignore[arg-type]
 
 
 def cuda_copies(device: torch.device) -> Copy:
-    """Return what copies tensors to a GPU in a stream of its own.
+    """Return a function that copies tensors to a GPU in a separate stream.
 
-    From page-locked memory (`gpu_memory`) the GPU fetches by itself; what lies elsewhere CUDA
-    copies before, in this thread.
+    The GPU copies from page-locked memory (`gpu_memory`) asynchronously. CUDA first copies other
+    memory in this thread.
     """
     stream: Any = torch.cuda.Stream(device)
-    # What the GPU may not have fetched yet, which nobody is to write to.
+    # Tensors that the GPU may not have copied yet, and that must not be overwritten.
     fetched: collections.deque[tuple[Any, Sequence[torch.Tensor]]] = collections.deque()
 
     def begin(tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
@@ -90,11 +90,11 @@ def cuda_copies(device: torch.device) -> Copy:
         fetched.append((copied, tensors))
 
         def finish() -> list[torch.Tensor]:
-            # It is the GPU that waits, and not this thread.
+            # The GPU waits, not this thread.
             users = torch.cuda.current_stream(device)
             users.wait_event(copied)
             for tensor in copies:
-                # Their memory belongs to the other stream, which is not to use it too early.
+                # The memory belongs to the other stream, which must not reuse it too early.
                 tensor.record_stream(users)
             return copies
 
@@ -104,7 +104,7 @@ def cuda_copies(device: torch.device) -> Copy:
 
 
 def on_cpu(value: Any) -> Any:
-    """Return a tensor, or lists, tuples and dicts of some, without their graphs on the CPU."""
+    """Return a tensor, or lists, tuples and dicts of tensors, on the CPU and without graphs."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
