@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used."""
+"""Lazy imports of a package's public names."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports names on first use.
 
     Parameters
     ----------
     package : str
         The package's ``__name__``.
     homes : mapping
-        Public name to the module that it is imported from.
+        Public name to the module that defines it.
 
     Raises
     ------
     DependencyError
-        By ``__getattr__``, if a package is missing that `hvd_estimators._util.install_hints` knows.
+        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing.
     """
 
     def get(name: str) -> Any:
