@@ -1,4 +1,4 @@
-"""Identify the process that owns a lease or a temporary folder, and check if it is alive.
+"""Identify the owner of a lease or a temporary folder, and check if the owner is alive.
 
 The operating system reports on processes of this machine only. Processes on other machines write
 heartbeats, see `hvd_estimators.store.leases`.

@@ -1,7 +1,7 @@
 """Import triton safely in a process that has loaded TensorFlow.
 
 TensorFlow exports the symbols of its copy of LLVM to the whole process. If triton's extension
-module is loaded after TensorFlow, triton calls TensorFlow's LLVM instead of its own LLVM. The
+module is loaded after TensorFlow, triton calls TensorFlow's LLVM, not the LLVM inside triton. The
 process then ends with a segmentation fault. torch imports triton with ``torch._dynamo``, and so
 does Lightning.
 """

@@ -1,8 +1,8 @@
 """Unpickle safely: import modules first, and keep classes of this process unchanged.
 
 cloudpickle sends the classes of a notebook or script by value. If the process that defines such a
-class loads it, cloudpickle replaces the live class's methods. The new methods use a copy of the
-notebook's variables as globals. This module keeps a class that the process defines, and creates
+class loads its pickle, cloudpickle replaces the live class's methods. The new methods use a copy of
+the notebook's variables as globals. This module keeps a class that the process defines, and creates
 loaded objects with that class. A class from an earlier pickle is updated, as in cloudpickle.
 
 The module is also a ``pickle_module`` for ``torch.load``.

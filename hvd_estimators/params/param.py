@@ -433,7 +433,8 @@ def _prefer_others(cls: type[DeclaredParams]) -> None:
     """Prefer accessors of a subclass's other bases to declared accessors of the same name.
 
     Other packages define params such as ``label_col`` in mixins, beside this package's
-    ``labelCol``. These mixins follow this package's classes among the bases and do not know them.
+    ``labelCol``. These mixins follow this package's classes among the bases and do not know this
+    package.
     """
     for base in cls.__mro__[1:]:
         if issubclass(base, DeclaredParams) or base.__module__.partition(".")[0] == "pyspark":
