@@ -60,7 +60,7 @@ class Outputs:
     ) -> Outputs:
         """Find the label for each output.
 
-        A single output pairs with a single label, whatever their names are. Otherwise the structure
+        A single output pairs with a single label, regardless of the names. Otherwise the structure
         decides:
 
         - Outputs in a dict pair with the labels that are their keys. In a functional model the

@@ -332,7 +332,7 @@ class KerasParams(HorovodEstimator):
         return settings
 
     def _weights_by_samples(self, settings: CompileSettings) -> bool:
-        """Return whether the sum of sample weights weights a batch, and check the losses.
+        """Return whether batches are weighted by their sample weights; also check the losses.
 
         See `KerasTrainSpec`.
         """

@@ -85,7 +85,7 @@ def load(document: bytes) -> Any:
 
 
 def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | None]:
-    """Load a model that `dump` serialized, without compiling it, and its compile arguments.
+    """Load a model and its compile arguments from `dump`, without compiling the model.
 
     The optimizer in the arguments stays an `OptimizerPayload`. The arguments are None if the model
     was not compiled, or if the loaded model is already compiled.
@@ -214,7 +214,7 @@ def _load_parts(files: Any, rest: bytes | None = None, state: Any = None) -> ker
 
 
 class _Pickler(StatePickler):
-    """Pickles models and optimizers by config and weights if these are complete."""
+    """Pickler that stores models and optimizers by config and weights if these are complete."""
 
     def __init__(self, buffer: io.BytesIO, custom_objects: dict[str, Any]) -> None:
         super().__init__(buffer)

@@ -44,7 +44,7 @@ _STACK_BYTES = 512 * 2**20
 
 
 class StatePickler(cloudpickle.Pickler):
-    """Pickles Keras objects by their attributes."""
+    """Pickler that stores Keras objects by their attributes."""
 
     def reducer_override(self, obj: Any) -> Any:
         """Return the pickle reduction of an object; called by pickle."""

@@ -381,7 +381,7 @@ def _digests(model: keras.Model) -> dict[str, str]:
     """Return a digest of each trainable variable, by its path."""
     digests: dict[str, str] = {}
     for index, variable in enumerate(model.trainable_variables):
-        # The digest is of bytes, since NumPy has no buffer protocol for bfloat16.
+        # Digest the bytes, since NumPy provides no buffer of bfloat16.
         digest = hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).hexdigest()[:16]
         name = variable.path
         digests[name if name not in digests else f"{name} ({index})"] = digest

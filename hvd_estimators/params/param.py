@@ -450,7 +450,7 @@ def _describe(cls: type[DeclaredParams]) -> None:
     """Generate the constructor's signature and the Parameters section from the declarations."""
     init = inspect.signature(cls.__init__)
     if not any(p.kind is p.VAR_KEYWORD for p in init.parameters.values()):
-        # A user-defined constructor; without this, it would inherit the base class's signature.
+        # Use a user-defined constructor's own signature, not the inherited one.
         own = list(init.parameters.values())[1:]
         cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         return
