@@ -1,1 +1,1 @@
-"""Utilities that no other package owns. They import nothing else of this package but exceptions."""
+"""Utilities for all packages. They import only `hvd_estimators.exceptions` and each other."""

@@ -1,4 +1,4 @@
-"""What to run where a package is missing: one table, for all messages."""
+"""Install commands for missing packages, for all error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 __all__ = ["BUILD_HOROVOD", "CONNECTORS", "INSTALL", "INSTALL_A_FRAMEWORK", "Connector"]
 
 BUILD_HOROVOD = "hvd-estimators build-horovod"
-"""Builds and installs Horovod."""
+"""Command that builds and installs Horovod."""
 
 INSTALL = {
     "adlfs": 'pip install "hvd_estimators[azure]"',
@@ -27,31 +27,31 @@ INSTALL = {
     "tensorflow": 'pip install --upgrade "hvd_estimators[keras]"',
     "torch": 'pip install --upgrade "hvd_estimators[torch]"',
 }
-"""Package to the command that installs it, or a newer one."""
+"""Package to the command that installs or upgrades it."""
 
-INSTALL["lightning_utilities"] = INSTALL["lightning"]  # what an import of Lightning lacks first
+INSTALL["lightning_utilities"] = INSTALL["lightning"]  # the first import of Lightning that fails
 
 INSTALL_A_FRAMEWORK = 'pip install "hvd_estimators[torch]" or pip install "hvd_estimators[keras]"'
-"""What to run where there is none at all."""
+"""Command to run if no framework is installed."""
 
 
 @dataclass(frozen=True)
 class Connector:
-    """What Spark writes to a kind of storage with.
+    """Spark connector for one kind of storage.
 
     Attributes
     ----------
     package : str
         Maven coordinates; ``{hadoop}`` stands for the version of Spark's own Hadoop.
     settings : str
-        What to set for it.
+        Settings that the connector needs.
     """
 
     package: str
     settings: str
 
     def remedy(self, hadoop: str) -> str:
-        """Return what to do where it is missing, given the version of Spark's Hadoop."""
+        """Return the advice for a missing connector, given the version of Spark's Hadoop."""
         package = self.package.format(hadoop=hadoop)
         return f"Start Spark with spark.jars.packages={package} (or its jars). {self.settings}"
 
@@ -94,4 +94,4 @@ CONNECTORS = {
     "s3": _S3A,
     "s3a": _S3A,
 }
-"""Scheme of a URL to what Spark needs to write to it."""
+"""URL scheme to the connector that Spark needs to write to it."""

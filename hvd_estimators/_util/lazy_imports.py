@@ -1,4 +1,4 @@
-"""Packages whose names are imported when they are first used."""
+"""Lazy imports of a package's public names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["lazy_names"]
 def lazy_names(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package.
+    """Return ``__getattr__`` and ``__dir__`` for a package that imports names on first use.
 
     Parameters
     ----------
@@ -28,7 +28,7 @@ def lazy_names(
     Raises
     ------
     DependencyError
-        By ``__getattr__``, if a package is missing that `hvd_estimators._util.install_hints` knows.
+        By ``__getattr__``, if a package listed in `hvd_estimators._util.install_hints` is missing.
     """
 
     def get(name: str) -> Any:

@@ -1,7 +1,7 @@
-"""The process that something stored, or a temporary folder, belongs to: whether it still lives.
+"""Identify the owner of a lease or a temporary folder, and check if the owner is alive.
 
-The operating system tells, of processes of this machine alone. Those of others have to tell
-themselves, see `hvd_estimators.store.leases`.
+The operating system reports on processes of this machine only. Processes on other machines write
+heartbeats, see `hvd_estimators.store.leases`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["ProcessIdentity", "is_dead", "is_here", "this_process"]
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process.
+    """Identity of a process, on any machine.
 
     Attributes
     ----------
     machine : str
-        The boot of the machine and the namespace of its PIDs; empty where they are unknown. Host
-        names can be shared, and so can the IDs in images of machines.
+        Boot ID of the machine and namespace of its PIDs; empty if unknown. Host names can be
+        shared, and so can the machine IDs in images.
     pid : int
         Its PID.
     started : str
-        When it started, in ticks of the machine's clock, since PIDs are used again.
+        Start time in ticks of the machine's clock, since PIDs are reused.
     host : str
-        The machine's name, for messages.
+        Host name, for messages.
     """
 
     machine: str
@@ -44,12 +44,12 @@ class ProcessIdentity:
 
 
 def this_process() -> ProcessIdentity:
-    """Return this process as an owner."""
+    """Return the identity of this process."""
     return ProcessIdentity(_machine(), os.getpid(), _started(os.getpid()), socket.gethostname())
 
 
 def is_dead(owner: ProcessIdentity | None) -> bool:
-    """Return whether a process is certainly gone: it was one of this machine, and is no more."""
+    """Return whether a process of this machine has certainly ended; False for other machines."""
     if owner is None or not is_here(owner):
         return False
     try:
@@ -59,7 +59,7 @@ def is_dead(owner: ProcessIdentity | None) -> bool:
 
 
 def is_here(owner: ProcessIdentity) -> bool:
-    """Return whether an owner runs, or ran, where its PID means the same as here."""
+    """Return whether a process shares this process's machine and PID namespace."""
     return bool(owner.machine) and owner.machine == _machine()
 
 
@@ -73,9 +73,10 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process started; empty if that cannot be read, "ended" for a zombie."""
+    """Return a process's start time; empty if it cannot be read, "ended" for a zombie."""
     try:
-        # The name can hold anything. After it, the state comes first and the start is 20th.
+        # The name can contain any characters. After the name, the state is first and the start time
+        # 20th.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError as error:
         if Path("/proc/self/stat").exists() and not psutil.pid_exists(pid):

@@ -1,4 +1,4 @@
-"""Which Spark session is meant where none is given, and of what kind it is. Runs on the driver."""
+"""Find the Spark session to use and its kind. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _session: contextvars.ContextVar[SparkSession | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def using_session(session: SparkSession) -> Iterator[None]:
-    """Let `current_session` return a session until the block ends."""
+    """Make `current_session` return a given session until the block ends."""
     token = _session.set(session)
     try:
         yield
@@ -30,12 +30,12 @@ def using_session(session: SparkSession) -> Iterator[None]:
 
 
 def current_session() -> SparkSession:
-    """Return the session of `using_session`, else this thread's, else one that is made.
+    """Return the session of `using_session`, else this thread's session, else a new one.
 
     Raises
     ------
     DependencyError
-        If none can be made, as in a thread that knows nothing of a session of Spark Connect.
+        If no session can be created, for example in a thread without its Spark Connect session.
     """
     found = _session.get() or SparkSession.getActiveSession()
     if found is not None:
@@ -50,12 +50,12 @@ def current_session() -> SparkSession:
 
 
 def is_connect(session: SparkSession) -> bool:
-    """Return whether a session is one of Spark Connect, with the application elsewhere.
+    """Return whether a session is a Spark Connect session, with the application on a server.
 
     Raises
     ------
     DependencyError
-        If it is one of PySpark 3.5, whose clients are not told how far an operation has come.
+        If it is a Connect session of PySpark 3.5, whose clients receive no progress reports.
     """
     try:
         if session.sparkContext is not None:

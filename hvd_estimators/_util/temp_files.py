@@ -1,8 +1,9 @@
-"""Large content as a file of this machine, which is gone when nobody holds it any more.
+"""Temporary files for large content, deleted with the objects that own them.
 
-Who is killed deletes nothing. Folders therefore have names that tell whose they are, and the next
-process of this user that makes one sweeps those of processes that are gone. A rank's are in the
-folder of the rank, see `hvd_estimators.launch.rank.directory`.
+A killed process deletes nothing. The names of temporary folders therefore identify their process.
+The next process of the same user that creates a temporary folder deletes the folders of ended
+processes. A rank's temporary folders are inside the rank's own folder, see
+`hvd_estimators.launch.rank.directory`.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ _NAME = re.compile(r"hvd_estimators-of-([0-9a-f]{16})-(\d+)-(\d+)-\w+")
 
 
 class LocalFile(os.PathLike[str]):
-    """A temporary file that is deleted with the object. It does not cross between processes.
+    """A temporary file that is deleted with the object. The object must stay in its process.
 
     Attributes
     ----------
     path : str
-        The file, which is not there yet, in a folder of its own.
+        Path of the file, which is not created yet, in a separate folder.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class LocalFile(os.PathLike[str]):
 
 
 class LazyFile(LocalFile):
-    """A temporary file that is written when its path is first asked for.
+    """A temporary file that is written when its path is first used.
 
     Parameters
     ----------
@@ -73,13 +74,13 @@ class LazyFile(LocalFile):
 
 
 def folder_prefix() -> str:
-    """Return how the names of temporary folders of this process begin; sweeps those of others.
+    """Return the name prefix for this process's temporary folders, and sweep stale folders.
 
-    For folders that nobody wants once the process is gone.
+    Use the prefix for folders that must not outlive the process.
     """
     _sweep_once(tempfile.gettempdir())
     own = this_process()
-    # Where it cannot be told whose a folder is, nobody sweeps it.
+    # A folder without a known owner is never swept.
     is_known = own.machine and own.started.isdigit()
     if not is_known:
         return "hvd_estimators-"
@@ -87,7 +88,7 @@ def folder_prefix() -> str:
 
 
 def sweep(parent: str) -> None:
-    """Delete this user's temporary folders of processes that are surely gone."""
+    """Delete this user's temporary folders whose processes have certainly ended."""
     machine = this_process().machine
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:

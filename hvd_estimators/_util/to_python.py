@@ -1,4 +1,7 @@
-"""Values as Python's own, which JSON and ``torch.load`` know. Used on both sides."""
+"""Convert NumPy scalars to Python values. Used on the driver and on workers.
+
+JSON and ``torch.load`` support Python's own values only.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ __all__ = ["to_python"]
 
 
 def to_python(value: Any) -> Any:
-    """Return a value with Python's numbers for NumPy's scalars, in lists, tuples and dicts, too.
+    """Convert NumPy scalars to Python values, also inside lists, tuples and dicts.
 
-    Lists, tuples and dicts are copied, so that later changes of the given ones are not seen. What
-    else is in them, and what is derived from their types, is as it was.
+    Lists, tuples and dicts are copied, so later changes to the originals have no effect. Other
+    objects, and instances of subclasses of these types, are returned unchanged.
 
     Parameters
     ----------
     value : object
-        Anything.
+        Any value.
     """
     if isinstance(value, (np.bool_, np.number, np.str_)):
         return value.item()

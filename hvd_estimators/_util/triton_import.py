@@ -1,8 +1,9 @@
 """Import triton safely in a process that has loaded TensorFlow.
 
 TensorFlow exports the symbols of its copy of LLVM to the whole process. If triton's extension
-module is loaded after it, triton calls TensorFlow's LLVM instead of its own, and the process ends
-with a segmentation fault. torch imports triton with ``torch._dynamo``, and so does Lightning.
+module is loaded after TensorFlow, triton calls TensorFlow's LLVM, not the LLVM inside triton. The
+process then ends with a segmentation fault. torch imports triton with ``torch._dynamo``, and so
+does Lightning.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_triton_import_safe() -> None:
-    """Let any later import of triton in this process use triton's own LLVM.
+    """Make later imports of triton in this process use triton's own LLVM.
 
-    The import costs what it did. Where TensorFlow is loaded by then, the extension module is loaded
-    first with ``RTLD_DEEPBIND``: its own symbols then come before the process's. See dlopen(3).
+    The import itself is not slower. If TensorFlow is loaded by then, triton's extension module is
+    first loaded with ``RTLD_DEEPBIND``. The module's own symbols then take precedence over the
+    process's symbols. See dlopen(3).
     """
     if "triton" in sys.modules or any(isinstance(f, _TritonFinder) for f in sys.meta_path):
         return
@@ -34,7 +36,7 @@ def make_triton_import_safe() -> None:
 
 
 class _TritonFinder(importlib.abc.MetaPathFinder):
-    """Loads triton's extension module just before triton's package is found by other finders."""
+    """Import hook that loads triton's extension module before other finders find triton."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -50,7 +52,7 @@ class _TritonFinder(importlib.abc.MetaPathFinder):
 def _bind_own_symbols(triton: Path) -> None:
     for library in sorted(triton.glob("_C/libtriton*.so")):
         try:
-            # Python finds a library that is loaded already, and does not load it again.
+            # Python reuses a library that is already loaded.
             ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_DEEPBIND)
         except OSError as error:
             logger.debug("%s cannot be loaded: %s", library, error)

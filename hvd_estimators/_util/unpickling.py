@@ -1,11 +1,11 @@
-"""Unpickling: modules that must be imported first, and classes that must stay unchanged.
+"""Unpickle safely: import modules first, and keep classes of this process unchanged.
 
-cloudpickle sends the classes of a notebook or script by value. Loading such a class in the process
-that defines it would give the live class other methods, with a copy of the notebook's variables
-for their globals. Here a class that the process defines stays as it is, and loaded objects are of
-that class. A class that an earlier pickle brought is updated, as by cloudpickle.
+cloudpickle sends the classes of a notebook or script by value. If the process that defines such a
+class loads its pickle, cloudpickle replaces the live class's methods. The new methods use a copy of
+the notebook's variables as globals. This module keeps a class that the process defines, and creates
+loaded objects with that class. A class from an earlier pickle is updated, as in cloudpickle.
 
-Also a ``pickle_module`` for ``torch.load``.
+The module is also a ``pickle_module`` for ``torch.load``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _modules: list[str] = []
 
 
 class _Import:
-    """Pickles as the import of a module, which then takes its place."""
+    """An object that pickles as a module's import, and unpickles as the module."""
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -35,16 +35,16 @@ class _Import:
 
 
 def import_first(module: str) -> None:
-    """Have ranks and Python workers import a module before they unpickle what is sent from here."""
+    """Make ranks and Python workers import a module before they unpickle objects from here."""
     if module not in _modules:
         _modules.append(module)
 
 
 def first_imports() -> tuple[Any, ...]:
-    """Return what goes to the front of a tuple that is pickled for other processes.
+    """Return the imports to put first in a tuple that is pickled for other processes.
 
-    What is unpickled first is imported first. None, mostly; who unpickles the tuple counts its
-    members from the end.
+    Pickle loads the members in order, so these modules are imported first. The result is usually
+    empty. Readers of the tuple must index its members from the end.
     """
     return tuple(map(_Import, _modules))
 
@@ -77,12 +77,12 @@ _RENAMED = {
 }
 """Their modules now and former names, to their names now."""
 
-# Classes that exist because a pickle was loaded.
+# Classes that were created by loading a pickle.
 _received: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 class Unpickler(pickle.Unpickler):
-    """Reads pickles; classes that this process defines stay as they are."""
+    """Unpickler that keeps classes of this process unchanged."""
 
     def __init__(self, file: Any, **options: Any) -> None:
         super().__init__(file, **options)
@@ -100,7 +100,7 @@ class Unpickler(pickle.Unpickler):
         return found
 
     def _make_class(self, make: Callable[..., type], args: tuple[Any, ...]) -> type:
-        # The tracker's id is followed by a single argument, which is for later versions.
+        # After the tracker's ID, there is one more argument, reserved for later versions.
         known = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(args[-2])
         if known is not None and known not in _received:
             self._kept[id(known)] = known
@@ -114,10 +114,10 @@ class Unpickler(pickle.Unpickler):
 
 
 def load(file: IO[bytes], **options: Any) -> Any:
-    """Return the object that a file holds."""
+    """Load the object from an open file."""
     return Unpickler(file, **options).load()
 
 
 def loads(document: bytes, **options: Any) -> Any:
-    """Return the object that some bytes hold."""
+    """Load the object from bytes."""
     return load(io.BytesIO(document), **options)

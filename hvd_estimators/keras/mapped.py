@@ -1,9 +1,10 @@
-"""Large models whose weights stay in the file that they come in. Used on both sides.
+"""Load large Keras models from files whose weights stay mapped in memory.
 
-Processes that load such a file have one copy of the weights between them, in the page cache.
-TensorFlow takes memory that is mapped by DLPack, and a variable that is assigned to keeps what it
-is given. So a model is made of its config with weights that are never written, which take no
-memory, and then gets those of the file. The bytes are the same, and so are the predictions.
+Processes that load the same file share one copy of the weights in the page cache. TensorFlow
+accepts mapped memory through DLPack, and a variable keeps the memory that is assigned to it. The
+model is therefore created from its config, with zero weights that are never written and take no
+memory. Then the file's weights are assigned to the model. The bytes are the same as without
+mapping, and so are the predictions. Used on the driver and on workers.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ __all__ = ["MappedModel", "mapped_file", "read_head", "size_of", "stored_variabl
 logger = logging.getLogger(__name__)
 
 _PLAIN_FILES = {"config.json", "metadata.json", WEIGHTS}
-# What TensorFlow's kernels expect of memory.
+# Memory alignment that TensorFlow's kernels expect.
 _ALIGNMENT = 64
-# Variables below this are copied: pages are shared as a whole.
+# Smaller variables are copied, since only whole pages can be shared.
 _ALIASED_BYTES = 2**16
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A variable's place in the file.
+    """Location of a variable in the file.
 
     Attributes
     ----------
     offset : int
-        Of its first byte, from where the weights begin.
+        Offset of its first byte from the beginning of the weights.
     shape : tuple of int
     dtype : str
-        TensorFlow's name of it.
+        TensorFlow's name of the type.
     """
 
     offset: int
@@ -61,7 +62,7 @@ class _Weight:
     dtype: str
 
     def of(self, weights: Array) -> Array:
-        """Return the variable's value within those of all, without a copy."""
+        """Return this variable's value as a view of all weights, without a copy."""
         dtype = np.dtype(tf.as_dtype(self.dtype).as_numpy_dtype)
         size = math.prod(self.shape) * dtype.itemsize
         return weights[self.offset : self.offset + size].view(dtype).reshape(self.shape)
@@ -69,18 +70,18 @@ class _Weight:
 
 @dataclass(frozen=True)
 class MappedModel:
-    """What a file begins with, pickled; the weights come behind it.
+    """Pickled head of a model file; the weights follow it.
 
     Attributes
     ----------
     config : bytes
-        The model's, as JSON, as Keras writes it.
+        The model's config, as JSON in Keras's format.
     custom_objects : mapping
         Name to class or function.
     traits : ModelMetadata
-        What the config does not tell.
+        Properties that the config does not contain.
     weights : tuple of _Weight
-        Of the weights, in the order of the model.
+        Locations of the weights, in the model's order.
     """
 
     config: bytes
@@ -94,12 +95,12 @@ class MappedModel:
         Parameters
         ----------
         source : bytes or path
-            The file, or all of its bytes.
+            The file, or its whole content.
         start : int
-            Where the pickled part ends.
+            Offset of the first byte after the pickled head.
         aliased : bool
-            Whether the weights stay in the file, on the CPU. They may be changed: a page that is
-            written to becomes the process's own.
+            Whether the weights stay in the file, on the CPU. Weights can be changed: a page becomes
+            private to the process when the page is written.
         """
         if isinstance(source, bytes):
             whole: Array = np.frombuffer(source, np.uint8)
@@ -114,7 +115,7 @@ class MappedModel:
         return model
 
     def empty(self, unwritten: bool) -> keras.Model:
-        """Return the model without its weights, which take no memory where they are unwritten."""
+        """Return the model without its weights, which take no memory if they are unwritten."""
         config = json.loads(self.config)
         config["compile_config"] = None
         with contextlib.ExitStack() as stack:
@@ -136,20 +137,22 @@ def mapped_file(
     custom_objects: Mapping[str, Any],
     stored: int,
 ) -> LocalFile | None:
-    """Return a file of which `MappedModel` is the beginning; None for models that are not so plain.
+    """Write a file with a `MappedModel` as its head; return None for unsuitable models.
+
+    A model is unsuitable if its config and the values of its weights do not reproduce it.
 
     Parameters
     ----------
     model : keras.Model
         Built.
     loaded : keras.Model
-        What Keras makes of the files.
+        The model that Keras loads from the files.
     files : mapping
         The model's files, see `hvd_estimators.keras.model_file.read_files`.
     custom_objects : mapping
         Name to class or function.
     stored : int
-        How many weights there are in the files.
+        Number of weights in the files.
     """
     if set(files) != _PLAIN_FILES or stored != len(model.weights):
         return None
@@ -175,18 +178,18 @@ def mapped_file(
 
 
 def read_head(source: bytes | os.PathLike[str]) -> tuple[Any, int]:
-    """Return the object with which a file, or all of its bytes, begin, and where it ends."""
+    """Load the pickled head of a file, or of its whole content; also return the head's end."""
     with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
         return load(file), file.tell()
 
 
 def size_of(variable: keras.Variable) -> int:
-    """Return how many bytes a variable's value has."""
+    """Return the size of a variable's value in bytes."""
     return math.prod(variable.shape) * int(tf.as_dtype(variable.dtype).size)
 
 
 def stored_variables(path: str) -> int:
-    """Return how many variables a file of weights has."""
+    """Return the number of variables in a file of weights."""
     found: list[str] = []
 
     def note(name: str, entry: Any) -> None:
@@ -199,7 +202,7 @@ def stored_variables(path: str) -> int:
 
 
 def _same_values(model: keras.Model, loaded: keras.Model) -> bool:
-    """Return whether the weights of two models are the same to the bit, one after the other."""
+    """Return whether two models have the same weights bit for bit, in the same order."""
     ours, theirs = model.weights, loaded.weights
     return len(ours) == len(theirs) and all(
         same_bits(variable_value(a), variable_value(b)) for a, b in zip(ours, theirs, strict=True)
@@ -207,7 +210,7 @@ def _same_values(model: keras.Model, loaded: keras.Model) -> bool:
 
 
 def _makes(head: MappedModel, model: keras.Model) -> bool:
-    """Return whether a config alone makes a model with weights of the same forms."""
+    """Return whether the config alone creates a model with the same shapes and types of weights."""
     try:
         made = head.empty(unwritten=True).weights
     except Exception as error:
@@ -218,22 +221,22 @@ def _makes(head: MappedModel, model: keras.Model) -> bool:
 
 
 def _can_alias(value: Array) -> bool:
-    # Of other types NumPy knows no DLPack.
+    # NumPy does not support DLPack for other types.
     return value.nbytes >= _ALIASED_BYTES and value.dtype.kind in "fiu"
 
 
 def _alias(value: Array) -> tf.Tensor:
-    """Return a tensor that has an array's memory."""
+    """Return a tensor that shares an array's memory."""
     return tf.experimental.dlpack.from_dlpack(value.__dlpack__())
 
 
 def _unwritten(next_creator: Callable[..., tf.Variable], **given: Any) -> tf.Variable:
-    """Make a variable of zeros that take no memory until they are written to."""
+    """Create a variable of zeros that take no memory until they are written."""
     initial = given.get("initial_value")
-    # Initializers that do not say what they make in a graph make it as always.
+    # If an initializer's shape or type is unknown in a graph, the initializer runs as usual.
     with contextlib.suppress(Exception):
         if callable(initial):
-            # Nothing is computed in a graph that is not run.
+            # A graph computes nothing until it runs.
             with tf.Graph().as_default():
                 made = initial()
             zeros = np.zeros(made.shape.as_list(), made.dtype.as_numpy_dtype)

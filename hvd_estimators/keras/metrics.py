@@ -1,4 +1,4 @@
-"""Which metrics have a state that can be added up over ranks. Used on both sides."""
+"""Sum or merge the states of metrics over ranks. Used on the driver and on ranks."""
 
 from __future__ import annotations
 
@@ -26,43 +26,43 @@ logger = logging.getLogger(__name__)
 
 
 def leaf_metrics(model: keras.Model) -> Iterator[keras.metrics.Metric]:
-    """Yield a model's metrics, including each one that was given to ``compile()``."""
+    """Yield a model's metrics, including each metric that was passed to ``compile()``."""
     for metric in model.metrics:
-        # Keras wraps what compile() was given in a single metric.
+        # Keras wraps the metrics of compile() in a single metric.
         yield from getattr(metric, "metrics", None) or [metric]
 
 
 def are_built(model: keras.Model) -> bool:
-    """Return whether the metrics that ``compile()`` was given have their names by now."""
+    """Return whether the metrics passed to ``compile()`` are built and have names."""
     return all(getattr(metric, "built", True) for metric in model.metrics)
 
 
 def build_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
-    """Give the metrics of a compiled model their names, which takes a batch."""
+    """Build the metrics of a compiled model from a batch, which gives them their names."""
     _measure(model, [(x, y, outputs, weights)])
     model.reset_metrics()
 
 
 def metrics_with_merge_state(model: keras.Model) -> list[Any]:
-    """Return the metrics that define how their states are merged: by ``merge_state``."""
+    """Return the metrics that define ``merge_state`` to merge their states."""
     return [metric for metric in leaf_metrics(model) if callable(_merge_state(metric))]
 
 
 def summed_variables(model: keras.Model) -> list[keras.Variable]:
-    """Return the variables of all other metrics."""
+    """Return the variables of the metrics without ``merge_state``, which are summed."""
     merged = {id(v) for metric in metrics_with_merge_state(model) for v in metric.variables}
     return [variable for variable in model.metrics_variables if id(variable) not in merged]
 
 
 def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
-    """Merge into a metric what several of its kind have measured.
+    """Merge the states of several metrics into one metric of the same kind.
 
     Parameters
     ----------
     metric : keras.metrics.Metric
         Has a method ``merge_state(metrics)``.
     states : sequence of sequence of array
-        Values of the variables of each.
+        For each metric, the values of its variables.
     """
     for variable, value in zip(metric.variables, states[0], strict=True):
         variable.assign(value)
@@ -70,11 +70,11 @@ def merge_states(metric: Any, states: Sequence[Sequence[Array]]) -> None:
 
 
 def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any = None) -> None:
-    """Make sure that the ranks' measurements can be added up. Runs on the driver.
+    """Check that the ranks' metric states can be summed. Runs on the driver.
 
-    Each metric that is not Keras's own sees two parts of a batch, one after the other, as in one
-    process. What it then says is compared to what it says for the sum of its states after each
-    part alone, as on two ranks. The outputs are made up, since a model's can all be zero.
+    Each metric that is not Keras's own first measures two parts of a batch in sequence, as in one
+    process. This result is compared to the result of the summed states of the two parts, as on two
+    ranks. The outputs are random, since a model's real outputs can all be zero.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
     Raises
     ------
     ParamError
-        If a metric says other things.
+        If the results of a metric differ.
     """
     rows = len(keras.tree.flatten(outputs)[0])
     rng = np.random.default_rng(0)
@@ -102,7 +102,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
         for cut in (slice(0, rows // 2), slice(rows // 2, rows))
     ]
     try:
-        # This builds them.
+        # This call builds the metrics.
         _measure(model, [(x, y, outputs, weights)])
         if rows < 2 or all(map(_is_known, leaf_metrics(model))):
             return
@@ -137,7 +137,7 @@ def check_metrics(model: keras.Model, x: Any, y: Any, outputs: Any, weights: Any
 
 
 def _is_known(metric: Any) -> bool:
-    """Return whether a metric says how its state is reduced, or is one of Keras's."""
+    """Return whether a metric defines how its state is reduced, or is one of Keras's."""
     return (
         type(metric).__module__.partition(".")[0] == "keras"
         or callable(_merge_state(metric))
@@ -180,6 +180,6 @@ def _twin(metric: Any, state: Sequence[Array]) -> Any:
             return [replaced(entry) for entry in value]
         return own.get(id(value), value)
 
-    # This bypasses what Keras does when attributes are set.
+    # Bypass Keras's attribute tracking.
     vars(twin).update({name: replaced(value) for name, value in vars(metric).items()})
     return twin

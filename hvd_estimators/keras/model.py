@@ -1,4 +1,4 @@
-"""`KerasModel`: predicts with a trained Keras model."""
+"""`KerasModel`: predict with a trained Keras model."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ __all__ = ["KerasModel"]
 class KerasModel(HorovodModel):
     """A fitted Keras model as a Spark ML Transformer.
 
-    `transform` adds one column per output: a double for a number per row, an ML vector for a
-    one-dimensional output, nested arrays of doubles for a higher one. It runs on the driver and
-    is lazy; the forward passes run in Arrow batches on the executors, on the task's cores or
-    on the GPU that Spark assigns to it.
+    `transform` adds one column per output. The column's type depends on the output: a double for a
+    number per row, an ML vector for one dimension, nested arrays of doubles for more. `transform`
+    runs on the driver and is lazy. The forward passes run in Arrow batches on the executors, on the
+    task's cores or on the GPU that Spark assigns to it.
 
-    Columns are taken as the training's ``transformation_fn`` leaves them; with
-    ``apply_transformation`` they are transformed first, as in training.
+    `transform` expects columns in the form that the training's ``transformation_fn`` returned. With
+    ``apply_transformation``, `transform` first applies the training's transformation to the
+    columns.
 
-    ``getModel()`` is a plain Keras model, compiled with the plain optimizer and the learning rate
-    of one rank. A saved `KerasModel` holds it as ``model.keras`` too, for use without this package
-    (as ``model.weights.h5`` where its classes have no ``get_config()``).
+    ``getModel()`` returns a plain Keras model, compiled with the plain optimizer and the learning
+    rate of one rank. A saved `KerasModel` also contains this model as ``model.keras``, for use
+    without this package. If the model's classes have no ``get_config()``, the file is
+    ``model.weights.h5``.
     """
 
     history = param("What was measured: name to a list of values by epoch, as Keras's History.")
@@ -57,7 +59,7 @@ class KerasModel(HorovodModel):
     _floatx = param("Keras's float type while it was trained.", default="float32")
 
     def _get_floatx(self) -> str:
-        """Return ``_floatx``; as the models of ``horovod.spark`` do."""
+        """Return ``_floatx``, like the models of ``horovod.spark``."""
         floatx: str = self.getOrDefault("_floatx")
         return floatx
 
@@ -70,22 +72,22 @@ class KerasModel(HorovodModel):
         storage_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Write the model for other programs, by Keras's own ``export``, for any number of rows.
+        """Export the model for other programs with Keras's ``export``, for any number of rows.
 
-        Outputs are as the model returns them: not cast, and without a classifier's columns. A
-        transformation is no part of it. Runs on the driver. ONNX needs the packages of
-        ``pip install "hvd_estimators[onnx]"``.
+        The outputs are the model's own: outputs are not cast, and a classifier's columns are not
+        included. The export does not include the transformation. Runs on the driver. ONNX needs the
+        packages of ``pip install "hvd_estimators[onnx]"``.
 
         Parameters
         ----------
         path : str
-            The folder of a SavedModel, or the file of another format: a local path, or a URL that a
-            store is registered for. On the local disk it appears whole; elsewhere its
-            ``saved_model.pb``, without which it does not load, is written last.
+            Folder of a SavedModel, or file of another format: a local path, or a URL with a
+            registered store. A local export appears only when it is complete. Elsewhere
+            ``saved_model.pb``, without which the model does not load, is written last.
         format : str
-            ``"tf_saved_model"``, ``"onnx"``, or another one that Keras knows.
+            ``"tf_saved_model"``, ``"onnx"``, or another format that Keras supports.
         overwrite : bool
-            Whether it may take another one's place.
+            Whether to replace an existing export.
         storage_options : mapping, optional
             Passed to fsspec's filesystem.
         **options
@@ -96,9 +98,9 @@ class KerasModel(HorovodModel):
         DependencyError
             If a package is not installed.
         ParamError
-            If Keras cannot export the model in that format.
+            If Keras cannot export the model in this format.
         StoreError
-            If there is something already, or it cannot be written.
+            If the path exists already, or cannot be written.
         """
         require_tensorflow()
         model = self.getOrDefault("model")
@@ -176,7 +178,7 @@ class KerasModel(HorovodModel):
 
     def _adapt(self, saved: Collection[str]) -> None:
         if "_input_pairing" not in saved:
-            # Inputs paired by position when this model was trained.
+            # Models saved without this param paired their inputs by position in training.
             self._set(_input_pairing="position")
 
     def _text_features(self) -> tuple[str, ...]:
@@ -188,7 +190,7 @@ class KerasModel(HorovodModel):
     def _extra_files(self) -> dict[str, bytes]:
         """Return the model as a plain file, for use without this package.
 
-        It is ``model.keras``, or ``model.weights.h5`` where the model has no config.
+        The file is ``model.keras``, or ``model.weights.h5`` if the model has no config.
         """
         with tempfile.TemporaryDirectory() as directory:
             path = save_plainly(self.getOrDefault("model"), directory)

@@ -1,9 +1,10 @@
-"""Keras's own model files, written and read one variable at a time.
+"""Read and write Keras's model files one variable at a time.
 
-A ``.keras`` file holds a layer's kernel with the product of its LoRA adapters added, and no
-adapters. Such variables are written beside Keras's own files, as they are.
+``Model.save`` holds a whole file in memory before it writes the file, and ``load_model`` reads the
+whole file. This module reads and writes folders instead.
 
-``Model.save`` holds a whole file in memory before it writes it, and ``load_model`` reads it whole.
+A ``.keras`` file stores a layer's kernel with the product of its LoRA adapters added, and omits the
+adapters. The original values of such variables are written beside Keras's own files.
 """
 
 from __future__ import annotations
@@ -50,26 +51,27 @@ _MEMBER = "hvd_estimators.variables.npz"
 
 
 def loads_plainly(layer: keras.Layer) -> bool:
-    """Return whether loading does no more to a layer than to assign to its variables in turn."""
+    """Return whether loading a layer only assigns values to its variables in order."""
     kind = type(layer)
     if hasattr(kind, "load_assets"):
         return False
     if kind.load_own_variables is keras.Layer.load_own_variables:
         return kind.save_own_variables is keras.Layer.save_own_variables
-    # What Keras's own layers have of their own is for these two, or sets more than variables.
+    # The overrides in Keras's own layers handle adapters and quantization, or set more than
+    # variables.
     has_adapters = is_keras(kind.load_own_variables) and hasattr(kind, "enable_lora")
     is_quantized = layer.dtype_policy.quantization_mode is not None
     return has_adapters and not is_quantized and not getattr(layer, "lora_enabled", False)
 
 
 def own_variables(layer: keras.Layer) -> list[keras.Variable]:
-    """Return the variables of a layer that are not those of layers below it."""
+    """Return the variables of a layer without those of its sublayers."""
     inner = {id(v) for part in all_layers(layer, include_self=False) for v in part.variables}
     return [variable for variable in layer.variables if id(variable) not in inner]
 
 
 def rewritten_variables(model: keras.Model) -> dict[int, Array]:
-    """Return the variables, by position, of the layers that do not save and load plainly."""
+    """Return the variables of layers that Keras does not save and load unchanged, by position."""
     layers = [layer for layer in all_layers(model) if not loads_plainly(layer)]
     if not layers:
         return {}
@@ -82,9 +84,9 @@ def rewritten_variables(model: keras.Model) -> dict[int, Array]:
 
 
 def write_rewritten(values: Mapping[int, Array], archive: zipfile.ZipFile) -> None:
-    """Add variables to an archive, if there are any. Keras leaves other members alone."""
+    """Add variables to an archive, if there are any. Keras ignores other members."""
     if values:
-        # NumPy's files know no bfloat16.
+        # NumPy's files do not support bfloat16.
         contents = {str(n): value.reshape(-1).view(np.uint8) for n, value in values.items()}
         buffer = io.BytesIO()
         np.savez(buffer, **contents)
@@ -92,7 +94,7 @@ def write_rewritten(values: Mapping[int, Array], archive: zipfile.ZipFile) -> No
 
 
 def read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
-    """Give a model the variables that `write_rewritten` wrote.
+    """Assign the variables that `write_rewritten` wrote to a model.
 
     Raises
     ------
@@ -113,7 +115,7 @@ def read_rewritten(model: keras.Model, archive: zipfile.ZipFile) -> None:
 
 
 def variable_value(variable: keras.Variable) -> Array:
-    """Return a variable's value, which is not to be written to; a copy only of what NumPy lacks."""
+    """Return a variable's value, read-only and without a copy if NumPy supports its type."""
     tensor = tf.convert_to_tensor(variable)
     try:
         value = np.asarray(memoryview(tensor))
@@ -123,24 +125,22 @@ def variable_value(variable: keras.Variable) -> Array:
 
 
 WEIGHTS = "model.weights.h5"
+"""Name of the weights file, also inside a ``.keras`` file."""
 
 
-"""Name of the file of weights; also Keras's name of it within a ``.keras`` file."""
-
-
-# Keras has had unzipped folders since 3.6 or so only.
+# Keras has supported unzipped folders since about 3.6.
 _HAS_FOLDERS = "zipped" in inspect.signature(keras.saving.save_model).parameters
 
 
-# Files above this are mapped into memory instead of read.
+# Larger files are mapped into memory.
 _MAPPED_BYTES = 2**20
 
 
 def uncompiled(model: keras.Model) -> keras.Model:
-    """Return a model that is the given one but for what it was compiled with.
+    """Return a view of a model that is not compiled.
 
-    It shares layers and variables with the given one, which other threads may use meanwhile: it is
-    for saving, with no state of the optimizer in the file, and for nothing else.
+    The view shares layers and variables with the model, which other threads may use meanwhile. Use
+    the view only for saving, to leave the optimizer's state out of the file.
     """
     view: keras.Model = object.__new__(type(model))
     attributes = dict(vars(model))
@@ -153,7 +153,7 @@ def uncompiled(model: keras.Model) -> keras.Model:
 
 
 def save_folder(model: keras.Model, directory: str) -> None:
-    """Write what a ``.keras`` file holds as files of a folder that exists."""
+    """Write the content of a ``.keras`` file as separate files into an existing folder."""
     if _HAS_FOLDERS:
         keras.saving.save_model(model, directory, zipped=False)
     else:
@@ -163,7 +163,7 @@ def save_folder(model: keras.Model, directory: str) -> None:
             with zipfile.ZipFile(path) as archive:
                 archive.extractall(directory)
     for folder, _, _ in os.walk(directory, topdown=False):
-        # A ``.keras`` file holds no empty folders, and loading asks whether there are assets.
+        # A ``.keras`` file contains no empty folders, and loading checks if there are assets.
         if folder != directory and not os.listdir(folder):
             os.rmdir(folder)
 
@@ -182,16 +182,17 @@ def load_folder(directory: str, custom_objects: Mapping[str, Any]) -> keras.Mode
 
 
 def read_files(directory: str) -> dict[str, Array]:
-    """Return the files of a folder as bytes, by their paths in it.
+    """Return the files of a folder as bytes, by their relative paths.
 
-    Large ones stay on the disk until they are used, also after the folder has been deleted.
+    The content of files above 1 MiB stays on the disk until it is used, even after the folder is
+    deleted.
     """
     found = {}
     for folder, _, names in os.walk(directory):
         for name in names:
             path = os.path.join(folder, name)
             if os.path.getsize(path) > _MAPPED_BYTES:
-                # As a plain array, which is pickled without a copy.
+                # A plain array is pickled without a copy.
                 content: Array = np.asarray(np.memmap(path, np.uint8, mode="r"))
             else:
                 content = np.fromfile(path, np.uint8)
@@ -200,7 +201,7 @@ def read_files(directory: str) -> dict[str, Array]:
 
 
 def write_files(files: dict[str, Array], directory: str) -> None:
-    """Write what `read_files` returned to a folder, and empty the dict."""
+    """Write the files from `read_files` to a folder, and empty the dict."""
     while files:
         name, content = files.popitem()
         path = os.path.join(directory, name)
@@ -212,9 +213,9 @@ def write_files(files: dict[str, Array], directory: str) -> None:
 def write_archive(
     model: keras.Model, archive: zipfile.ZipFile, rewritten: Mapping[int, Array] | None = None
 ) -> None:
-    """Write a model and its optimizer's state to an archive, which is a ``.keras`` file then.
+    """Write a model and its optimizer's state to an archive, which becomes a ``.keras`` file.
 
-    Of a model without a config it is ``model.weights.h5`` alone.
+    If the model has no config, the archive contains only ``model.weights.h5``.
 
     Parameters
     ----------
@@ -223,7 +224,7 @@ def write_archive(
     archive : ZipFile
         Open for writing.
     rewritten : mapping, optional
-        See `hvd_estimators.keras.model_file`. Default: what the model has now.
+        Variables from `rewritten_variables`. Default: the model's current values.
     """
     with tempfile.TemporaryDirectory() as folder:
         _save_plainly(model, folder)
@@ -232,7 +233,7 @@ def write_archive(
 
 
 def save_plainly(model: keras.Model, directory: str) -> str:
-    """Write ``model.keras`` to a folder, or ``model.weights.h5`` of a model without a config.
+    """Write ``model.keras`` to a folder, or ``model.weights.h5`` if the model has no config.
 
     Returns
     -------
@@ -249,15 +250,14 @@ def save_plainly(model: keras.Model, directory: str) -> str:
 
 
 def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
-    """Load weights, and the optimizer's state where it is built, as Keras saved them.
+    """Load the weights that Keras saved, and the optimizer's state if the optimizer is built.
 
     Parameters
     ----------
     model : keras.Model
         Built and compiled.
     source : str or file
-        A ``.keras`` or ``.weights.h5`` file, or an archive that holds the latter, whatever its
-        name.
+        A ``.keras`` or ``.weights.h5`` file with any name, or an archive that contains the latter.
     """
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(open(source, "rb")) if isinstance(source, str) else source
@@ -266,7 +266,7 @@ def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
         directory = stack.enter_context(tempfile.TemporaryDirectory())
         weights = os.path.join(directory, WEIGHTS)
         if is_archive:
-            # Within an archive every seek would read from its beginning.
+            # Within an archive, every seek would read from the beginning.
             archive = stack.enter_context(zipfile.ZipFile(file))
             archive.extract(WEIGHTS, directory)
         else:
@@ -278,7 +278,7 @@ def load_weights(model: keras.Model, source: str | IO[bytes]) -> None:
 
 
 def _save_plainly(model: keras.Model, directory: str) -> bool:
-    """Write a model's files to a folder, and return whether these are more than its weights."""
+    """Write a model's files to a folder, and return whether they include its config."""
     try:
         save_folder(model, directory)
     except (NotImplementedError, TypeError, ValueError):

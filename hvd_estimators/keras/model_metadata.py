@@ -1,4 +1,4 @@
-"""What the config of a model does not give to its copies. Used on both sides."""
+"""Model properties that a copy from the config lacks. Used on the driver and on workers."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class ModelMetadata:
     Attributes
     ----------
     paths : list of str
-        Paths of the variables. Keras makes other ones, and a MultiOptimizer chooses by them.
+        Paths of the variables. Keras creates other paths in copies, and a MultiOptimizer selects
+        variables by path.
     policies : list of mapping
-        Types of the layers. Those that a model makes in its constructor have the policy that was
-        set globally then (``mixed_float16``), in whatever process.
+        Dtype policies of the layers. Layers created in a model's constructor get the global policy
+        of their process, such as ``mixed_float16``.
     trainable : list of bool
-        Trainable variables. Documents of earlier versions have none.
+        Whether each variable is trainable. Files of earlier versions have an empty list.
     values : mapping
-        Values, by position, of the variables that Keras's files change: a ``.keras`` file holds a
-        layer's kernel with the product of its LoRA adapters added, and no adapters.
+        Values, by position, of the variables that Keras's files change. A ``.keras`` file stores a
+        layer's kernel with the product of its LoRA adapters added, and omits the adapters.
     attributes : mapping
         Data attributes of custom layers, by position.
     """
@@ -50,7 +51,7 @@ class ModelMetadata:
 
     @staticmethod
     def of(model: keras.Model) -> ModelMetadata:
-        """Return those of a model, without values."""
+        """Return the metadata of a model, without values."""
         layers = all_layers(model)
         attributes = {number: data_attributes(layer) for number, layer in enumerate(layers)}
         return ModelMetadata(
@@ -62,7 +63,7 @@ class ModelMetadata:
         )
 
     def completed(self, model: keras.Model, copy: keras.Model) -> ModelMetadata:
-        """Return these with the values that a copy of the model lacks, and give the copy those.
+        """Return this metadata with the values that a copy lacks, and assign them to the copy.
 
         Raises
         ------
@@ -88,7 +89,7 @@ class ModelMetadata:
 
     @contextlib.contextmanager
     def policy(self) -> Iterator[None]:
-        """Make new layers get the model's own policy."""
+        """Make new layers use the model's own policy until the block ends."""
         given = keras.config.dtype_policy()
         keras.config.set_dtype_policy(keras.dtype_policies.deserialize(self.policies[0]))
         try:
@@ -97,7 +98,7 @@ class ModelMetadata:
             keras.config.set_dtype_policy(given)
 
     def give(self, model: keras.Model) -> None:
-        """Set them on a copy."""
+        """Set these properties on a copy."""
         layers, variables = all_layers(model), model.variables
         if len(layers) == len(self.policies):
             for number, (layer, policy) in enumerate(zip(layers, self.policies, strict=True)):
@@ -114,7 +115,7 @@ class ModelMetadata:
             variables[number].assign(value)
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        """Take what an earlier version wrote, too."""
+        """Accept the state of earlier versions, too."""
         vars(self).update({"trainable": [], "values": {}, "attributes": {}, **state})
 
 
@@ -135,9 +136,9 @@ def _check_layers(model: keras.Model, copy: keras.Model) -> None:
 
 
 def _pairs(model: keras.Model, copy: keras.Model) -> list[tuple[Any, Any]]:
-    """Return the variables of a model, each with that of a copy, in the order of the copy.
+    """Pair a model's variables with those of a copy, in the order of the copy.
 
-    The order differs where variables were added after a layer was built.
+    The order differs if variables were added after a layer was built.
     """
     if len(model.variables) != len(copy.variables):
         raise UnequalCopyError(

@@ -1,4 +1,4 @@
-"""Optimizers as plain values: class, config and state. Used on both sides."""
+"""Serialize optimizers as class, config and state. Used on the driver and on workers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _ZEROS_BYTES = 2**10
 
 @dataclass(frozen=True)
 class Zeros:
-    """An array of zeros, which an optimizer's slots are before its first step."""
+    """Placeholder for an array of zeros, such as an optimizer's slot before the first step."""
 
     shape: tuple[int, ...]
     dtype: Any
 
 
 class _State(dict[str, Any]):
-    """Takes variables, one at a time, and notes only that they are zero where they are."""
+    """State that stores large arrays of zeros as `Zeros`, while variables are added one by one."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         array = np.asarray(value)
@@ -39,7 +39,7 @@ class _State(dict[str, Any]):
 
 
 class _Filled(Mapping[str, Any]):
-    """What `_State` was given."""
+    """Contents of a `_State`, with arrays instead of `Zeros`."""
 
     def __init__(self, state: Mapping[str, Array | Zeros]) -> None:
         self._state = state
@@ -57,20 +57,20 @@ class _Filled(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class OptimizerPayload:
-    """An optimizer as plain values, of which another one is made for other variables.
+    """A serialized optimizer, from which an optimizer for other variables can be created.
 
     Attributes
     ----------
     cls : type
-        Its class.
+        Class of the optimizer.
     config : mapping
-        What ``get_config()`` returned.
+        Result of ``get_config()``.
     state : mapping
-        Its variables, by their position.
+        Values of its variables, by their position.
     custom_objects : mapping
         Classes that the config names.
     document : bytes or None
-        The optimizer as it is, where its config does not tell all.
+        The pickled optimizer, if its config is incomplete.
     """
 
     cls: type[keras.optimizers.Optimizer]
@@ -83,7 +83,7 @@ class OptimizerPayload:
     def of(
         optimizer: keras.optimizers.Optimizer, custom_objects: Mapping[str, Any] | None = None
     ) -> OptimizerPayload:
-        """Take an optimizer down."""
+        """Serialize an optimizer."""
         state = _State()
         optimizer.save_own_variables(state)
         try:
@@ -96,17 +96,17 @@ class OptimizerPayload:
         return OptimizerPayload(type(optimizer), {}, state, {}, dump_state(optimizer))
 
     def make(self) -> keras.optimizers.Optimizer:
-        """Return such an optimizer, without its state."""
+        """Return a new optimizer without state."""
         if self.document is not None:
             return without_variables(loads(self.document))
         with keras.saving.custom_object_scope(dict(self.custom_objects)):
-            # Classes take out of the config what they have used.
+            # from_config() may remove entries from the config.
             return self.cls.from_config(copy.deepcopy(dict(self.config)))
 
     def restore(self, optimizer: keras.optimizers.Optimizer, variables: Sequence[Any]) -> None:
-        """Build an optimizer for a model's variables and give it the state, where there is one."""
+        """Build an optimizer for a model's variables, and restore its state if there is one."""
         if not optimizer.built:
             optimizer.build(list(variables))
-        # One that was never built has no more than its iterations and its learning rate.
+        # The state of an optimizer that was never built has only its iterations and learning rate.
         if len(self.state) == len(optimizer.variables):
             optimizer.load_own_variables(_Filled(self.state))

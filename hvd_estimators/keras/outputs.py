@@ -1,4 +1,4 @@
-"""Which output of a model belongs to which label: by name wherever outputs have names."""
+"""Pair a model's outputs with labels, by name if the outputs have names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Outputs", "per_output", "symbolic"]
 
 
 def symbolic(model: keras.Model, side: str) -> Any:
-    """Return the symbolic "input" or "output" of a model in its structure; None without one."""
+    """Return the symbolic "input" or "output" of a model in its structure, or None."""
     if isinstance(model, keras.Sequential):
         found = getattr(model, f"{side}s") if model.built else None
         return found[0] if found else None
@@ -31,18 +31,18 @@ class Outputs:
     Attributes
     ----------
     structure : int, or nested structure of int
-        The outputs as the model returns them, each as its place among all of them: Keras flattens
-        a dict by its sorted keys.
+        The outputs in the model's structure, each replaced by its position in the flat list. Keras
+        flattens a dict by its sorted keys.
     names : tuple of (str or None)
-        Name of each output, in that order: its key in a dict, its field in a named tuple, or that
-        of the layer that it comes from; None where there is none.
+        Name of each output, in flat order: its dict key, its named-tuple field, or the name of its
+        layer; None if it has no name.
     layers : tuple of (str or None)
-        Name of the layer of each output, where the model tells.
+        Name of each output's layer; None if it is unknown.
     labels : tuple of (str or None)
-        Label of each output, in that order; None for an auxiliary output, which has none.
+        Label of each output, in flat order; None for an auxiliary output, which has no label.
     selected : tuple of int
-        Places of the outputs that are predictions: those of the labels, in their order, or what
-        ``outputs`` says, or all.
+        Positions of the outputs that are predictions: those selected by ``outputs``, else those of
+        the labels in label order, else all.
     """
 
     structure: Any
@@ -60,27 +60,29 @@ class Outputs:
     ) -> Outputs:
         """Find the label for each output.
 
-        One output belongs to one label, whatever their names. Outputs in a dict belong to the
-        labels that are their keys (or else, in a functional model, the names of their layers).
-        Those in a named tuple, and those of functional models in a list, belong to the labels that
-        their fields or layers are named after, where there is one for every label, and otherwise
-        go by position.
+        A single output pairs with a single label, regardless of the names. Otherwise the structure
+        decides:
+
+        - Outputs in a dict pair with the labels that are their keys. In a functional model the
+          names of the output layers are tried next.
+        - Outputs in a named tuple pair by field, and outputs in a functional model's list by layer,
+          if every label has such a name. Otherwise these outputs pair by position.
 
         Parameters
         ----------
         model : keras.Model
             The model.
         outputs : tensor, or nested structure of tensors
-            What it returns; symbolic or not.
+            The model's outputs, symbolic or not.
         label_cols : sequence of str
-            The labels; none if labels do not pair with outputs.
+            The labels; empty if labels do not pair with outputs.
         selection : sequence of (int or str), optional
-            Positions or names of the outputs that pair with the labels, in their order.
+            Positions or names of the outputs that pair with the labels, in label order.
 
         Raises
         ------
         ShapeError
-            If labels and outputs cannot be told apart, or the model lacks a selected output.
+            If labels and outputs cannot be paired, or the model lacks a selected output.
         """
         flat = keras.tree.flatten(outputs)
         places = iter(range(len(flat)))
@@ -108,7 +110,7 @@ class Outputs:
         return Outputs(self.structure, self.names, self.layers, tuple(labels), selected)
 
     def _place(self, given: int | str) -> int:
-        """Return the place of the output at a position, or of a name."""
+        """Return the flat position of an output, given its position or name."""
         if isinstance(given, int) and given < len(self.names):
             return given
         for names in (self.names, self.layers):
@@ -163,19 +165,19 @@ class Outputs:
 
     @property
     def auxiliary(self) -> bool:
-        """Whether there are outputs without a label."""
+        """Return whether there are outputs without a label."""
         return None in self.labels
 
     def position(self, label: str) -> int:
-        """Return the place of a label's output among all of them."""
+        """Return the flat position of a label's output."""
         return self.labels.index(label)
 
     def pack(self, values: Sequence[Any]) -> Any:
-        """Return a value per output, in the order of their places, in the outputs' structure."""
+        """Return values, one per output in flat order, in the structure of the outputs."""
         return keras.tree.map_structure(lambda place: values[place], self.structure)
 
     def select(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the values of the outputs that are predictions from the values of all."""
+        """Return the values of the selected outputs from the values of all outputs."""
         return [flat[place] for place in self.selected]
 
 
@@ -188,28 +190,28 @@ def per_output(
     missing: Any = None,
     list_is_value: bool = False,
 ) -> Any:
-    """Return what a param says about each output, in the structure of the outputs.
+    """Return a param's value for each output, in the structure of the outputs.
 
     Parameters
     ----------
     param : str
         The param, for messages.
     given : object
-        A dict with the names of labels or outputs as its keys, a list with one entry per label,
-        or one value for all labels.
+        A dict with names of labels or outputs as keys, a list with one entry per label, or one
+        value for all labels.
     outputs : Outputs
         The outputs.
     label_cols : sequence of str
         The labels, in the order of a list.
     missing : object
-        For outputs that a dict does not name, or that have no label.
+        Value for outputs that a dict does not name, or that have no label.
     list_is_value : bool
-        A list is one value, for all labels.
+        Whether a list is one value for all labels.
 
     Raises
     ------
     ParamError
-        If a key names nothing, or a list has another length.
+        If a key is not a name of a label or output, or a list has another length.
     """
     values = [missing] * len(outputs.labels)
     if isinstance(given, Mapping):
@@ -240,14 +242,14 @@ def _place(param: str, key: Any, outputs: Outputs) -> int:
 
 
 def _keys(structure: Any) -> tuple[str, ...] | None:
-    """Return the keys of a flat dict, by the places of their outputs."""
+    """Return the keys of a flat dict, in the order of their outputs; None for others."""
     if not isinstance(structure, Mapping) or any(map(keras.tree.is_nested, structure.values())):
         return None
     return tuple(sorted(structure, key=lambda key: structure[key]))
 
 
 def _fields(structure: Any) -> tuple[str, ...] | None:
-    """Return the names of a flat named tuple's outputs; they may be others than the labels'."""
+    """Return a flat named tuple's fields, which may differ from the labels; None for others."""
     fields = getattr(structure, "_fields", None)
     if fields is None or any(map(keras.tree.is_nested, structure)):
         return None

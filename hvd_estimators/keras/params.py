@@ -37,21 +37,21 @@ __all__ = ["KerasParams", "class_weights", "environment", "label_weights"]
 
 
 def environment(name: str, value: Any) -> dict[str, str | None]:
-    """Accept a dict of variable to value."""
+    """Accept a dict of variable names to values."""
     if not isinstance(value, Mapping):
         raise ParamError(f"{name}: expected a dict of variable to value, found {value!r}.")
     return {str(key): None if entry is None else str(entry) for key, entry in value.items()}
 
 
 def label_weights(name: str, value: Any) -> list[float] | dict[str, float]:
-    """Accept weights as a list, or as a dict by the names of labels or outputs."""
+    """Accept weights as a list, or as a dict with names of labels or outputs as keys."""
     if isinstance(value, Mapping):
         return {str(key): numbers(name, weight)[0] for key, weight in value.items()}
     return numbers(name, value)
 
 
 def class_weights(name: str, value: Any) -> dict[int, float]:
-    """Accept a dict of class number to weight."""
+    """Accept a dict of class numbers to weights."""
     expected = f"{name}: expected a dict of class number (0, 1, ...) to weight"
     if not isinstance(value, Mapping):
         raise ParamError(f"{expected}, found {value!r}.")
@@ -91,7 +91,7 @@ def _custom_objects(name: str, value: Any) -> dict[str, Any]:
 
 
 class KerasParams(HorovodEstimator):
-    """What a Keras model is compiled and trained with."""
+    """Params for compiling and training a Keras model."""
 
     optimizer = param(
         "The optimizer, or its name. Its learning rate is for one rank. Default: what the model is "
@@ -137,13 +137,13 @@ class KerasParams(HorovodEstimator):
 
     _run_settings = (*HorovodEstimator._run_settings, "class_weight")
     _sent = (*HorovodEstimator._sent, "checkpoint_callback")
-    # Objects of Keras's travel in ways of their own.
+    # Keras objects are serialized separately.
     _sent_functions = ("loss", "metrics")
 
     def _check_params(self) -> None:
         get = self.getOrDefault
         require_tensorflow()
-        # What else is checked asks the model.
+        # The remaining checks need the model.
         self._check_model()
         super()._check_params()
         if not get("label_cols"):
@@ -161,7 +161,7 @@ class KerasParams(HorovodEstimator):
         check_callbacks(get("callbacks"))
         self._check_compiled_with()
         if model.built:
-            # A model that the dry run builds is checked after it.
+            # A model that the dry run builds is checked after the dry run.
             reductions_of(model, get("buffer_reduction"))
         checkpoint = get("checkpoint_callback")
         if checkpoint is not None and not isinstance(checkpoint, keras.callbacks.ModelCheckpoint):
@@ -182,7 +182,7 @@ class KerasParams(HorovodEstimator):
             )
 
     def _check_without_labels(self) -> None:
-        """Make sure that a model that trains without labels compares its outputs to none."""
+        """Check that a model without labels does not compare its outputs to labels."""
         get = self.getOrDefault
         model = get("model")
         given = get("loss") is not None or bool(get("metrics"))
@@ -199,7 +199,7 @@ class KerasParams(HorovodEstimator):
             )
 
     def _check_compiled_with(self) -> None:
-        """Make sure that Keras knows the loss and the metrics."""
+        """Check that Keras recognizes the loss and the metrics."""
         get = self.getOrDefault
         for name, find in (("loss", keras.losses.get), ("metrics", find_metric)):
             for entry in keras.tree.flatten(get(name)):
@@ -228,7 +228,7 @@ class KerasParams(HorovodEstimator):
             raise ParamError(f"model: expected a keras.Model, found {type(model)}.")
 
     def _check_own_compile(self) -> None:
-        """Make sure that a model that has its own ``compile`` can stay as it is compiled."""
+        """Check that a model with its own ``compile`` is compiled and needs no other settings."""
         get = self.getOrDefault
         names = ("optimizer", "loss", "loss_weights", "metrics")
         given = [name for name in names if get(name) not in (None, [])]
@@ -251,9 +251,9 @@ class KerasParams(HorovodEstimator):
             )
 
     def _text_cols(self) -> Mapping[str, bool]:
-        """Return the columns of inputs of text, and all where the model does not tell its inputs.
+        """Return the columns of text inputs, or all columns if the inputs are unknown.
 
-        Of these bytes stay arrays of numbers, as images are stored.
+        If the inputs are unknown, bytes stay arrays of numbers, since images are stored as bytes.
         """
         model = self.getOrDefault("model")
         return text_columns(input_structure(model, self.getOrDefault("feature_cols")))
@@ -292,7 +292,7 @@ class KerasParams(HorovodEstimator):
         return copy
 
     def _compile_settings(self) -> CompileSettings:
-        """Return what the model is compiled with for training."""
+        """Return the arguments for compiling the model for training."""
         get = self.getOrDefault
         given: keras.Model = get("model")
         compiled = dict(given._compile_config.config) if given.compiled else {}
@@ -332,7 +332,10 @@ class KerasParams(HorovodEstimator):
         return settings
 
     def _weights_by_samples(self, settings: CompileSettings) -> bool:
-        """Return what batches count for; see `KerasTrainSpec`."""
+        """Return whether batches are weighted by their sample weights; also check the losses.
+
+        See `KerasTrainSpec`.
+        """
         get = self.getOrDefault
         unreduced = without_reduction(settings.loss)
         if unreduced:
@@ -368,7 +371,7 @@ class KerasParams(HorovodEstimator):
 
 
 def _first_reason(error: Exception) -> BaseException:
-    """Return the exception that names the reason; Keras wraps others."""
+    """Return the original cause of an error that Keras wraps."""
     if isinstance(error, UnequalCopyError):
         return error
     *_, first = causes(error)

@@ -1,4 +1,4 @@
-"""Prediction with a Keras model in an executor's Python worker."""
+"""Predict with a Keras model in an executor's Python worker."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ CPU = "/CPU:0"
 
 
 def place(resources: Resources) -> str:
-    """Let TensorFlow use some threads, and return the device to predict on.
+    """Configure TensorFlow's threads and GPUs, and return the device to predict on.
 
-    What cannot be changed any more, as TensorFlow has begun, stays as it is.
+    Settings that TensorFlow cannot change after its initialization keep their values.
 
     Parameters
     ----------
     resources : Resources
-        Threads and GPU. Without a GPU TensorFlow sees none; with one it sees all of the process's,
-        as later tasks may have others, and takes only the memory that it needs there.
+        Threads and GPU. Without a GPU, all GPUs are hidden from TensorFlow. With one, the process's
+        GPUs stay visible, since later tasks may use other GPUs. TensorFlow then allocates only the
+        memory that it needs.
 
     Raises
     ------
     GpuError
-        If TensorFlow does not see the GPU among others.
+        If TensorFlow sees GPUs, but not this one.
     """
     threads = resources.num_threads
     if threads is not None:
@@ -57,16 +58,16 @@ def place(resources: Resources) -> str:
 
 
 def reduce_precision(model: keras.Model, precision: str) -> None:
-    """Let a model's layers compute in half precision, as with Keras's mixed policies.
+    """Make a model's layers compute in half precision, as with Keras's mixed policies.
 
-    Variables stay as they are, and so does what layers were told to compute in another type.
+    Variables keep their type. Layers that compute in a type other than float32 keep their policy.
 
     Parameters
     ----------
     model : keras.Model
         Changed in place. Must not have been called yet.
     precision : str
-        ``"bfloat16"`` or ``"float16"``; nothing is done for ``"float32"``.
+        ``"bfloat16"`` or ``"float16"``; ``"float32"`` has no effect.
     """
     if precision == "float32":
         return
@@ -78,7 +79,7 @@ def reduce_precision(model: keras.Model, precision: str) -> None:
 
 
 def _computing(layer: keras.Layer) -> list[keras.Layer]:
-    """Return what computes of a layer: not functional models, whose inputs are to stay exact."""
+    """Return the layers that compute, except functional models, whose inputs must stay exact."""
     if isinstance(layer, (keras.layers.InputLayer, keras.layers.Normalization)):
         return []
     if isinstance(layer, keras.Model) and symbolic(layer, "input") is not None:
@@ -87,32 +88,32 @@ def _computing(layer: keras.Layer) -> list[keras.Layer]:
 
 
 class KerasPredictor:
-    """Runs a model's forward pass.
+    """Predictor that runs a Keras model's forward pass.
 
     Parameters
     ----------
     document : bytes, path or keras.Model
-        What `hvd_estimators.keras.serialization.model_payload` returned; or the model, which is
-        then this object's.
+        Result of `hvd_estimators.keras.serialization.model_payload`; or a model, which this object
+        then owns.
     structure : Field, or nested structure of Field
         The model's inputs.
     columns, labels : list of str
-        Feature columns, and what the outputs are of.
+        Feature columns and label columns.
     floatx : str
         Keras's float type while the model was trained.
     compares : bool
-        Whether labels had to pair with outputs then.
+        Whether training required that labels pair with outputs.
     selection : sequence of (int or str) or None
-        Positions or names of the outputs that are predictions; None for those of the labels.
+        Positions or names of the outputs that are predictions; None for the labels' outputs.
     precision : str
-        What the model computes in, see ``inference_precision``.
+        Type that the model computes in, see ``inference_precision``.
     resources : Resources
         Threads and GPU.
 
     Attributes
     ----------
     overlaps : bool
-        Whether `begin` returns before the outputs are there, so that the next batch can be begun.
+        Whether `begin` returns before the outputs are computed, so that the next batch can start.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class KerasPredictor:
         self._compares, self._selection = compares, selection
 
     def __call__(self, arrays: list[Array]) -> list[Array]:
-        """Return the outputs, numbers, for the feature columns of a batch.
+        """Return the outputs as numbers, for the feature columns of a batch.
 
         Raises
         ------
@@ -152,7 +153,7 @@ class KerasPredictor:
         return self.begin(arrays)()
 
     def begin(self, arrays: list[Array]) -> Callable[[], list[Array]]:
-        """Begin what a call does, and return what waits for the outputs and returns them."""
+        """Start a forward pass; return a function that waits for the outputs and returns them."""
         columns = dict(zip(self._columns, arrays, strict=True))
         given: dict[str, Any] = columns
 
@@ -179,12 +180,12 @@ class KerasPredictor:
     def _begun(self, x: Any) -> Any:
         if not self.overlaps:
             return self._model.predict_on_batch(x)
-        # What that does, without waiting for the GPU.
+        # Do the same without waiting for the GPU.
         self._model.make_predict_function()
         return self._model.predict_function([(x,)])
 
     def _wanted(self) -> str:
-        """Return the inputs that the model declares, as far as it does."""
+        """Describe the inputs that the model declares."""
         known: list[Field] = [f for f in keras.tree.flatten(self._structure) if f.shape is not None]
         forms = (f"{f.column} {f.shape} {f.dtype or ''}".rstrip() for f in known)
         return f"{', '.join(forms)} per row" if known else ""
@@ -197,7 +198,11 @@ def of_labels(
     compares: bool,
     selection: Sequence[int | str] | None = None,
 ) -> list[Any]:
-    """Return the outputs that are selected, or those of the labels; all if they do not pair."""
+    """Return the selected outputs, else those of the labels, else all outputs.
+
+    If the labels do not pair with the outputs, all outputs are returned or, if ``compares`` is set,
+    an error is raised.
+    """
     flat = keras.tree.flatten(outputs)
     if selection is not None:
         return Outputs.of(model, outputs, (), selection).select(flat)
@@ -212,12 +217,12 @@ def of_labels(
 
 
 def _as_numbers(output: Any) -> Array:
-    """Return an output in a type of NumPy's own that holds the same numbers."""
+    """Convert an output to a NumPy float type that holds the same numbers."""
     array = np.asarray(output)
     if array.dtype in (np.float32, np.float64):
         return array
     if array.dtype.kind in "OSU":
         raise ShapeError("The model returns text, of which transform() makes no column.")
-    # Half precision is no floating type of NumPy's where TensorFlow brings it along.
+    # TensorFlow's own half-precision types, such as bfloat16, are not floating types of NumPy.
     is_half = array.dtype.itemsize == 2 and array.dtype.kind not in "iub"
     return array.astype(np.float32 if is_half else np.float64)

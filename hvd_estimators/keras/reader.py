@@ -1,4 +1,4 @@
-"""Reading of saved models and checkpoints, without Spark."""
+"""Read saved models and checkpoints without Spark."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ __all__ = ["load_predictor", "read_content"]
 def read_content(
     file: IO[bytes], safe: bool, custom_objects: Mapping[str, Any]
 ) -> keras.Model | dict[str, Array]:
-    """Return the model, with its optimizer; of a class without a config its weights by name.
+    """Return the model with its optimizer, or its weights by name if it has no config.
 
     Parameters
     ----------
     file : file
         The checkpoint.
     safe : bool
-        Run no code from it, such as that of Lambda layers.
+        Whether to reject code in the file, such as that of Lambda layers.
     custom_objects : mapping
         Name to custom class or function of the model.
 
     Raises
     ------
     StoreError
-        If the model cannot be made of it.
+        If the model cannot be created from the file.
     """
     with tempfile.TemporaryDirectory() as directory:
         if not zipfile.is_zipfile(file):
@@ -95,16 +95,16 @@ def load_predictor(
     num_threads: int | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> SavedPredictor:
-    """Return a saved `KerasModel` as an object that predicts without Spark, in this process.
+    """Load a saved `KerasModel` for predictions in this process, without Spark.
 
-    It predicts as the model's ``transform()`` does, without what the model was compiled with.
-    PySpark need not be installed. Loading runs code from the files: load what you trust. It sets
-    Keras's float type to that of the training.
+    The predictions equal those of the model's ``transform()``. The model is not compiled, and
+    PySpark need not be installed. Loading runs code from the files, so load only trusted models.
+    Loading sets Keras's float type to that of the training.
 
     Parameters
     ----------
     path : str
-        What ``save()`` was given: a local path, or a URL that a store is registered for, see
+        The path that was passed to ``save()``: a local path, or a URL with a registered store, see
         `hvd_estimators.store.Store.create`.
     batch_size : int, optional
         Rows of one forward pass. Default: the model's ``inference_batch_size``, or else 10,000
@@ -112,22 +112,22 @@ def load_predictor(
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.
     num_threads : int, optional
-        Threads to compute with, in the whole process; without effect where TensorFlow has begun.
-        Default: what TensorFlow takes.
+        Number of compute threads of the whole process; without effect if TensorFlow is initialized.
+        Default: TensorFlow's default.
     storage_options : mapping, optional
         Passed to fsspec's filesystem: keys, tokens, endpoints.
 
     Returns
     -------
     SavedPredictor
-        Its ``predict`` takes NumPy arrays, dicts of them, pandas and Arrow.
+        Its ``predict`` accepts NumPy arrays, dicts of them, pandas and Arrow.
 
     Raises
     ------
     ParamError
-        If a parameter is not usable, or another kind of model was saved there.
+        If a parameter is not usable, or the path holds another kind of model.
     StoreError
-        If no model was saved there, or it cannot be read.
+        If the path holds no model, or the model cannot be read.
     GpuError
         If TensorFlow does not see the GPU.
     """

@@ -1,7 +1,8 @@
-"""Models, optimizers, losses and metrics as bytes, custom classes and functions included.
+"""Serialize models, optimizers, losses and metrics, with custom classes and functions.
 
-Keras's own pickling writes names of classes only, which a process that does not have these classes
-cannot read. Here the classes travel along. Loading runs code from the bytes. Used on both sides.
+Keras's own pickling writes only the names of classes, so a process without these classes cannot
+load the result. This module serializes the classes, too. Loading runs code from the bytes. Used on
+the driver and on workers.
 """
 
 from __future__ import annotations
@@ -58,20 +59,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Models of which copies that nobody uses any more are not left to wait for the garbage collector,
-# which does not know how large they are.
+# For models above this size, unused copies are freed at once. The garbage collector does not know
+# the copies' size.
 _LARGE_BYTES = 2**26
 
 
 def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
-    """Return a value as bytes; it may hold models, optimizers, losses and metrics.
+    """Serialize a value that may contain models, optimizers, losses and metrics.
 
     Parameters
     ----------
     value : object
-        Anything that cloudpickle takes, and Keras objects in it.
+        Any value that cloudpickle supports, including Keras objects.
     custom_objects : mapping, optional
-        Name to class or function, beside those that are found in the value.
+        Name to class or function, in addition to those found in the value.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, dict(custom_objects or {})).dump(value)
@@ -79,22 +80,22 @@ def dump(value: Any, custom_objects: Mapping[str, Any] | None = None) -> bytes:
 
 
 def load(document: bytes) -> Any:
-    """Return what `dump` wrote. Models are compiled as they were."""
+    """Load a value that `dump` serialized. Models are compiled as before."""
     return loads(document)
 
 
 def load_uncompiled(document: bytes) -> tuple[keras.Model, Mapping[str, Any] | None]:
-    """Return a model that `dump` wrote, as `load_model` makes it, and what it was compiled with.
+    """Load a model and its compile arguments from `dump`, without compiling the model.
 
-    Of the latter an optimizer is not made; None where the model was not compiled, or comes back
-    compiled.
+    The optimizer in the arguments stays an `OptimizerPayload`. The arguments are None if the model
+    was not compiled, or if the loaded model is already compiled.
     """
     unpickler = _Uncompiled(io.BytesIO(document))
     return unpickler.load(), unpickler.compiled
 
 
 def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> bytes:
-    """Return a model as bytes without what it was compiled with."""
+    """Serialize a model without its compile arguments."""
     saved = _saved(model, custom_objects)
     return dump((saved.files, saved.custom_objects, saved.compiled, saved.traits), custom_objects)
 
@@ -102,11 +103,11 @@ def dump_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = No
 def model_payload(
     model: keras.Model, custom_objects: Mapping[str, Any] | None = None
 ) -> bytes | LocalFile:
-    """Return what `dump_model` returns, or of a large model a file whose weights can be mapped."""
+    """Serialize a model as `dump_model` does, or a large one to a file with mappable weights."""
     if sum(map(size_of, model.weights)) < _LARGE_BYTES:
         return dump_model(model, custom_objects)
     saved, copy = _saved_and_loaded(model, custom_objects)
-    # Loading draws numbers, see there.
+    # Loading draws random numbers, see `_saved_and_loaded`.
     python, numpy = random.getstate(), np.random.get_state()
     try:
         file = mapped_file(model, copy, saved.files, saved.custom_objects, saved.stored)
@@ -121,17 +122,17 @@ def model_payload(
 
 
 def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> keras.Model:
-    """Return what `dump_model` or `model_payload` wrote.
+    """Load a model that `dump_model` or `model_payload` serialized.
 
-    It is compiled, where its config did not tell all.
+    The model is compiled only if its config was incomplete or its class has its own ``compile``.
 
     Parameters
     ----------
     document : bytes or path
-        What was written.
+        The serialized model.
     mapped : bool
-        Leave the weights of a file where they are, on the CPU: processes that load the same file
-        then have one copy of them between them.
+        Whether the weights stay in the file, on the CPU. Processes that load the same file then
+        share one copy of the weights.
     """
     parts, end = read_head(document)
     if isinstance(parts, MappedModel):
@@ -140,20 +141,20 @@ def load_model(document: bytes | os.PathLike[str], mapped: bool = False) -> kera
 
 
 def copy_model(model: keras.Model, custom_objects: Mapping[str, Any] | None = None) -> keras.Model:
-    """Return what `load_model` makes of what `dump_model` returns."""
+    """Copy a model as `dump_model` and `load_model` do."""
     return _saved_and_loaded(model, custom_objects)[1]
 
 
 class ModelPayload:
-    """A compiled model on its way to the ranks.
+    """A compiled model that is sent to the ranks.
 
-    What is pickled of it is as what `dump` writes, in parts that are not kept and of which the
-    large ones are plain arrays, so that they cross from file to file.
+    The pickled content is the same as that of `dump`, in separate parts. The parts are not kept in
+    memory. Large parts are plain arrays, so that they can be copied from file to file.
 
     Parameters
     ----------
     model : keras.Model
-        Built, compiled, and nobody else's.
+        Built, compiled, and not used by other code.
     custom_objects : mapping, optional
         As for `dump`.
     """
@@ -164,10 +165,10 @@ class ModelPayload:
         self._parts: tuple[Any, ...] = ()
 
     def load(self) -> keras.Model:
-        """Return the model, compiled; to be called once.
+        """Return the compiled model. This method can be called only once.
 
-        It is a copy. The process that has made the document gets the given model itself, compiled
-        with objects of its own.
+        In other processes the model is a copy. The process that created this object gets the given
+        model itself, compiled with copies of its losses and metrics.
         """
         model, parts = self._model, self._parts
         self._model, self._parts = None, ()
@@ -213,7 +214,7 @@ def _load_parts(files: Any, rest: bytes | None = None, state: Any = None) -> ker
 
 
 class _Pickler(StatePickler):
-    """Pickles models and optimizers by config and weights where these tell all."""
+    """Pickler that stores models and optimizers by config and weights if these are complete."""
 
     def __init__(self, buffer: io.BytesIO, custom_objects: dict[str, Any]) -> None:
         super().__init__(buffer)
@@ -235,18 +236,18 @@ class _Pickler(StatePickler):
 
 
 def _compiled_with(model: keras.Model) -> dict[str, Any] | None:
-    """Return what a model was compiled with, but for the optimizer; None if it was not."""
+    """Return a model's compile arguments without the optimizer; None if it is not compiled."""
     if not model.compiled or not isinstance(model.optimizer, keras.optimizers.Optimizer):
         return None
     compiled = dict(model._compile_config.config)
-    # By compile() it may have been wrapped for mixed precision.
+    # compile() may have wrapped the optimizer for mixed precision.
     compiled.pop("optimizer", None)
     return compiled
 
 
 @dataclass
 class _Saved:
-    """A model as Keras's files, and what these leave out.
+    """A model in Keras's files, with the properties that these files lack.
 
     Attributes
     ----------
@@ -255,11 +256,11 @@ class _Saved:
     custom_objects : dict
         Name to class, function or constructor argument.
     traits : ModelMetadata
-        What the config does not give to copies.
+        Properties that the config does not restore.
     stored : int
-        Variables in the file of weights.
+        Number of variables in the weights file.
     compiled : dict or None
-        What a model with its own ``compile`` was compiled with by Keras's.
+        Arguments of Keras's ``compile`` if the model's class overrides ``compile``.
     """
 
     files: dict[str, Array]
@@ -270,7 +271,7 @@ class _Saved:
 
 
 def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Saved:
-    """Return a model as Keras's files, from which a copy was made that equals it.
+    """Save a model to Keras's files, and check that a copy from these files equals it.
 
     Raises
     ------
@@ -286,12 +287,12 @@ def _saved(model: keras.Model, custom_objects: Mapping[str, Any] | None) -> _Sav
 def _saved_and_loaded(
     model: keras.Model, custom_objects: Mapping[str, Any] | None
 ) -> tuple[_Saved, keras.Model]:
-    """Return what `_saved` does, and the model made of it."""
-    # Loading draws numbers, which the user's shall not be.
+    """Return the result of `_saved`, and the copy of the model."""
+    # Loading draws random numbers, which must not change the user's random state.
     python, numpy = random.getstate(), np.random.get_state()
     try:
         held: dict[str, Any] = {}
-        # The optimizer goes by itself, and its state is twice as large as the weights.
+        # The optimizer is serialized separately, and its state is twice as large as the weights.
         view = uncompiled(model)
         with tempfile.TemporaryDirectory() as directory:
             with complete_configs(view, held):
@@ -307,7 +308,7 @@ def _saved_and_loaded(
                 if compiled is not None:
                     optimizer = OptimizerPayload.of(model.optimizer, custom_objects)
                     compiled["optimizer"] = optimizer
-            # A copy has objects of its own.
+            # The copy gets its own objects.
             document = dump((found, compiled, traits), custom_objects)
             objects, arguments, given = load(document)
             copy = _load_folder(directory, objects, given)
@@ -320,9 +321,9 @@ def _saved_and_loaded(
 
 
 def _undated(files: dict[str, Array]) -> dict[str, Array]:
-    """Return files that are the same whenever a model is written.
+    """Remove the save date, so that the same model always has the same files.
 
-    Executors would be sent a model again for another second, and load it again.
+    Otherwise, a model saved a second later would be sent to the executors and loaded again.
     """
     metadata = json.loads(files["metadata.json"].tobytes())
     metadata.pop("date_saved", None)
@@ -330,7 +331,7 @@ def _undated(files: dict[str, Array]) -> dict[str, Array]:
 
 
 def _collect(files: Mapping[str, Array]) -> None:
-    """Free models of the size of some files that nobody uses any more."""
+    """Free unused models whose files are large."""
     if sum(content.nbytes for content in files.values()) > _LARGE_BYTES:
         gc.collect()
 
@@ -351,7 +352,7 @@ def _load_model(
     compiled: Mapping[str, Any] | None = None,
     traits: ModelMetadata | None = None,
 ) -> keras.Model:
-    """Make a model of files, which are given up one by one, or of all its attributes."""
+    """Create a model from files, which are freed one by one, or from its pickled attributes."""
     if custom_objects is None:
         as_it_was: keras.Model = loads(document)
         return as_it_was
@@ -363,7 +364,11 @@ def _load_model(
 
 
 def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
-    """Compile a model as it was; a class's own ``compile`` has left attributes, which travel."""
+    """Compile a model with its original arguments.
+
+    If the model's class overrides ``compile``, only Keras's ``compile`` is called. The attributes
+    that the override sets are serialized with the model.
+    """
     if compiled is None:
         return
     optimizer: OptimizerPayload = compiled["optimizer"]
@@ -374,12 +379,12 @@ def _compile(model: keras.Model, compiled: Mapping[str, Any] | None) -> None:
 
 
 class _Uncompiled(Unpickler):
-    """Makes models without compiling them.
+    """Unpickler that creates models without compiling them.
 
     Attributes
     ----------
     compiled : mapping or None
-        What the model was compiled with that was made last, which is the outermost.
+        Compile arguments of the last created model, which is the outermost model.
     """
 
     compiled: Mapping[str, Any] | None = None

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-# There is no public way to the generator that keras.random uses when no seed is given.
+# There is no public access to the generator that keras.random uses when no seed is given.
 from keras.src.random.seed_generator import global_seed_generator
 
 from hvd_estimators.keras.backend import all_layers
@@ -20,46 +20,46 @@ __all__ = ["RandomStreams", "Turns", "VariableState", "seed_states", "split_seed
 
 
 class RandomStreams(HostStreams):
-    """Gives a shard its own random numbers in each epoch, whatever draws them.
+    """Independent random streams for each shard and epoch, for all generators.
 
-    These are the generators of layers, those that `keras.random` and ``tf.random`` have for all,
-    and Python's and NumPy's. What is drawn in an epoch depends on the run's seed, the shard and the
-    epoch alone, so that a resumed run goes on as if it had not been interrupted. (All but
-    ``tf.random.uniform`` and the like, whose state TensorFlow lets nobody set: a resumed run draws
-    other numbers there.)
+    The generators are those of the layers, the global ones of `keras.random` and ``tf.random``, and
+    Python's and NumPy's. The numbers of an epoch depend only on the run's seed, the shard and the
+    epoch. A resumed run therefore draws the same numbers as an uninterrupted run. The exception is
+    ``tf.random.uniform`` and similar functions, whose state TensorFlow does not allow to set. These
+    functions return other numbers in a resumed run.
 
     Parameters
     ----------
     model : keras.Model
-        Its generators have the same states on all ranks, and in each part of the run.
+        Its generators have the same states on all ranks, and each time that the run is resumed.
     seed : int
         Seed of the run.
     shard : int
-        The shard that the rank plays, or the first one of those.
+        The shard that the rank runs, or its first virtual shard.
     first_epoch : int
-        The epoch with which this part of the run begins.
+        The epoch in which the run starts or resumes.
     rows : int
-        Rows of that epoch that are done.
+        Number of rows of that epoch that are already trained on.
     """
 
     def __init__(
         self, model: keras.Model, seed: int, shard: int, first_epoch: int = 0, rows: int = 0
     ) -> None:
         self._seed = seed
-        # Generators of the same seed draw the same numbers, as they do in one process.
+        # Generators with the same seed draw the same numbers, as in one process.
         self._states = [(state, state.numpy().tolist()) for state in seed_states(model)]
         self._states.append((global_seed_generator().state, [0, 0]))
         own = seed_rank(seed, shard, first_epoch)
         if rows:
             own = _mixed(own, [rows])[0]
-        # Counts for functions that are traced later. In a later epoch it would begin their numbers
-        # anew, the same ones.
+        # The seed applies to functions that are traced later. Setting the seed in a later epoch
+        # would make these functions repeat their numbers.
         tf.random.set_seed(own)
         tf.random.set_global_generator(tf.random.Generator.from_seed(own))
         self._generators = [*_tensorflow_generators(model), tf.random.get_global_generator()]
 
     def begin(self, shard: int, epoch: int) -> None:
-        """Begin a shard's streams of an epoch."""
+        """Start a shard's streams for an epoch."""
         own = seed_rank(self._seed, shard, epoch)
         for state, given in self._states:
             state.assign(_mixed(own, given))
@@ -67,7 +67,7 @@ class RandomStreams(HostStreams):
             generator.reset_from_seed(_mixed(own, [number])[0])
 
     def capture(self) -> dict[str, Any]:
-        """Return the states, as plain values that a checkpoint keeps."""
+        """Return the states as plain values for a checkpoint."""
         return {
             **super().capture(),
             "keras": [state.numpy() for state, _ in self._states],
@@ -75,7 +75,7 @@ class RandomStreams(HostStreams):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the states that `capture` returned."""
+        """Restore the states that `capture` returned."""
         super().restore(state)
         for (variable, _), value in zip(self._states, state["keras"], strict=True):
             variable.assign(value)
@@ -84,7 +84,7 @@ class RandomStreams(HostStreams):
 
 
 def seed_states(model: keras.Model) -> list[keras.Variable]:
-    """Return the states of a model's `keras.random.SeedGenerator`: integers that are no weights."""
+    """Return the states of a model's `keras.random.SeedGenerator`, which are not weights."""
     weights = {id(weight) for weight in model.weights}
     return [
         variable
@@ -96,7 +96,7 @@ def seed_states(model: keras.Model) -> list[keras.Variable]:
 
 
 def split_seed_states(model: keras.Model, rank: int) -> None:
-    """Give a rank streams of its own, made of generators' states that are equal on all ranks."""
+    """Derive a rank's own streams from generator states that are equal on all ranks."""
     for state in seed_states(model):
         seed, count = state.numpy().tolist()
         state.assign([rank_seed(seed, rank, count), 0])
@@ -116,9 +116,9 @@ def _tensorflow_generators(model: keras.Model) -> Iterator[tf.random.Generator]:
 
 
 class VariableState:
-    """Variables that layers change while they train: statistics of batch normalization and so on.
+    """Variables that layers update in training, such as statistics of batch normalization.
 
-    Those of frozen layers do not change, and can be large: they are left out.
+    Variables of frozen layers are excluded, since these variables do not change and can be large.
 
     Parameters
     ----------
@@ -145,13 +145,13 @@ class VariableState:
         return [variable.numpy() for variable in self._variables]
 
     def restore(self, state: Sequence[Any]) -> None:
-        """Set the values that `capture` returned."""
+        """Restore the values that `capture` returned."""
         for variable, value in zip(self._variables, state, strict=True):
             variable.assign(value)
 
 
 class Turns:
-    """Counts the batches of a rank as steps, and makes the rank the shard whose turn it is.
+    """Assign the micro-batches of a rank to steps and virtual shards.
 
     Parameters
     ----------
@@ -164,16 +164,16 @@ class Turns:
     streams : RandomStreams
         The rank's random streams.
     steps_per_call : int
-        Steps between two calls of the callbacks.
+        Number of steps between two callback calls.
 
     Attributes
     ----------
     variables : VariableState
-        What layers change.
+        Variables that layers update.
     shards : ShardStates
-        What the rank's shards have for themselves.
+        States of the rank's shards.
     passes : int
-        Batches of a step.
+        Number of micro-batches per step.
     """
 
     def __init__(
@@ -193,17 +193,17 @@ class Turns:
         self._measured: list[Any] | None = None
 
     def begin(self, batch: int) -> int | None:
-        """Be the shard of a batch; return the step if that is one which callbacks are told of."""
+        """Enter a micro-batch's shard; return the step if callbacks are notified of its start."""
         step, turn = divmod(batch, self.passes)
         if self.passes > 1:
             self.shards.enter(turn)
             if turn >= len(self.shards.shards):
-                # A loss over no rows is NaN.
+                # The loss of an empty micro-batch is NaN.
                 self._measured = [variable.numpy() for variable in self._model.metrics_variables]
         return step if not turn and not step % self._steps_per_call else None
 
     def end(self, batch: int) -> int | None:
-        """Note that a batch is over; return the step, counted from 0, if that is over, too."""
+        """End a micro-batch; return the step, counted from 0, if the step has ended."""
         if self.passes == 1:
             return batch
         if self._measured is not None:
@@ -217,5 +217,5 @@ class Turns:
         return step
 
     def is_told(self, step: int) -> bool:
-        """Return whether callbacks are told of the end of a step."""
+        """Return whether callbacks are notified at the end of a step."""
         return not (step + 1) % self._steps_per_call

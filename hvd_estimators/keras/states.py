@@ -1,8 +1,8 @@
-"""Keras objects as they are: pickled by their attributes where their configs are incomplete.
+"""Pickle Keras objects by their attributes if their configs are incomplete.
 
-Keras makes an object anew from its config, and a class without a ``get_config()`` of its own gets
-its default arguments then. Here its attributes travel, as those of any Python object. Used on both
-sides.
+Keras recreates an object from its config. A class without its own ``get_config()`` then gets its
+default arguments. This module pickles the attributes instead, as for any Python object. Used on the
+driver and on workers.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = [
 ]
 
 _OWN_TYPES = (keras.Layer, keras.losses.Loss, keras.metrics.Metric, keras.optimizers.Optimizer)
-# Attributes that ``__new__`` makes anew, and what TensorFlow has compiled.
+# Attributes that ``__new__`` sets again, and functions that TensorFlow has compiled.
 _MADE_ANEW = ("build", "quantize")
 _COMPILED = ("train_function", "test_function", "predict_function", "_eval_epoch_iterator")
-# What TensorFlow notes of a model's attributes, functions that it has compiled among them: with the
-# names in a list of pairs, and in a mapping.
+# TensorFlow's records of a model's attributes, including compiled functions: a list of pairs with
+# names, and a mapping by name.
 _NOTED_PAIRS = "_self_unconditional_checkpoint_dependencies"
 _NOTED_NAMES = "_self_unconditional_dependency_names"
 _STACK_BYTES = 512 * 2**20
 
 
 class StatePickler(cloudpickle.Pickler):
-    """Pickles Keras objects by their attributes."""
+    """Pickler that stores Keras objects by their attributes."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """Return how an object is pickled; called by pickle."""
+        """Return the pickle reduction of an object; called by pickle."""
         if isinstance(obj, tf.distribute.Strategy):
             return tf.distribute.get_strategy, ()
         if isinstance(obj, tf.Variable):
@@ -67,7 +67,7 @@ class StatePickler(cloudpickle.Pickler):
 
 
 def dump_state(value: Any) -> bytes:
-    """Return a value as bytes that `pickle.loads` reads."""
+    """Serialize a value to bytes that `pickle.loads` can read."""
     return _with_deep_stack(lambda: _dump(value))
 
 
@@ -78,7 +78,7 @@ def _dump(value: Any) -> bytes:
 
 
 def _with_deep_stack(function: Callable[[], bytes]) -> bytes:
-    """Call a function where recursion may go deep: a model's layers refer to each other."""
+    """Call a function with a high recursion limit, since a model's layers refer to each other."""
     outcome: dict[str, Any] = {}
 
     def run() -> None:
@@ -108,7 +108,7 @@ def same_optimizer(original: keras.optimizers.Optimizer, copy: keras.optimizers.
         return False
     names = {"_learning_rate"}
     if not is_keras(type(original)):
-        # Slots are made anew and then filled.
+        # Slots are created again and then filled.
         names |= {name for name, value in vars(original).items() if not _holds_variables(value)}
         names -= set(vars(keras.optimizers.SGD())) - {"_learning_rate"}
     ours, theirs = vars(original), vars(copy)
@@ -122,7 +122,7 @@ def _holds_variables(value: Any) -> bool:
 
 
 def without_variables(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
-    """Remove what an optimizer keeps for another model's variables; return the optimizer."""
+    """Remove an optimizer's state for another model's variables; return the optimizer."""
     if optimizer.built:
         kept = (optimizer.iterations, getattr(optimizer, "_learning_rate", None))
         for variable in list(optimizer._variables):
@@ -140,14 +140,14 @@ def is_keras(entry: Any) -> bool:
 
 
 def is_configurable(entry: Any) -> bool:
-    """Return whether this is a class that configs name: of layers, losses, schedules and so on."""
+    """Return whether an entry is a class that configs can name, such as a layer or loss."""
     return isinstance(entry, type) and all(
         callable(getattr(entry, name, None)) for name in ("get_config", "from_config")
     )
 
 
 def base_names() -> set[str]:
-    """Return the attributes that Keras itself gives to layers and models."""
+    """Return the names of attributes that Keras itself sets on layers and models."""
     if not _names:
         inputs = keras.Input((1,))
         functional = keras.Model(inputs, inputs)
@@ -164,7 +164,7 @@ _names: set[str] = set()
 
 
 def same_value(ours: Any, theirs: Any, depth: int = 0) -> bool:
-    """Return whether two attributes hold the same; weights and layers are not compared."""
+    """Return whether two attributes are equal; weights and layers are not compared."""
     if ours is theirs or depth > 6:
         return True
     if isinstance(ours, (tf.Variable, keras.Variable, keras.Layer)):
@@ -235,14 +235,14 @@ def _is_tracking(obj: Any, *names: str) -> bool:
 
 def _set_tracker(tracker: Any, state: dict[str, Any]) -> None:
     vars(tracker).update(state)
-    # Keras notes what it tracks by memory addresses.
+    # Keras identifies tracked objects by their memory addresses.
     tracker.stored_ids = {
         name: {id(entry) for entry in entries} for name, (_, entries) in tracker.config.items()
     }
 
 
 def _fill(tracked: Any, state: tuple[Any, Any]) -> None:
-    # What it holds is noted with the tracker.
+    # The tracker already knows the contents.
     tracked.tracker = None
     (tracked.extend if isinstance(tracked, list) else tracked.update)(state[1])
     tracked.tracker = state[0]
@@ -257,7 +257,7 @@ def _make_variable(value: Any, trainable: bool, name: str) -> tf.Variable:
 
 
 def _has_assets(obj: Any) -> bool:
-    """Return whether a layer of Keras keeps tables, which are TensorFlow's, beside its weights."""
+    """Return whether a Keras layer keeps TensorFlow lookup tables beside its weights."""
     return (
         isinstance(obj, keras.Layer)
         and is_keras(type(obj))

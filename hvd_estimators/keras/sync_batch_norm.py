@@ -1,6 +1,6 @@
 """``BatchNormalization(synchronized=True)``: statistics over a step's rows on all ranks.
 
-Keras synchronizes over the replicas of a ``tf.distribute`` strategy only. Runs on the worker.
+Keras synchronizes only over the replicas of a ``tf.distribute`` strategy. Runs on the worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["SynchronizedMoments", "synchronized_layers"]
 
 
 def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalization]:
-    """Return the layers of a model that are to be synchronized."""
+    """Return the layers of a model that must be synchronized."""
     return [
         layer
         for layer in all_layers(model)
@@ -29,14 +29,14 @@ def synchronized_layers(model: keras.Model) -> list[keras.layers.BatchNormalizat
 
 
 class SynchronizedMoments:
-    """Lets a model's synchronized layers compute means and variances over all ranks.
+    """Make a model's synchronized layers compute means and variances over all ranks.
 
     Parameters
     ----------
     model : keras.Model
-        Its layers are changed, on these instances only.
+        Its layers are changed, but only these instances.
     averager : GradientAverager
-        Knows what the rank's batch counts for.
+        Holds the weight of the rank's batch.
     """
 
     def __init__(self, model: keras.Model, averager: GradientAverager) -> None:
@@ -47,7 +47,7 @@ class SynchronizedMoments:
 
     @contextlib.contextmanager
     def in_step(self) -> Iterator[None]:
-        """Synchronize while a training step runs or is traced; all ranks take equally many."""
+        """Synchronize while a training step runs or is traced; all ranks must run as many steps."""
         self._calls = {}
         try:
             yield
@@ -60,7 +60,7 @@ class SynchronizedMoments:
         def moments(inputs: Any, mask: Any) -> Any:
             if self._calls is None or hvd.size() == 1:
                 return alone(inputs, mask)
-            # A layer that is called several times in a step takes part each time.
+            # A layer that is called several times in a step synchronizes each time.
             call = self._calls[number] = self._calls.get(number, -1) + 1
             return self._moments(inputs, mask, layer._reduction_axes, f"moments.{number}.{call}")
 
@@ -84,7 +84,7 @@ class SynchronizedMoments:
         mean = tf.math.divide_no_nan(total(inputs), count)
         shape = [1 if axis in axes else -1 for axis in range(inputs.shape.rank)]
         squares = total(tf.square(inputs - tf.reshape(mean, shape)))
-        # Each rank's statistics have a place of their own, which is as precise as one process.
+        # Separate entries for each rank's statistics give the precision of one process.
         own = tf.concat([tf.reshape(count, (1,)), mean, squares], axis=0)
         places = tf.one_hot(hvd.rank(), hvd.size(), dtype=inputs.dtype)[:, None]
         counts, means, squares = tf.split(
@@ -99,10 +99,10 @@ class SynchronizedMoments:
         return mean, squares / rows
 
     def _sum(self, values: tf.Tensor, name: str) -> tf.Tensor:
-        """Return the sum over ranks, through which the loss of all ranks is differentiated.
+        """Return the sum over ranks, with a gradient for the loss of all ranks.
 
-        What comes back is the gradient of the ranks' losses, each times what its batch counts for;
-        the averager multiplies the rank's gradients by what its own batch counts for afterwards.
+        The gradient is the sum of the ranks' gradients, each times its batch's weight, divided by
+        this rank's weight. The averager later multiplies the rank's gradients by this weight.
         """
         weight = self._averager.weight
         weight = tf.cast(1.0 if weight is None else weight, values.dtype)

@@ -1,4 +1,4 @@
-"""How columns become a model's inputs and labels. Used on both sides."""
+"""Convert columns to a model's inputs and labels. Used on the driver and on workers."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Field:
     column : str
         The column.
     shape : tuple of int, or None
-        Shape of a row; None for the column's own, in which a number counts as ``(1,)``.
+        Shape of a row; None for the column's own shape, with ``(1,)`` for a number.
     dtype : str or None
-        Type of the elements, "string" for text; None for Keras's float type where the column
-        holds floats or booleans, and the column's own otherwise.
+        Type of the elements, "string" for text. None selects Keras's float type if the column holds
+        floats or booleans, and the column's own type otherwise.
     """
 
     column: str
@@ -37,15 +37,15 @@ class Field:
     dtype: str | None = None
 
     def array(self, array: Array) -> Any:
-        """Return a column's array, rows first, as the model takes it; text as a tensor."""
+        """Convert a column's array, rows first, to the model's input; text becomes a tensor."""
         shape, dtype = self._form(array.shape[1:], array.dtype)
         if dtype == "string":
-            # NumPy's arrays of text hold objects, which Keras does not always take.
+            # NumPy's text arrays hold objects, which Keras does not always accept.
             return tf.constant(array.reshape(len(array), *shape), tf.string)
         return array.astype(dtype, copy=False).reshape(len(array), *shape)
 
     def tensor(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Return a column's tensor, rows first, as the model takes it."""
+        """Convert a column's tensor, rows first, to the model's input."""
         given = tuple(tensor.shape[1:])
         shape, dtype = self._form(given, np.dtype(tensor.dtype.as_numpy_dtype))
         if shape != given:
@@ -55,16 +55,16 @@ class Field:
         return tf.cast(tensor, dtype)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Return whether rows of a column have as many elements as the tensor's."""
+        """Return whether a column's rows have as many elements as the tensor's rows."""
         return self.shape is None or math.prod(self.shape) == math.prod(shape)
 
     @property
     def takes_text(self) -> bool:
-        """Whether an input may be text: its type is text, or the model does not tell its type."""
+        """Return whether an input may be text: its type is text, or is unknown."""
         return self.dtype in (None, "string")
 
     def zeros(self, rows: int) -> Any:
-        """Return rows of zeros, or of empty strings; the shape has to be known."""
+        """Return rows of zeros, or of empty strings; the shape must be known."""
         shape = (rows, *(self.shape or ()))
         return self.array(np.full(shape, "", object) if self.dtype == "string" else np.zeros(shape))
 
@@ -79,7 +79,7 @@ class Field:
 
 
 ZEROS = Field("")
-"""A zero for every row, where Keras wants a tensor that nothing reads."""
+"""A zero for every row, for tensors that Keras requires but does not read."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,12 @@ class TensorSpec:
     Attributes
     ----------
     inputs, labels : Field, or nested structure of Field
-        What the model is called with, and what its outputs are compared to, in their structure;
-        `ZEROS` for what is compared to nothing. Labels are () if there are none.
+        The model's inputs and labels, in the structures of its inputs and outputs. `ZEROS` stands
+        for outputs without a label. Labels are () if there are none.
     sample_weight_col : str or None
-        Weight of each row.
+        Column with the weight of each row.
     class_weight : mapping or None
-        Weight of each class of the only label, by which the row's is multiplied.
+        Weight of each class of the only label, which multiplies the row's weight.
     """
 
     inputs: Any
@@ -107,7 +107,7 @@ class TensorSpec:
         return replace(self, class_weight=None)
 
     def arrays(self, columns: Columns) -> Any:
-        """Return inputs, labels and weights of some rows; the inputs alone without labels."""
+        """Return inputs, labels and weights of some rows; only the inputs without labels."""
         x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self.inputs))
         if self.labels == ():
             return _alone(x)
@@ -126,9 +126,9 @@ class TensorSpec:
         return (x, y) if weight is None else (x, y, weight)
 
     def tensors(self, columns: dict[str, tf.Tensor]) -> Any:
-        """Return inputs, labels and weights of a batch; the inputs alone without labels.
+        """Return inputs, labels and weights of a batch; only the inputs without labels.
 
-        Lists become tuples, as `Model.fit` makes them: for ``tf.data`` a list is one tensor.
+        Lists become tuples, as in `Model.fit`, since ``tf.data`` treats a list as one tensor.
         """
         x = _without_lists(self.inputs, lambda f: f.tensor(columns[f.column]))
         if self.labels == ():
@@ -161,12 +161,12 @@ class TensorSpec:
 
 
 def _alone(x: Any) -> Any:
-    """Return inputs without labels as ``Model.fit(x)`` gives them to ``train_step``."""
+    """Return inputs without labels as ``Model.fit(x)`` passes them to ``train_step``."""
     return (x,) if keras.tree.is_nested(x) else x
 
 
 def alike(structure: Any) -> Any:
-    """Return arrays as tensors if some of them already are (text): Keras does not take both."""
+    """Convert arrays to tensors if some are tensors (text), since Keras does not accept both."""
     if not any(tf.is_tensor(part) for part in keras.tree.flatten(structure)):
         return structure
     return keras.tree.map_structure(tf.convert_to_tensor, structure)

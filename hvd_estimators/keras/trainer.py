@@ -1,4 +1,4 @@
-"""Training on one rank: what runs in each process that a backend starts."""
+"""Train a Keras model on one rank. Runs in each process that a backend starts."""
 
 from __future__ import annotations
 
@@ -75,24 +75,24 @@ __all__ = ["KerasTrainSpec", "train"]
 
 @dataclass(frozen=True)
 class KerasTrainSpec(TrainSpec):
-    """What a Keras rank is told.
+    """Training specification for Keras ranks.
 
     Attributes
     ----------
     model : ModelPayload
         The compiled model.
     tensors : TensorSpec
-        How columns become tensors.
+        Conversion of columns to tensors.
     weight_by_samples : bool
-        Whether a batch counts for the sum of its sample weights instead of for its rows.
+        Whether a batch is weighted by the sum of its sample weights instead of by its rows.
     checkpoint_callback : keras.callbacks.ModelCheckpoint or None
-        Decides which model is returned; None for the last one.
+        Decides which model is returned; None for the last model.
     floatx : str
         Keras's float type.
     dtype_policy : object
         Keras's global dtype policy, serialized.
     prefetch : int
-        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
+        Batches to prepare in advance, besides some MiB of rows that are not split into batches yet.
     """
 
     model: ModelPayload
@@ -105,12 +105,12 @@ class KerasTrainSpec(TrainSpec):
 
 
 def train(spec: KerasTrainSpec) -> TrainResult:
-    """Train for the epochs that are left. Runs on every rank.
+    """Train for the remaining epochs. Runs on every rank.
 
     Returns
     -------
     TrainResult
-        The trained state, from rank 0: a ``.keras`` file, or what the checkpoint callback wrote.
+        The trained state, from rank 0: a ``.keras`` file, or the checkpoint callback's file.
     """
     require_tensorflow()
     with naming_lost_peers(), horovod_session(hvd, spec.mp_start_method, spec.data.num_ranks):
@@ -142,7 +142,7 @@ class _Trainer:
         broadcast_variables(
             [*self.model.variables, *(v for entry in optimizers for v in entry.variables)]
         )
-        # Epochs that are done, and batches of a shard of the next one.
+        # Completed epochs, and a shard's completed batches of the next epoch.
         self.done, self.batches = 0, 0
         if self.restored is not None:
             self.done = self.restored.epoch
@@ -174,7 +174,7 @@ class _Trainer:
         progress = Progress(spec, self.rank)
         stop_request = StopRequest(functools.partial(sum_number, name="stop_request"), self.size)
         with (
-            # Who has been asked to end gets time until the checkpoint is written.
+            # A rank that is asked to stop gets time to write the checkpoint.
             stop_request,
             data,
             self.logs,
@@ -216,9 +216,9 @@ class _Trainer:
         )
 
     def _end_again(self, end: EpochEnd) -> None:
-        """Let callbacks do what they have done when training ended: restore the best weights.
+        """Repeat the callbacks' work at the end of training, such as restoring the best weights.
 
-        The checkpoint is of the newest epoch, before that.
+        The checkpoint of the newest epoch was written before this work.
         """
         spec = self.spec
         chosen = for_rank(spec.callbacks, self.rank, self.logs.path)
@@ -228,7 +228,7 @@ class _Trainer:
             [*ending, end], model=self.model, epochs=spec.epochs, steps=steps, verbose=0
         )
         callbacks.on_train_begin()
-        # As fit() does: an optimizer may end with averages of the weights.
+        # As fit() does: an optimizer may replace the weights with averages at the end.
         self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         callbacks.on_train_end()
 
@@ -246,12 +246,12 @@ class _Trainer:
         )
         steps, passes = spec.data.train_steps_per_epoch, spec.data.passes_per_batch
         if steps % model.steps_per_execution:
-            # Several batches at a time would end an epoch within the next.
+            # A call with several batches would continue into the next epoch.
             model.steps_per_execution = 1
         steps_per_call = model.steps_per_execution
         if passes > 1 or self.batches % steps_per_call or spec.terminate_on_nan:
-            # The shard changes between two batches; the first steps make no whole call; the step
-            # is to be named.
+            # Run one batch per call for several shards per rank, for the NaN check, which must name
+            # the step, and if the first steps do not fill a call.
             model.steps_per_execution = 1
         rows = 0 if self.restored is None else self.restored.rows
         streams = RandomStreams(model, spec.data.random_seed, self.rank, done, rows)
@@ -287,7 +287,7 @@ class _Trainer:
         if self.rank == 0:
             chosen += [spec.checkpoint_callback] if self.kept is not None else []
             chosen += [ProgressReports(progress, self.batches)] if spec.verbose else []
-        # Keras says so of every pass over validation batches that end by themselves.
+        # Keras warns on every validation that ends with its data.
         warnings.filterwarnings("ignore", "Your input ran out of data", UserWarning)
         with self.denominators.patched(model):
             model.fit(
@@ -318,11 +318,11 @@ class _Trainer:
         self.saver.save_epoch(self.end.history, self.end.stopped)
 
     def _save_within(self, epoch: int, batches: int) -> None:
-        """Save the run after so many batches of an epoch. Called by all ranks."""
+        """Save the run within an epoch, after the given number of batches. Called by all ranks."""
         self.saver.save_within(self.end.history, batches, self.statistics, self.end.stop)
 
     def _weight_batches(self) -> None:
-        """Tell averagers and losses, from within the steps, what the batch counts for."""
+        """Set the batch's weight in averagers and losses from within each step."""
         averagers, data = self.averagers, self.spec.data
         by_samples, full = self.spec.weight_by_samples, data.batch_size
         synchronized = SynchronizedMoments(self.model, averagers[0])
@@ -372,7 +372,7 @@ class _Trainer:
 
 
 def _equal_rows(spec: DataSpec, data: DataModule) -> int | None:
-    """Return the rows of every training batch of this rank, if all have the same."""
+    """Return the rows per training batch of this rank, if they are known and equal."""
     if not isinstance(data, PlannedDataModule):
         return None
     sizes = set(spec.train_plan.batch_sizes(data.cur_shard, spec.batch_size))
@@ -383,7 +383,7 @@ def _digests(model: keras.Model) -> dict[str, str]:
     """Return a digest of each trainable variable, by its path."""
     digests: dict[str, str] = {}
     for index, variable in enumerate(model.trainable_variables):
-        # As bytes, since NumPy gives no buffer of bfloat16.
+        # Digest the bytes, since NumPy provides no buffer of bfloat16.
         digest = hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).hexdigest()[:16]
         name = variable.path
         digests[name if name not in digests else f"{name} ({index})"] = digest

@@ -1,7 +1,7 @@
-"""Spark ML params: how one is declared, what it accepts, and the params in groups of one concern.
+"""Spark ML params: declarations, converters, and mixins that group params by purpose.
 
-The groups are mixins of the estimators and models, a file each: an estimator's file says what it
-does, and not what can be set.
+Estimators and models inherit the mixins, one file per group. The estimators' own files contain only
+behavior.
 """
 
 from hvd_estimators.params.param import (

@@ -1,9 +1,4 @@
-"""Params of all estimators, in one mixin for each purpose. Runs on the driver.
-
-Runs on the driver.
-
-Runs on the driver.
-"""
+"""Params of all estimators, in one mixin for each purpose. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -49,7 +44,7 @@ _COLUMNS = (
 
 
 class ColumnParams(DeclaredParams):
-    """What the model is given, what it is to give, and what rows count for."""
+    """Params for feature, label and sample weight columns."""
 
     feature_cols = param("Input columns, in the order of the model's inputs.", convert=column_names)
     label_cols = param(
@@ -82,7 +77,7 @@ class ColumnParams(DeclaredParams):
     categorical_cols = param("Categorical columns, passed to a data module.", convert=column_names)
 
     def _all_feature_cols(self) -> list[str]:
-        """Return the input columns and those that a data module wants beside them."""
+        """Return the input columns, followed by the additional columns of a data module."""
         wanted = [
             *self.getOrDefault("feature_cols"),
             *(self.getOrDefault("categorical_cols") or []),
@@ -98,7 +93,7 @@ class ColumnParams(DeclaredParams):
 
     @contextlib.contextmanager
     def _naming_params(self) -> Iterator[None]:
-        """Let errors about a column say which param names it."""
+        """Add the param that names a column to errors about this column."""
         try:
             yield
         except (ColumnError, DataError) as error:
@@ -113,9 +108,9 @@ class ColumnParams(DeclaredParams):
             raise
 
     def _text_cols(self) -> Mapping[str, bool]:
-        """Return the feature columns that may be text, to whether bytes are text in them, too.
+        """Return the feature columns that may be text; the value is True if bytes are text, too.
 
-        A hook: a framework whose models take text overrides it.
+        Override this hook for a framework whose models accept text.
         """
         return {}
 
@@ -130,7 +125,7 @@ def _compressor(name: str, value: Any) -> Any:
 
 
 class TrainingParams(DeclaredParams):
-    """What is trained, with what, and for how long."""
+    """Params for the model, optimizer, loss and duration of training."""
 
     model = param("The model to train. Required.")
     optimizer = param("The optimizer. Its learning rate is for one rank.")
@@ -212,7 +207,7 @@ class TrainingParams(DeclaredParams):
     )
 
     def _check_loss_weights(self, labels: int) -> None:
-        """Make sure that weights of the losses are as many as the labels."""
+        """Check that there are as many loss weights as labels."""
         weights = self.getOrDefault("loss_weights")
         if isinstance(weights, list) and len(weights) != labels:
             raise ParamError(
@@ -224,7 +219,7 @@ _LEAST_BUFFER_BYTES = 2**20
 
 
 class ReadingParams(DeclaredParams):
-    """What reads the rows, in which order, and what it keeps."""
+    """Params for reading, shuffling and caching rows."""
 
     shuffle_buffer_size = param(
         "Bytes of rows that each rank holds for shuffling; as much again may go to row groups that "
@@ -285,7 +280,7 @@ class ReadingParams(DeclaredParams):
         return SHUFFLE_BUFFER_BYTES if given is None else given
 
     def _check_reading(self) -> None:
-        """Make sure that there is something to read the rows with, and memory to shuffle them."""
+        """Check that the data module is usable and the shuffle buffer is large enough."""
         module = self.getOrDefault("data_module")
         check_data_module(module)
         if self.getOrDefault("cache_type") != "null" and module != "petastorm":
@@ -303,7 +298,7 @@ class ReadingParams(DeclaredParams):
 
 
 class WritingParams(DeclaredParams):
-    """Which rows are for validation, and how all of them are written."""
+    """Params for selecting validation rows and for writing the data."""
 
     validation = param(
         "Fraction of the rows to validate on (chosen at random, by the seed), or name of a column "
@@ -327,7 +322,7 @@ class WritingParams(DeclaredParams):
 
 
 class CheckpointParams(DeclaredParams):
-    """When checkpoints of a run are written, and which of them are kept."""
+    """Params for writing, keeping and ranking checkpoints."""
 
     checkpoint_every_n_steps = param(
         "Optimizer steps, counted over the whole run, after which a checkpoint is written within "
@@ -354,7 +349,7 @@ class CheckpointParams(DeclaredParams):
     )
 
     def _checkpoint_options(self, framework: str) -> CheckpointOptions:
-        """Return what the ranks are told."""
+        """Return the checkpoint options for the ranks."""
         get = self.getOrDefault
         return CheckpointOptions(
             framework,
@@ -366,30 +361,30 @@ class CheckpointParams(DeclaredParams):
         )
 
     def _monitor(self) -> str | None:
-        """Return the monitored metric; for subclasses whose metrics have had other names."""
+        """Return the monitored metric. Subclasses override this to translate old metric names."""
         monitor: str | None = self.getOrDefault("checkpoint_monitor")
         return monitor
 
     def _check_checkpoints(self) -> None:
-        """Make sure that it can be told which of two values of the monitored metric is better."""
+        """Check that the monitored metric has a direction: less or more is better."""
         monitor = self._monitor()
         if monitor is not None:
             mode_of(monitor, self.getOrDefault("checkpoint_mode"))
 
     def _check_monitor(self, names: Sequence[str] | None, has_validation: bool) -> None:
-        """Make sure that the monitored metric is measured, as far as that is known.
+        """Check that the monitored metric is measured, if the measured metrics are known.
 
         Parameters
         ----------
         names : sequence of str or None
-            What is measured in training; None where only the ranks know.
+            Names of the training metrics; None if only the ranks know them.
         has_validation : bool
             Whether there is validation.
 
         Raises
         ------
         ParamError
-            If it is not measured.
+            If the metric is not measured.
         """
         monitor = self._monitor()
         if monitor is None:
@@ -405,7 +400,7 @@ class CheckpointParams(DeclaredParams):
 
 
 class RankParams(DeclaredParams):
-    """How many ranks there are, what runs them, and what they show."""
+    """Params for the number of ranks, their backend, resources and output."""
 
     num_proc = param(
         "Number of ranks. Default, and 0: as many as there are task slots.", convert=integer(0)
@@ -453,10 +448,10 @@ class RankParams(DeclaredParams):
     )
 
     def _get_or_create_backend(self) -> Any:
-        """Return the backend that is set, or one for ``num_proc`` Spark tasks; for subclasses.
+        """Return the backend that is set, or a backend with ``num_proc`` Spark tasks.
 
-        An override may return any object with ``run(fn, args, kwargs, env)`` and
-        ``num_processes()``.
+        Subclasses may override this method and return any object with ``run(fn, args, kwargs,
+        env)`` and ``num_processes()``.
         """
         backend, num_proc = self.getOrDefault("backend"), self.getOrDefault("num_proc")
         names = ("resource_profile", "gpus_per_task", "cpus_per_task")

@@ -1,8 +1,8 @@
-"""Grids of values that JSON cannot hold, such as optimizers, which Spark saves with a validator.
+"""Param grids with values that JSON cannot represent, such as optimizers. Runs on the driver.
 
-Spark writes the values of a grid as JSON, and those that are estimators, transformers or evaluators
-as files of their own. So a value that JSON cannot hold is put into a `GridValue`, an evaluator by
-name alone, when a grid is built, and taken out when an estimator is given it. Runs on the driver.
+Spark saves a validator's grid values as JSON. Estimators, transformers and evaluators are saved as
+separate files. A grid therefore wraps other values in a `GridValue`, which is an evaluator by type
+only. An estimator unwraps the `GridValue` when the param is set.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ __all__ = ["GridParams", "GridValue"]
 
 Known = TypeVar("Known")
 
-# An optimizer is saved by the names of its model's parameters: whose value it is has to be known.
-# Loaded ones have the uid of that which was saved.
+# An optimizer is saved with the names of its model's parameters, so the value's owner must be
+# known. Loaded estimators have the uid of the saved estimator.
 _owners: weakref.WeakValueDictionary[int, GridParams] = weakref.WeakValueDictionary()
-# The model may be one of the grid itself. By id: sets cannot be gone through while threads add.
+# The model may itself be a grid value. The keys are ids, since a set cannot be iterated while other
+# threads add to it.
 _models: weakref.WeakValueDictionary[int, GridValue] = weakref.WeakValueDictionary()
 
 
 class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
-    """A value of a param in a grid. It evaluates nothing.
+    """A param's value in a grid. It evaluates nothing.
 
-    `value` is what was given to the grid; a loaded one is known only to the estimator that it is
-    set in: ``estimator.copy(param_map).getOptimizer()``.
+    `value` is the original grid value. A loaded value is available only through the estimator that
+    it is set in: ``estimator.copy(param_map).getOptimizer()``.
     """
 
     param_name = param("Name of the param whose value it is.")
@@ -60,7 +61,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
             _models[id(self)] = self
 
     def value_for(self, estimator: GridParams) -> Any:
-        """Return the value, bound to an estimator's model if it was loaded."""
+        """Return the value, bound to an estimator's model if the value was loaded."""
         document = self.getOrDefault("document")
         if document is None:
             return self.value
@@ -72,7 +73,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         if self.isSet("document"):
             return super().write()
         name = self.getOrDefault("param_name")
-        # Copies have the uid, too, and may have another model.
+        # Copies of the estimator share its uid and may have another model.
         owners = [one for one in _alive(_owners) if one.uid == self._owner]
         if not owners:
             raise ParamError(
@@ -82,7 +83,7 @@ class GridValue(Evaluator, DeclaredParams, FileWritable, FileReadable):
         return self.copy({"document": self._dumped(owners, name)}).write()
 
     def _dumped(self, owners: list[GridParams], name: str) -> bytes:
-        """Return the value as an estimator saves it, with its model or one of the grid's."""
+        """Serialize the value as an estimator does, with its own model or one from the grid."""
         owner, *others = owners
         try:
             return dump_param(owner, name, self.value)
@@ -122,17 +123,17 @@ class GridParams(DeclaredParams, FileWritable, FileReadable):
     def _own_grids(self) -> None:
         _owners[id(self)] = self
         for name in self._declarations:
-            # ParamGridBuilder calls it for each value.
+            # ParamGridBuilder calls the converter for each value.
             converter = functools.partial(_in_grid, type(self), self.uid, name)
             self.getParam(name).typeConverter = converter
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Copies, and what was pickled, come without the constructor.
+        # Copies and unpickled objects are created without the constructor.
         self.__dict__.update(state)
         _owners[id(self)] = self
 
     def _set(self, **kwargs: Any) -> Self:
-        # The model first: an optimizer is bound to it.
+        # Set the model first, since an optimizer is bound to it.
         for name in sorted(kwargs, key=lambda name: name != "model"):
             value = kwargs[name]
             super()._set(**{name: value.value_for(self) if isinstance(value, GridValue) else value})
@@ -149,7 +150,7 @@ def _in_grid(cls: type[GridParams], owner: str, name: str, value: Any) -> Any:
         return value
     convert = cls._declarations[name].convert
     if convert is not None and value is not None:
-        convert(name, value)  # what is refused is told before the first fit
+        convert(name, value)  # reject invalid values before the first fit
     if is_json(value):
         return value
     return GridValue(owner, name, value)

@@ -30,13 +30,11 @@ from hvd_estimators.params import (
 __all__ = ["ClassificationParams", "HistoryParams", "InferenceParams", "TransformationParams"]
 
 _ONE_VS_REST = "mc2b$"
-
-
-"""What the names of the labels that Spark's ``OneVsRest`` makes begin with."""
+"""Prefix of the label columns that Spark's ``OneVsRest`` creates."""
 
 
 class ClassificationParams(DeclaredParams):
-    """Params of what `transform` adds for a classifier, in an estimator and in its model."""
+    """Params for the columns that `transform` adds for classifiers."""
 
     predictionCol = param(
         "Column for the class (a double: the position of the highest score), which transform() "
@@ -64,7 +62,7 @@ class ClassificationParams(DeclaredParams):
     )
 
     def _classification(self) -> dict[str, Any]:
-        """Return these params, those that are set, as an estimator gives them to its model."""
+        """Return the params that are set, for the estimator's model."""
         return {
             name: self.getOrDefault(name)
             for name in ClassificationParams._declarations
@@ -72,20 +70,20 @@ class ClassificationParams(DeclaredParams):
         }
 
     def _class_columns(self) -> dict[str, str]:
-        """Return the columns that are wanted: what they hold, to their names."""
+        """Return the requested columns: content to column name."""
         return class_columns(self.getOrDefault)
 
     def _check_classification(self, outputs: int) -> None:
-        """Check these params as far as that is possible before the outputs' shapes are known."""
+        """Check these params as far as possible before the outputs' shapes are known."""
         check_classes(self.getOrDefault, outputs)
 
     def _check_one_vs_rest(self) -> None:
-        """Make sure that a classifier of Spark's ``OneVsRest`` gives the scores that it compares.
+        """Check that a classifier in Spark's ``OneVsRest`` returns the scores that it compares.
 
         Raises
         ------
         ParamError
-            If it does not: `OneVsRest` would find out after training all classes.
+            If the scores are missing: `OneVsRest` would fail only after it trained all classes.
         """
         labels = self.getOrDefault("label_cols") or [""]
         if labels[0].startswith(_ONE_VS_REST) and not self.getOrDefault("rawPredictionCol"):
@@ -97,12 +95,12 @@ class ClassificationParams(DeclaredParams):
             )
 
     def _class_scores(self, shapes: Sequence[tuple[int | None, ...]]) -> ClassScores | None:
-        """Return what makes the columns; None if none is wanted."""
+        """Return the object that computes the columns; None if no columns are requested."""
         return class_scores(self.getOrDefault, shapes)
 
 
 class InferenceParams(DeclaredParams):
-    """Params of `transform`, whatever the model is."""
+    """Params of `transform` for all models."""
 
     outputs = param(
         "Which of the model's outputs are predictions: a list of positions (0 is the first) or of "
@@ -135,7 +133,7 @@ class InferenceParams(DeclaredParams):
     )
 
     def _inference_params(self) -> dict[str, Any]:
-        """Return these params, those that are set, as an estimator gives them to its model."""
+        """Return the params that are set, for the estimator's model."""
         return {
             name: self.getOrDefault(name)
             for name in InferenceParams._declarations
@@ -144,7 +142,7 @@ class InferenceParams(DeclaredParams):
 
 
 class TransformationParams(DeclaredParams):
-    """What is made of rows between reading and the model."""
+    """Params for the transformation of rows between the reader and the model."""
 
     transformation_fn = param(
         "Row (a dict) to row, applied by the readers. Strings and bytes reach it; what the model "
@@ -172,19 +170,19 @@ class TransformationParams(DeclaredParams):
     def _make_transformation(
         self, needed: Sequence[str], text: Sequence[str] = ()
     ) -> Transformation | None:
-        """Return what is made of rows; None if nothing.
+        """Return the transformation of rows; None if none is set.
 
         Parameters
         ----------
         needed : sequence of str
-            Fields that must be there, and numbers, in the end.
+            Fields that must exist after the transformation, and must be numeric.
         text : sequence of str
-            Those that may be text, too.
+            Fields that may also be text.
         """
         return make_transformation(self.getOrDefault, needed, text)
 
     def _transformation_params(self) -> dict[str, Any]:
-        """Return these params, those that are set, as an estimator gives them to its model."""
+        """Return the params that are set, for the estimator's model."""
         return {
             name: self.getOrDefault(name)
             for name in TransformationParams._declarations
@@ -193,7 +191,7 @@ class TransformationParams(DeclaredParams):
 
 
 class HistoryParams(DeclaredParams):
-    """What was measured while a model was trained."""
+    """Training history of a model."""
 
     history = param(
         "What was measured in each epoch: a list of dicts with epoch, train and validation. See "
@@ -201,25 +199,26 @@ class HistoryParams(DeclaredParams):
     )
 
     def history_frame(self) -> pd.DataFrame:
-        """Return what was measured as rows: the same columns for all frameworks.
+        """Return the training history as a DataFrame with the same columns for all frameworks.
 
-        ``getHistory()`` has a shape of its own for each of them:
+        ``getHistory()`` returns a different structure for each framework:
 
-        - Keras: that of Keras's ``History.history``, a dict of name to a list of values by epoch;
-          names of validation begin with ``val_``, which is left out here. It does not tell epochs:
-          of what a callback adds in some of them only, the first value is taken for epoch 0's.
+        - Keras: the dict of Keras's ``History.history``: name to a list of values by epoch.
+          Validation names begin with ``val_``; this method removes the prefix. The dict contains no
+          epoch numbers. If a callback adds a value in some epochs only, its first value is assigned
+          to epoch 0.
         - torch: a list of dicts, one per epoch, with ``epoch``, ``train`` and (with validation)
-          ``validation``; the latter two hold ``loss`` and ``all_metrics``, a list with a dict per
-          group of metrics, such as ``{"my_metric": 0.1}``.
-        - Lightning: the same list; ``train`` and ``validation`` hold ``loss`` where steps return
-          one, and what the module logs by the names that it logs it by.
+          ``validation``. ``train`` and ``validation`` hold ``loss`` and ``all_metrics``, a list
+          with one dict per group of metrics, such as ``{"my_metric": 0.1}``.
+        - Lightning: the same list. ``train`` and ``validation`` hold ``loss`` if the steps return a
+          loss, and the module's logged values by name.
 
         Returns
         -------
         pandas.DataFrame
-            A row per number, with the columns ``epoch`` (of the whole run, from 0), ``stage``
-            (``"train"`` or ``"validation"``), ``name`` (that of a metric; members of an array are
-            numbered, ``name_0`` and so on) and ``value`` (a float). Empty if there is no history.
+            One row per number, with the columns ``epoch`` (of the whole run, from 0), ``stage``
+            (``"train"`` or ``"validation"``), ``name`` (of the metric; elements of an array are
+            numbered ``name_0`` and so on) and ``value`` (a float). Empty if there is no history.
         """
         rows = history_rows(self.getOrDefault("history") or [])
         columns = {"epoch": "int64", "stage": "object", "name": "object", "value": "float64"}

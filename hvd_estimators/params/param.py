@@ -1,9 +1,8 @@
 """Declarations of Spark ML params: name, default, conversion, checks and documentation.
 
-All of them raise `ParamError` for what they do not accept. Run on the driver.
-
-A class derived from `DeclaredParams` writes ``name = declare(...)``; the Param itself, its getter
-and its setter come from that line. Runs on the driver.
+A class derived from `DeclaredParams` declares a param as ``name = param(...)``. This line creates
+the Spark Param, its getter and its setter. All converters raise `ParamError` for values that they
+reject. Runs on the driver.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Converter = Callable[[str, Any], Any]
 
 
 def integer(minimum: int | None = None) -> Converter:
-    """Return a converter to an integer that is not below a minimum."""
+    """Return a converter to an integer, optionally with a minimum."""
 
     def convert(name: str, value: Any) -> int:
         if isinstance(value, bool) or int(value) != value:
@@ -63,7 +62,7 @@ def integer(minimum: int | None = None) -> Converter:
 
 
 def number(minimum: float | None = None) -> Converter:
-    """Return a converter to a finite float that is not below a minimum."""
+    """Return a converter to a finite float, optionally with a minimum."""
 
     def convert(name: str, value: Any) -> float:
         if minimum is not None and value < minimum:
@@ -90,9 +89,9 @@ def string(name: str, value: Any) -> str:
 
 
 def column_names(name: str, value: Any) -> list[str]:
-    """Accept a list of column names, or one of them."""
+    """Accept a list of column names, or a single name."""
     if isinstance(value, (Set, Mapping)):
-        # A set has an order of its own in each process.
+        # The order of a set differs between processes.
         raise ParamError(
             f"{name}: expected a list of column names, whose order counts, found {value!r}."
         )
@@ -108,7 +107,7 @@ def column_names(name: str, value: Any) -> list[str]:
 
 
 def places(name: str, value: Any) -> list[int | str]:
-    """Accept a list of positions and names, or one of them."""
+    """Accept a list of positions and names, or a single one."""
     if isinstance(value, (Set, Mapping)):
         raise ParamError(f"{name}: expected a list, whose order counts, found {value!r}.")
     single = isinstance(value, str) or not isinstance(value, Iterable)
@@ -125,7 +124,7 @@ def places(name: str, value: Any) -> list[int | str]:
 
 
 def type_names(name: str, value: Any) -> list[str | None]:
-    """Accept a list of Spark's types, as DDL strings, as objects, or None; or one of them."""
+    """Accept a list of Spark types as DDL strings, type objects or None, or a single one."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     found: list[str | None] = []
     for entry in values:
@@ -140,7 +139,7 @@ def type_names(name: str, value: Any) -> list[str | None]:
 
 
 def numbers(name: str, value: Any) -> list[float]:
-    """Accept a list of numbers, or one of them."""
+    """Accept a list of numbers, or a single number."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     values = value if isinstance(value, (list, tuple)) else [value]
@@ -149,7 +148,7 @@ def numbers(name: str, value: Any) -> list[float]:
 
 
 def functions(name: str, value: Any) -> list[Any]:
-    """Accept a list of callables, or one of them."""
+    """Accept a list of callables, or a single callable."""
     values = list(value) if isinstance(value, (list, tuple)) else [value]
     for entry in values:
         if not callable(entry):
@@ -158,14 +157,14 @@ def functions(name: str, value: Any) -> list[Any]:
 
 
 def objects(name: str, value: Any) -> list[Any]:
-    """Accept a list of objects, or anything else that holds several in an order."""
+    """Accept a list of objects, or another ordered iterable of objects."""
     if isinstance(value, (str, bytes, Set, Mapping)) or not isinstance(value, Iterable):
         raise ParamError(f"{name}: expected a list, found {value!r}. Set [...], also for one.")
     return list(value)
 
 
 def one_of(*choices: str) -> Converter:
-    """Return a converter that accepts some strings only."""
+    """Return a converter that accepts only the given strings."""
 
     def convert(name: str, value: Any) -> str:
         if value not in choices:
@@ -178,10 +177,10 @@ def one_of(*choices: str) -> Converter:
 
 
 def shapes(name: str, value: Any) -> list[list[int]]:
-    """Accept a list of shapes, of a row each, or of a batch with -1 for its rows first.
+    """Accept a list of row shapes, or of batch shapes with -1 as the first dimension.
 
-    Returns them with the -1: ``[2]`` and ``[-1, 2]`` are the same, and so are ``[]`` (a number
-    per row) and ``[-1]``.
+    Returns the shapes with the -1: ``[2]`` and ``[-1, 2]`` are the same, and so are ``[]`` (a
+    number per row) and ``[-1]``.
     """
     try:
         if isinstance(value, (Set, Mapping)):
@@ -212,24 +211,24 @@ def _guarded(convert: Converter, expected: str) -> Converter:
 
 
 class param:
-    """One param: the only place where anything about it is written.
+    """Declaration of one param, with everything that is known about it.
 
     Parameters
     ----------
     doc : str
-        What it means, for ``explainParams()`` and the class's docstring.
+        Its meaning, for ``explainParams()`` and the class's docstring.
     default : object
-        Its value where none is set; an explicit None also means this.
+        Value if none is set; an explicit None also selects the default.
     convert : callable, optional
-        ``convert(name, value)`` returns the value as it is kept, or raises `ParamError`.
+        ``convert(name, value)`` returns the value to store, or raises `ParamError`.
     accessor : str, optional
-        What follows ``get`` and ``set``. Default: the name in camel case.
+        Suffix of the ``get`` and ``set`` methods. Default: the name in camel case.
     aliases : iterable of str
-        Further accessors, which other packages are known to call.
+        Additional accessors, which other packages are known to call.
     saved : bool
         Whether its value is saved with the object.
     stands_for : str, optional
-        The param of which this is another name: what is set in one is found in both.
+        The param that this one is another name of. A value set by one name can be read by both.
     """
 
     def __init__(
@@ -252,13 +251,11 @@ class param:
 
 
 _CLASS_LEVEL = Params._dummy().uid
-
-
-"""Parent of a Param that is taken from the class: ``TorchEstimator.epochs``."""
+"""Parent of a Param that is accessed on the class: ``TorchEstimator.epochs``."""
 
 
 class DeclaredParams(Params):
-    """Base of everything that declares its params with `declare`."""
+    """Base class for classes that declare their params with `param`."""
 
     _declarations: ClassVar[dict[str, param]] = {}
 
@@ -283,17 +280,17 @@ class DeclaredParams(Params):
         Raises
         ------
         ParamError
-            If there is no param of that name, or a value is not usable.
+            If there is no param of that name, or a value is rejected.
         """
         return self._set(**kwargs)
 
     def set(self, param: Param[Any], value: Any) -> None:
-        """Set a param of this object, as `setParams` does; readers and users of Spark ML call it.
+        """Set a param of this object, as `setParams` does. Spark ML's readers call this method.
 
         Raises
         ------
         ParamError
-            If the value is not usable, or the param is another object's.
+            If the value is rejected, or the param belongs to another object.
         """
         if param.parent != self.uid or not self.hasParam(param.name):
             raise ParamError(f"{param.name}: {param} does not belong to {self}. Set its own.")
@@ -312,7 +309,7 @@ class DeclaredParams(Params):
             if name in self._declarations:
                 value = self._converted(name, value)
             else:
-                # A Param that a subclass has made as Spark's own classes do.
+                # A Param that a subclass defines in the style of Spark's own classes.
                 try:
                     value = param.typeConverter(value)
                 except TypeError as error:
@@ -321,9 +318,9 @@ class DeclaredParams(Params):
         return self
 
     def getOrDefault(self, param: Any) -> Any:
-        """Return a param's value, by whichever of its names it was set, or its default.
+        """Return a param's value, set by any of its names, or its default.
 
-        Lists and dicts are copies: what is done to one of them changes no param.
+        Lists and dicts are copies, so changes to them do not affect the param.
         """
         return to_python(self._value_or_default(param))
 
@@ -341,12 +338,12 @@ class DeclaredParams(Params):
         return super().getOrDefault(param)
 
     def _check_other_names(self) -> None:
-        """Make sure that params that stand for each other say the same.
+        """Check that two names of the same param have the same value.
 
         Raises
         ------
         ParamError
-            If they do not.
+            If the values differ.
         """
         for other, target in self._other_names():
             if not (self.isSet(other) and self.isSet(target)):
@@ -360,10 +357,10 @@ class DeclaredParams(Params):
 
     @contextlib.contextmanager
     def _naming_as_set(self) -> Iterator[None]:
-        """Let errors name params as the caller set them: featuresCol, not feature_cols.
+        """Make errors name params as the caller set them: featuresCol, not feature_cols.
 
-        The only place that knows. What is advised for several columns stays, since a name for a
-        single one does not take them.
+        No other code translates the names. Advice such as ``feature_cols=[...]`` is not translated,
+        since a param for a single column does not accept several.
         """
         try:
             yield
@@ -393,9 +390,10 @@ class DeclaredParams(Params):
         Parameters
         ----------
         extra : dict, optional
-            Param (or its name) to value. Params of other objects are left out, as Spark does: a
-            pipeline hands one dict to all its stages, and a fitted model gets its estimator's.
-            Where a param has two names, the one in ``extra`` replaces what is set by the other.
+            Param (or its name) to value. Params of other objects are ignored, as in Spark: a
+            pipeline passes one dict to all stages, and a fitted model receives its estimator's
+            dict. If a param has two names, the name in ``extra`` replaces the value of the other
+            name.
         """
         values = {
             key if isinstance(key, str) else key.name: value
@@ -404,7 +402,8 @@ class DeclaredParams(Params):
         }
         copied = super().copy()
         for pair in self._other_names():
-            # Code that knows Spark's names, such as OneVsRest, overrides what is set by ours.
+            # Code that uses Spark's names, such as OneVsRest, must override values set by this
+            # package's names.
             for name, other in (pair, pair[::-1]):
                 if values.get(name) is not None and other not in values:
                     copied.clear(copied.getParam(other))
@@ -431,10 +430,11 @@ def _install(cls: type[DeclaredParams], name: str, declaration: param) -> None:
 
 
 def _prefer_others(cls: type[DeclaredParams]) -> None:
-    """Let accessors of a subclass's other bases take the place of ours of the same name.
+    """Prefer accessors of a subclass's other bases to declared accessors of the same name.
 
-    Packages have params of their own, such as ``label_col`` beside our ``labelCol``, in classes
-    that come after ours among the bases, and know nothing of ours.
+    Other packages define params such as ``label_col`` in mixins, beside this package's
+    ``labelCol``. These mixins follow this package's classes among the bases and do not know this
+    package.
     """
     for base in cls.__mro__[1:]:
         if issubclass(base, DeclaredParams) or base.__module__.partition(".")[0] == "pyspark":
@@ -447,10 +447,10 @@ def _prefer_others(cls: type[DeclaredParams]) -> None:
 
 
 def _describe(cls: type[DeclaredParams]) -> None:
-    """Give the constructor a signature, and the class a Parameters section, from the table."""
+    """Generate the constructor's signature and the Parameters section from the declarations."""
     init = inspect.signature(cls.__init__)
     if not any(p.kind is p.VAR_KEYWORD for p in init.parameters.values()):
-        # A constructor of the user's own: not that of the base, which would be inherited.
+        # Use a user-defined constructor's own signature, not the inherited one.
         own = list(init.parameters.values())[1:]
         cls.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
         return
