@@ -131,7 +131,7 @@ def test_what_keras_and_lightning_cannot_do_is_refused_too() -> None:
     import keras
     from pytorch_lightning import LightningModule
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
-    from test_played_shards import job
+    from test_virtual_shards import job
 
     from hvd_estimators.keras.dry_run import check_batches
     from hvd_estimators.lightning.dry_run import check_shards_of_module

@@ -28,7 +28,7 @@ time.sleep(300)
 
 
 def test_servers_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    tests = str(Path(__file__).parents[1])
+    tests = str(Path(__file__).parents[2])
     command = [sys.executable, "-c", _OWNER, tests, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
         try:

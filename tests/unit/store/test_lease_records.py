@@ -60,7 +60,7 @@ def start(store, what="waits"):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert process.stdout.readline() == "started\n"
     return process
@@ -277,6 +277,6 @@ def test_what_is_done_at_exit_may_start_threads():
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )
     assert (ran.stdout, ran.stderr) == ("done\n", "")

@@ -21,7 +21,7 @@ import benchmarks.__main__ as runner
 from benchmarks import page, quotes, results
 from benchmarks.figures import compared
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FIGURES = ROOT / "docs" / "figures"
 RECORDS = [
     *compared("wall", {"ours": [2.5, 2.0, 3.0], "theirs": [8.0, 9.0], "none": []}, "s", "theirs"),

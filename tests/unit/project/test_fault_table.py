@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TEST = re.compile(r"``(test_\w+\.py)::(test_\w+)``")
 
 

@@ -80,7 +80,7 @@ def test_both_exceptions_of_a_chain_stay() -> None:
 
 
 def test_an_error_without_a_users_frame_has_no_place(monkeypatch: Any) -> None:
-    monkeypatch.setattr(error_report, "_OWN", str(Path(__file__).parents[2]))
+    monkeypatch.setattr(error_report, "_OWN", str(Path(__file__).parents[3]))
     assert report_error(caught(users_loss, 1.5)).headline == "ValueError: odd label 1.5"
     assert fold_frames("no traceback\n") == "no traceback\n"
 
