@@ -1,4 +1,4 @@
-"""Keras's backend and TensorFlow's devices, on both sides."""
+"""Keras backend checks and TensorFlow device selection, on the driver and on ranks."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = [
 
 
 def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
-    """Let TensorFlow see one GPU, or none, and as many cores as are the rank's.
+    """Make at most one GPU visible to TensorFlow, and limit its threads to the rank's cores.
 
     Parameters
     ----------
     use_gpu : bool
         Whether to use GPUs.
     verbose : int
-        With 1 and above rank 0 tells the driver which GPUs there are.
+        If 1 or above, rank 0 reports the GPUs of all ranks to the driver.
 
     Raises
     ------
     GpuError
-        If some ranks see a GPU and others do not, or if two share one and NCCL is to reduce.
+        If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
     limit_threads()
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
     index = gpu_index(len(gpus), hvd.local_rank())
     chosen = [] if index is None else [gpus[index]]
-    # Before the first exchange, with which TensorFlow takes what it sees.
+    # Must precede the first exchange: TensorFlow then takes all visible devices.
     tf.config.set_visible_devices(chosen, "GPU")
     for gpu in chosen:
         tf.config.experimental.set_memory_growth(gpu, True)
@@ -60,7 +60,7 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
 
 
 def limit_threads() -> None:
-    """Compute with as many threads as ``OMP_NUM_THREADS`` says, if TensorFlow has not begun yet."""
+    """Set TensorFlow's thread count to ``OMP_NUM_THREADS``, unless TensorFlow has started."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         try:
@@ -70,12 +70,12 @@ def limit_threads() -> None:
 
 
 def require_tensorflow() -> None:
-    """Make sure that Keras runs on TensorFlow.
+    """Check that Keras runs on TensorFlow.
 
     Raises
     ------
     DependencyError
-        If it runs on something else, for which there are no collectives here.
+        If Keras runs on another backend, for which this package has no collectives.
     """
     found = keras.backend.backend()
     if found != "tensorflow":
@@ -87,10 +87,10 @@ def require_tensorflow() -> None:
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers that have a learning rate: the one given, or those that it wraps."""
+    """Return the optimizers that have a learning rate: the given one, or those it wraps."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return inner_optimizers(optimizer.inner_optimizer)
-    # Keras has had it since 3.13 only.
+    # Keras has MultiOptimizer since version 3.13.
     multi = getattr(keras.optimizers, "MultiOptimizer", None)
     if multi is not None and isinstance(optimizer, multi):
         return list(optimizer.optimizers)
@@ -98,20 +98,20 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
 
 
 def has_own_compile(model: keras.Model) -> bool:
-    """Return whether a model's class replaces ``compile``."""
+    """Return whether a model's class overrides ``compile``."""
     return type(model).compile is not keras.Model.compile
 
 
 def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
-    """Return a layer or model and all layers below it, also those in attributes of layers.
+    """Return a layer or model and all layers below it, including those in layer attributes.
 
-    Keras has a public list of a model's direct layers only.
+    Keras's public API lists only a model's direct layers.
     """
     return list(layer._flatten_layers(include_self=include_self))
 
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return all optimizers of a model: its own first, and those among its layers' attributes."""
+    """Return all optimizers of a model: its own first, then those in attributes of its layers."""
     found = [model.optimizer]
     for layer in all_layers(model):
         for value in list(vars(layer).values()):
