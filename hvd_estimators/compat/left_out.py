@@ -1,4 +1,4 @@
-"""What ``horovod.spark`` had and this package leaves out, and what to use instead."""
+"""Names of ``horovod.spark`` that this package leaves out, and their replacements."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
     "horovod.spark.torch.remote": _RANKS,
     "horovod.spark.torch.util": "Pickle modules with cloudpickle, or use torch.save.",
 }
-"""Modules, and all that is below them, to what takes their place."""
+"""Replacements of modules that are left out, by module; submodules are included."""
 
 LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
     "horovod.spark.common.util": {
@@ -105,13 +105,13 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
         _SAVING,
     ),
 }
-"""Modules that are there to the names that are not in them, and what takes their place."""
+"""Replacements of names that existing modules leave out, by module and name."""
 
 _OURS = "hvd_estimators.compat.spark"
 
 
 def check_module(name: str) -> None:
-    """Raise `LeftOutError` if a module is one that is left out."""
+    """Raise `LeftOutError` if a module is left out."""
     for left_out, instead in LEFT_OUT_MODULES.items():
         if name == left_out or name.startswith(f"{left_out}."):
             raise _error(name, instead)
@@ -120,21 +120,21 @@ def check_module(name: str) -> None:
 def left_out_names(
     module: str, homes: Mapping[str, str] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a module that stands for one of Horovod's.
+    """Return ``__getattr__`` and ``__dir__`` of a module that replaces one of Horovod's.
 
     Parameters
     ----------
     module : str
         The module's ``__name__``.
     homes : mapping, optional
-        Name to the module that it is imported from when it is first used.
+        Name to the module that provides the name on first use.
 
     Raises
     ------
     LeftOutError
-        By ``__getattr__``, for names that ``horovod.spark`` had.
+        By ``__getattr__``, for names of ``horovod.spark`` that this package leaves out.
     AttributeError
-        By ``__getattr__``, for those that it did not have.
+        By ``__getattr__``, for names that ``horovod.spark`` did not have.
     """
     theirs = "horovod.spark" + module.removeprefix(_OURS)
     names = LEFT_OUT_NAMES.get(theirs, {})

@@ -1,4 +1,4 @@
-"""Names of Lightning 1 that libraries on ``horovod.spark.lightning`` import (SynapseML does)."""
+"""Lightning 1 names that users of ``horovod.spark.lightning`` import, such as SynapseML."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["restore_names"]
 
 
 def restore_names() -> None:
-    """Give ``pytorch_lightning``, where it is installed, the names that Lightning 2 has dropped."""
+    """Restore the names that Lightning 2 dropped in ``pytorch_lightning``, if it is installed."""
     if find_spec("pytorch_lightning") is None:
         return
     utilities = importlib.import_module("pytorch_lightning.utilities")

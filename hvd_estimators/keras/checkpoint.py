@@ -1,4 +1,4 @@
-"""Checkpoints of a Keras run at and within epochs: contents and resuming.
+"""Checkpoints of a Keras run after and within epochs: contents and resuming.
 
 ``Model.fit`` can start an epoch only at its first batch. To resume within an epoch, the rank starts
 the epoch as usual and notifies the callbacks. Then the rank restores the state of the partial

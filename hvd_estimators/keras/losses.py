@@ -1,10 +1,10 @@
 """Losses of a Keras model: checks, and denominators over the global batch.
 
-Runs on the driver.
+The ranks' gradients are averaged by weight, by default by rows. `LossDenominators` scales a loss
+that divides by another number. The average then equals the loss over the global batch, whose
+numerator and denominator are sums over the ranks.
 
-The ranks' gradients are averaged by weight, by default by rows. A loss that divides by another
-number is scaled, where it is computed, so that this average is the loss over the global batch:
-its numerator and its denominator are both sums over the ranks. Runs on the worker.
+The checks run on the driver, `LossDenominators` on the ranks.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ NO_LOSS = (
 )
 
 
-# Keras's losses whose labels have another shape than the outputs.
+# Keras losses whose labels have a different shape from the outputs.
 _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
 
 def has_loss(model: keras.Model) -> bool:
-    """Return whether a model can compute a loss: it was compiled with one, or computes its own."""
+    """Return whether a model can compute a loss: a compiled loss, or its own ``compute_loss``."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
 
 
 def added_losses(model: keras.Model) -> list[Any]:
-    """Return what `add_loss` was given in the last call, except regularizers of weights."""
+    """Return the values of `add_loss` in the last call, except regularizers of weights."""
     found = list(model.losses)
     regularized = [v for v in model.trainable_variables if v.regularizer is not None]
     return found[: len(found) - len(regularized)]
 
 
 def may_add_loss(model: keras.Model) -> bool:
-    """Return whether a model may call `add_loss`, as far as its classes tell."""
+    """Return whether a model may call `add_loss`, judging by its classes."""
     return any(
         type(layer).__module__.partition(".")[0] != "keras"
         or getattr(layer, "activity_regularizer", None) is not None
@@ -76,21 +76,21 @@ def may_add_loss(model: keras.Model) -> bool:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Return whether a model trains in a way of its own."""
+    """Return whether a model has its own ``train_step``."""
     return type(model).train_step is not keras.Model.train_step
 
 
 def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) -> bool:
-    """Return whether each label had to pair with an output while a model was trained.
+    """Return whether each label had to pair with an output in training.
 
-    The user's own ``train_step``, ``compute_loss`` and ``add_loss`` compare what they like.
+    The user's own ``train_step``, ``compute_loss`` and ``add_loss`` may compare any values.
 
     Parameters
     ----------
     model : keras.Model
         The model.
     compiled : mapping, optional
-        What it was compiled with. Default: as it is compiled.
+        The model's compile arguments. Default: the current ones.
     """
     if has_own_step(model):
         return False
@@ -105,7 +105,7 @@ def weights_by_samples(loss: Any) -> bool:
     Parameters
     ----------
     loss : object
-        What `compile` is given.
+        The ``loss`` argument of `compile`.
     """
     found = losses(loss)
     return bool(found) and all(
@@ -114,25 +114,25 @@ def weights_by_samples(loss: Any) -> bool:
 
 
 def without_reduction(loss: Any) -> list[Any]:
-    """Return the losses that give one number per row."""
+    """Return the losses without a reduction, which return one number per row."""
     return [entry for entry in losses(loss) if getattr(entry, "reduction", "") in (None, "none")]
 
 
 def find_metric(name: Any) -> Any:
-    """Return a metric as ``compile`` finds it.
+    """Resolve a metric as ``compile`` does.
 
     Raises
     ------
     ValueError
-        If Keras knows none.
+        If Keras does not know the metric.
     """
-    # Which of several is meant by these, outputs and labels tell.
+    # These names have several meanings; outputs and labels determine the right one.
     meant = name in ("acc", "accuracy", "ce", "crossentropy")
     return name if meant else keras.metrics.get(name)
 
 
 def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
-    """Return the loss of each output, in the order of their places."""
+    """Return the loss of each output, in the order of the outputs."""
     if isinstance(loss, dict):
         names = zip(outputs.names, outputs.layers, strict=True)
         return [loss.get(name, loss.get(layer)) for name, layer in names]
@@ -141,7 +141,7 @@ def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
 
 
 def compares_elements(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that needs labels in the shape of outputs."""
+    """Return whether a loss is one of Keras's that require labels in the shape of outputs."""
     try:
         resolved = keras.losses.get(loss)
     except ValueError:
@@ -153,19 +153,19 @@ def compares_elements(loss: Any) -> bool:
 
 
 def has_any_loss(model: keras.Model, x: Any) -> bool:
-    """Return whether there is a loss to try: of the model, or one that its layers add.
+    """Return whether there is a loss to try: the model's, or one that its layers add.
 
     Parameters
     ----------
     model : keras.Model
         The model, compiled and called.
     x : object
-        What it was called with.
+        The input of the call.
 
     Raises
     ------
     ParamError
-        If there is none.
+        If there is no loss.
     ShapeError
         If a layer adds one number per row, or the model cannot be called as in training.
     """
@@ -197,22 +197,22 @@ def check_loss(
     labels: Any,
     weights: Any | None,
 ) -> bool:
-    """Try the loss; return False where only the ranks can tell whether it fits.
+    """Try the loss; return False if only the ranks can determine if the loss works.
 
     Parameters
     ----------
     model : keras.Model
-        The model, compiled.
+        The compiled model.
     known : Outputs or None
-        Which output belongs to which label; None if labels are none of its outputs.
+        Pairing of outputs and labels; None if labels do not pair with outputs.
     x, outputs, labels, weights : tensors
-        Some rows: what the model was called with, what it returned, labels in the structure of its
-        outputs, and the rows' weights, if they have any.
+        The model's input and output for some rows, labels in the structure of the outputs, and
+        row weights or None.
 
     Raises
     ------
     ShapeError
-        If the loss cannot take outputs and labels, or is more than a number.
+        If the loss cannot take outputs and labels, or does not return a single number.
     """
     compared = _compared(model, known, outputs, labels)
     shapes = "; ".join(
@@ -233,7 +233,7 @@ def check_loss(
     if value is not None and value.shape.rank:
         raise ShapeError(f"The loss must return a number, found shape {tuple(value.shape)}.")
     for _, output, label, loss in compared:
-        # Labels that only broadcast to the output train on something nobody meant.
+        # Labels that only broadcast to the output would train on unintended pairs.
         sizes = [int(np.prod(tensor.shape[1:])) for tensor in (output, label)]
         if sizes[0] != sizes[1] and compares_elements(loss):
             raise ShapeError(
@@ -262,7 +262,7 @@ def _compared(
 
 
 def _check_added(model: keras.Model) -> None:
-    """Refuse added losses that are one number per row: Keras sums them up."""
+    """Reject added losses with one number per row, because Keras sums them up."""
     for loss in added_losses(model):
         if loss.shape.rank:
             raise ShapeError(
@@ -272,24 +272,24 @@ def _check_added(model: keras.Model) -> None:
 
 
 def states_denominator(loss: Any) -> bool:
-    """Return whether a loss of the user's has a method ``denominator(y_true, y_pred)``."""
+    """Return whether a user's loss has a method ``denominator(y_true, y_pred)``."""
     return callable(getattr(loss, "denominator", None))
 
 
 class LossDenominators:
-    """Scales the losses that a model computes in its training and test steps.
+    """Scale the losses that a model computes in its training and test steps.
 
-    With several micro-batches in a step nobody knows the step's denominator before the last of
-    them. A single loss then weights each micro-batch by its denominator instead.
+    With several micro-batches per step, the step's denominator is unknown before the last one. A
+    single loss then weights each micro-batch by its denominator instead.
 
     Parameters
     ----------
     averagers : sequence of GradientAverager
         Average the model's gradients.
     passes : int
-        Micro-batches of a step on this rank.
+        Micro-batches per step on this rank.
     full : int
-        Rows of a full batch, in which weights are counted.
+        Rows of a full batch, the unit of weights.
     by_samples : bool
         Whether gradients are averaged by sample weights, not by rows.
     """
@@ -304,14 +304,14 @@ class LossDenominators:
         self._is_single = True
         self._weight: Any = None
         self._is_training = False
-        # Losses of the step that is traced, and those among them that are no means over rows.
+        # Losses of the traced step, and those among them that are not means over rows.
         self._calls = self._others = 0
         self._after: list[Any] = []
         self._denominator: Any = None
 
     @contextlib.contextmanager
     def patched(self, model: keras.Model) -> Iterator[None]:
-        """Scale losses until the block ends; only this process, which trains, is changed."""
+        """Scale losses until the block ends. Patches Keras in this process, which trains."""
         kind: Any = keras.losses.Loss
         original = kind.__call__
 
@@ -346,10 +346,10 @@ class LossDenominators:
         Parameters
         ----------
         weight : tf.Tensor
-            What the batch counts, by rows or by sample weights.
+            Weight of the batch, by rows or by sample weights.
         is_training : bool
-            Whether gradients are averaged. In a test step, a single loss is counted by its
-            denominator, for its exact value over all validation rows.
+            Whether gradients are averaged. In a test step, a single loss is weighted by its
+            denominator, so that the loss over all validation rows is exact.
         labels : int
             The number of labels.
         """
@@ -415,7 +415,7 @@ class LossDenominators:
         return self._times(value, tf.math.divide_no_nan(weights, self._weight))
 
     def _reduced(self, own: Any) -> list[Any]:
-        """Return numbers added up over the ranks, one reduction after the other."""
+        """Sum numbers over the ranks, one reduction after the other."""
         # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
         with tf.control_dependencies(self._after):
             total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._others}")
@@ -423,12 +423,12 @@ class LossDenominators:
         return [tf.cast(number, tf.float32) for number in tf.unstack(total)]
 
     def _times(self, value: Any, factor: Any) -> Any:
-        # A batch without rows may have any loss.
+        # A batch without rows may have any loss value.
         return tf.math.multiply_no_nan(value, tf.cast(factor, value.dtype))
 
 
 def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any) -> Any:
-    """Return what a batch's loss was divided by; None for a mean over rows."""
+    """Return the denominator of a batch's loss; None for a mean over rows."""
     if states_denominator(loss):
         return tf.reduce_sum(tf.cast(loss.denominator(y_true, y_pred), tf.float32))
     if not elements.shape.rank:

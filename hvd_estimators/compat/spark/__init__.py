@@ -1,4 +1,4 @@
-"""``horovod.spark``: functions of one's own on ranks."""
+"""``horovod.spark``: run the user's functions on ranks."""
 
 from __future__ import annotations
 

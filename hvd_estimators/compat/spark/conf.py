@@ -1,8 +1,8 @@
-"""``horovod.spark.conf``: settings of Spark, as ``SparkConf.set(*pair)`` takes them.
+"""``horovod.spark.conf``: Spark settings, as pairs for ``SparkConf.set(*pair)``.
 
-Spark 4.1 no longer knows ``spark.blacklist``, so that these have the names that it has had since
-3.1. They mattered to elastic runs whose tasks Spark itself started again; ``run_elastic`` of this
-package launches ranks anew, whatever they say.
+Spark 4.1 no longer knows ``spark.blacklist``, so these settings use the names since Spark 3.1. They
+mattered to elastic runs whose tasks Spark itself restarted. ``run_elastic`` of this package
+relaunches ranks regardless of these settings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _APPLICATION_PER_EXECUTOR = f"{_EXCLUDE}.application.maxFailedTasksPerExecutor"
 _APPLICATION_PER_NODE = f"{_EXCLUDE}.application.maxFailedExecutorsPerNode"
 
 SPARK_CONF_MAX_INT = str(2**31 - 1)
-# Spark compares two of its limits, and one has to be below the other.
+# Spark compares two of its limits, and one must be below the other.
 SPARK_CONF_MAX_INT_MINUS_ONE = str(2**31 - 2)
 
 SPARK_CONF_ALWAYS_RESTART_FAILED_TASK = ("spark.task.maxFailures", SPARK_CONF_MAX_INT)

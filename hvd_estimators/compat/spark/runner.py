@@ -1,4 +1,4 @@
-"""``horovod.spark.runner``: what ``horovod.spark`` itself has."""
+"""``horovod.spark.runner``: the same functions as in ``horovod.spark``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.common``: what the estimators of all frameworks share."""
+"""``horovod.spark.common``: modules that the estimators of all frameworks share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.common.backend``: what starts the ranks."""
+"""``horovod.spark.common.backend``: backends that start the ranks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["Backend", "SparkBackend", "default_num_proc"]
 
 
 def default_num_proc() -> int:
-    """Return the number of task slots, which is how many ranks there are by default."""
+    """Return the number of task slots, which is the default number of ranks."""
     return spark_backend.SparkBackend().num_processes()
 
 
 class SparkBackend(spark_backend.SparkBackend):
     """`hvd_estimators.launch.SparkBackend` with the attributes that subclasses rely on.
 
-    ``_num_proc`` is the number of ranks, ``_env`` what was given as ``env``, and ``_kwargs`` a dict
-    of the further arguments.
+    ``_num_proc`` is the number of ranks, ``_env`` is the argument ``env``, and ``_kwargs`` is a
+    dict of the other arguments.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""``horovod.spark.common.constants``; nothing in this package depends on them."""
+"""``horovod.spark.common.constants``, which this package itself does not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.common.datamodule``: the base of what reads the rows for a rank."""
+"""``horovod.spark.common.datamodule``: base class of the data modules, which read rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.common.estimator``: the bases of all estimators and models."""
+"""``horovod.spark.common.estimator``: base classes of all estimators and models."""
 
 from __future__ import annotations
 

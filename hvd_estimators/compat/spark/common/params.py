@@ -1,4 +1,4 @@
-"""``horovod.spark.common.params``: the bases that declare what estimators and models share."""
+"""``horovod.spark.common.params``: base classes with the params of estimators and models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.common.store``: where datasets, checkpoints and logs live."""
+"""``horovod.spark.common.store``: stores for datasets, checkpoints and logs."""
 
 from __future__ import annotations
 

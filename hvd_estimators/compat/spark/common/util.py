@@ -1,4 +1,4 @@
-"""``horovod.spark.common.util``: prepared data, and a few helpers."""
+"""``horovod.spark.common.util``: prepared data and helpers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def is_databricks() -> bool:
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """Return a list with as many entries as there are labels or features.
+    """Return a list with one entry per label or feature.
 
     Parameters
     ----------
     var : object or list
-        A value, or a list with one, is repeated; None stays None.
+        A value, or a list with one entry, is repeated; None stays None.
     length : int
         The number of entries.
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.keras.datamodule``: what reads the rows for a rank."""
+"""``horovod.spark.keras.datamodule``: data module that reads a rank's rows."""
 
 from __future__ import annotations
 

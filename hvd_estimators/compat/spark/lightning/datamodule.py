@@ -1,4 +1,4 @@
-"""``horovod.spark.lightning.datamodule``, of which nothing is left."""
+"""``horovod.spark.lightning.datamodule``, whose names are all left out."""
 
 from __future__ import annotations
 

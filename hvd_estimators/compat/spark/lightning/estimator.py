@@ -21,7 +21,7 @@ MIN_PL_VERSION = "2.0.0"
 
 
 class TorchEstimator(NativeEstimator):
-    """The estimator, with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
+    """Estimator with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
 
     _upstream_names = True
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.task``: what a rank learns of its task."""
+"""``horovod.spark.task``: information about a rank's task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``horovod.spark.task.task_info``: what ``horovod.spark.task`` itself has."""
+"""``horovod.spark.task.task_info``: the same name as in ``horovod.spark.task``."""
 
 from __future__ import annotations
 

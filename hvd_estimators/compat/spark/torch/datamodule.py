@@ -1,4 +1,4 @@
-"""``horovod.spark.torch.datamodule``: what reads the rows for a rank."""
+"""``horovod.spark.torch.datamodule``: data module that reads a rank's rows."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ __all__ = [
 
 
 class TorchEstimator(NativeEstimator):
-    """The estimator, with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
+    """Estimator with ``horovod.spark``'s names of metrics: ``group_<number>_<label>``."""
 
     _upstream_names = True
 
