@@ -96,7 +96,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def judges_by_name(callback: Any) -> bool:
-    """Return whether Keras must infer if lower or higher monitored values are better."""
+    """Return whether Keras must infer the better direction of the monitored value."""
     return (
         getattr(callback, "mode", None) == "auto"
         and getattr(callback, "monitor_op", True) is None

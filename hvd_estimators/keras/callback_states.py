@@ -180,7 +180,7 @@ class CallbackStates:
     rank, size : int
         This rank, and the number of ranks.
     scalars : ScalarState, optional
-        In a resumed run, the scalars that callbacks set when training begins.
+        Scalars to restore in a resumed run, because callbacks set them when training begins.
     """
 
     def __init__(

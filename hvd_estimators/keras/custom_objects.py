@@ -91,8 +91,8 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
     model : keras.Model
         The model.
     held : dict
-        Receives the arguments and attributes that contain no Keras objects. Their values are sent
-        alongside the config.
+        Receives the data attributes, and the arguments that contain no Keras objects. The caller
+        sends the dict alongside the config.
     """
     changed = []
     with _lock:
