@@ -1,12 +1,12 @@
-"""``horovod.spark``'s names for code and libraries that cannot change their imports.
+"""Names of ``horovod.spark`` for code and libraries that cannot change their imports.
 
-``import hvd_estimators.compat``, before anything of ``horovod.spark`` is imported, makes these
-names resolve to this package: in this process, in ranks, and in Python workers that predict with
-models of this package, which import it by themselves. Where Horovod was installed by
-``hvd-estimators build-horovod --with-compat`` no import is needed, in any process.
+Import ``hvd_estimators.compat`` before any part of ``horovod.spark``. The names then resolve to
+this package: in this process, in ranks, and in Python workers that predict with models of this
+package. Ranks and Python workers import this module by themselves. No import is needed if
+``hvd-estimators build-horovod --with-compat`` installed Horovod.
 
-What ``horovod.spark`` had and this package leaves out raises a `LeftOutError`, which says what to
-use instead. See ``docs/migrating.rst``.
+Names of ``horovod.spark`` that this package leaves out raise a `LeftOutError`, which suggests a
+replacement. See ``docs/migrating.rst``.
 """
 
 from __future__ import annotations

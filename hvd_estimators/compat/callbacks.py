@@ -1,4 +1,4 @@
-"""``horovod.tensorflow.keras.callbacks`` for Keras 3, which Horovod's own callbacks do not know."""
+"""``horovod.tensorflow.keras.callbacks`` for Keras 3, which Horovod's own do not support."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = [
 
 
 class BroadcastGlobalVariablesCallback(BroadcastCallback):
-    """Sends one rank's weights and optimizer to the others when training begins.
+    """Broadcast one rank's weights and optimizer state when training begins.
 
     Parameters
     ----------
     root_rank : int
-        That rank.
+        The rank whose state is broadcast.
     device, local_variables
-        Accepted for Horovod's sake, and ignored.
+        Accepted for compatibility with Horovod, and ignored.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -37,12 +37,12 @@ class BroadcastGlobalVariablesCallback(BroadcastCallback):
 
 
 class MetricAverageCallback(_MetricAverageCallback):
-    """Merges what ranks measure, see `hvd_estimators.keras.MetricAverageCallback`.
+    """Merge the metrics of the ranks; see `hvd_estimators.keras.MetricAverageCallback`.
 
     Parameters
     ----------
     device
-        Accepted for Horovod's sake, and ignored.
+        Accepted for compatibility with Horovod, and ignored.
     """
 
     def __init__(self, device: str = "") -> None:

@@ -28,16 +28,16 @@ ALIASES = {
     "horovod.keras.callbacks": "hvd_estimators.compat.callbacks",
     "horovod.tensorflow.keras.callbacks": "hvd_estimators.compat.callbacks",
 }
-"""Names to what stands behind them, submodules included."""
+"""Mapping of module names, submodules included, to the modules that they stand for."""
 
 COMPLETED = {
     "horovod.keras": "hvd_estimators.compat.horovod_keras",
     "horovod.tensorflow.keras": "hvd_estimators.compat.horovod_keras",
 }
-"""Modules of Horovod's to what has some of their functions instead, see its ``complete``."""
+"""Mapping of Horovod modules to modules with replacement functions; see ``complete``."""
 
 MARKER = "HVD_ESTIMATORS_COMPAT"
-"""Attribute of a ``horovod.spark`` that ``build-horovod --with-compat`` has put into the wheel."""
+"""Attribute of a ``horovod.spark`` that ``build-horovod --with-compat`` wrote to the wheel."""
 
 
 class _NamesLoader(Loader):
@@ -72,7 +72,7 @@ class _NamesLoader(Loader):
 
 
 class _AliasLoader(Loader):
-    """Gives a module that has a name of its own, and leaves it as it is."""
+    """Loader that returns a module with another name, and leaves it unchanged."""
 
     def __init__(self, real: str) -> None:
         self._real = real
@@ -88,7 +88,7 @@ class _AliasLoader(Loader):
 
 
 class _CompletingLoader(SourceFileLoader):
-    """Loads a module of Horovod's, and puts functions of ours into it."""
+    """Loader of a Horovod module that replaces some of its functions by this package's."""
 
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
@@ -138,14 +138,14 @@ def _real_name(name: str) -> str | None:
 
 
 def is_installed() -> bool:
-    """Return whether ``horovod.spark`` is this package's in this process."""
+    """Return whether ``horovod.spark`` resolves to this package in this process."""
     return any(isinstance(finder, _AliasFinder) for finder in sys.meta_path)
 
 
 def install() -> None:
-    """Make ``horovod.spark`` this package's, in this process and in those that it sends work to.
+    """Make ``horovod.spark`` resolve to this package, here and in processes that get its work.
 
-    Importing `hvd_estimators.compat` does it; once more does nothing.
+    Importing `hvd_estimators.compat` calls this function. Further calls do nothing.
 
     Raises
     ------

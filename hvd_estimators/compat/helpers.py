@@ -41,15 +41,15 @@ BYTES_PER_GIB = 2**30
 
 
 def default_num_proc() -> int:
-    """Return the number of task slots, which is how many ranks there are by default."""
+    """Return the number of task slots, which is the default number of ranks."""
     return spark_backend.SparkBackend().num_processes()
 
 
 class SparkBackend(spark_backend.SparkBackend):
     """`hvd_estimators.launch.SparkBackend` with the attributes that subclasses rely on.
 
-    ``_num_proc`` is the number of ranks, ``_env`` what was given as ``env``, and ``_kwargs`` a dict
-    of the further arguments.
+    ``_num_proc`` is the number of ranks, ``_env`` is the argument ``env``, and ``_kwargs`` is a
+    dict of the other arguments.
 
     Parameters
     ----------
@@ -75,12 +75,12 @@ def is_databricks() -> bool:
 
 
 def to_list(var: Any, length: int) -> list[Any] | None:
-    """Return a list with as many entries as there are labels or features.
+    """Return a list with one entry per label or feature.
 
     Parameters
     ----------
     var : object or list
-        A value, or a list with one, is repeated; None stays None.
+        A value, or a list with one entry, is repeated; None stays None.
     length : int
         The number of entries.
 

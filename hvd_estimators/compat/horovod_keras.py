@@ -1,7 +1,7 @@
 """Functions of ``horovod.tensorflow.keras`` and ``horovod.keras`` for Keras 3.
 
-Horovod's ``DistributedOptimizer`` averages nothing under Keras 3, and says nothing: each rank would
-train by itself.
+Under Keras 3, Horovod's ``DistributedOptimizer`` averages nothing and raises no error, so each rank
+would train separately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["DistributedOptimizer", "PartialDistributedOptimizer", "complete", "l
 
 
 def complete(module: ModuleType) -> None:
-    """Put the functions below in the place of a module's own."""
+    """Replace a module's own functions by those of this module."""
     for name in ("DistributedOptimizer", "PartialDistributedOptimizer", "load_model"):
         if hasattr(module, name):
             setattr(module, name, globals()[name])
@@ -41,7 +41,7 @@ def DistributedOptimizer(
     process_set: Any = None,
     scale_local_gradients: bool = True,
 ) -> keras.optimizers.Optimizer:
-    """Make an optimizer average over the ranks, see `hvd_estimators.keras.DistributedOptimizer`.
+    """Make an optimizer average over the ranks; see `hvd_estimators.keras.DistributedOptimizer`.
 
     Parameters
     ----------
@@ -52,15 +52,15 @@ def DistributedOptimizer(
     backward_passes_per_step : int
         Calls whose gradients make one step.
     op, average_aggregated_gradients, process_set
-        Averages alone are taken, over all ranks and over the calls of a step.
+        Only averages over all ranks and over the calls of a step are supported.
     name, device_dense, device_sparse, sparse_as_dense, gradient_predivide_factor, num_groups, \
-groups, scale_local_gradients
-        Accepted for Horovod's sake: they change no result.
+    groups, scale_local_gradients
+        Accepted for compatibility with Horovod; they change no result.
 
     Raises
     ------
     ParamError
-        If something else than averages is asked for.
+        If anything other than averages is requested.
     """
     import horovod.tensorflow as hvd
 
@@ -78,7 +78,7 @@ groups, scale_local_gradients
 
 
 def PartialDistributedOptimizer(*args: Any, **kwargs: Any) -> Any:
-    """Raise `LeftOutError`."""
+    """Raise `LeftOutError`, because partial averaging is not supported."""
     raise LeftOutError(
         "hvd_estimators has no PartialDistributedOptimizer, and Horovod's averages nothing under "
         "Keras 3. Use DistributedOptimizer, or a training loop of your own with hvd.allreduce."
@@ -92,20 +92,20 @@ def load_model(
     compression: Any = None,
     legacy_opts: bool = False,
 ) -> keras.Model:
-    """Load a model that goes on to train with its optimizer, averaging over the ranks.
+    """Load a model that resumes training with its optimizer, averaging over the ranks.
 
     Parameters
     ----------
     filepath : str
-        What `keras.saving.load_model` takes.
+        See `keras.saving.load_model`.
     custom_optimizers : sequence of class, optional
         Optimizers that Keras does not know.
     custom_objects : mapping of str to object, optional
-        Other things that Keras does not know.
+        Other objects that Keras does not know.
     compression : horovod compressor, optional
         See `DistributedOptimizer`.
     legacy_opts
-        Accepted for Horovod's sake, and ignored.
+        Accepted for compatibility with Horovod, and ignored.
     """
     optimizers = {kind.__name__: kind for kind in custom_optimizers or ()}
     model = keras.saving.load_model(filepath, {**optimizers, **(custom_objects or {})})

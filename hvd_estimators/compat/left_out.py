@@ -56,7 +56,7 @@ LEFT_OUT_MODULES: Mapping[str, str] = {
     "horovod.spark.torch.remote": _RANKS,
     "horovod.spark.torch.util": "Pickle modules with cloudpickle, or use torch.save.",
 }
-"""Modules, and all that is below them, to what takes their place."""
+"""Replacements of modules that are left out, by module; submodules are included."""
 
 LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
     "horovod.spark.common.util": {
@@ -103,11 +103,11 @@ LEFT_OUT_NAMES: Mapping[str, Mapping[str, str]] = {
         _SAVING,
     ),
 }
-"""Modules that are there to the names that are not in them, and what takes their place."""
+"""Replacements of names that existing modules leave out, by module and name."""
 
 
 def check_module(name: str) -> None:
-    """Raise `LeftOutError` if a module is one that is left out."""
+    """Raise `LeftOutError` if a module is left out."""
     for left_out, instead in LEFT_OUT_MODULES.items():
         if name == left_out or name.startswith(f"{left_out}."):
             raise _error(name, instead)

@@ -1,8 +1,9 @@
-"""Keras 3 on Spark: `KerasEstimator`, `KerasModel`; an optimizer, callbacks, a state for Horovod.
+"""Keras 3 on Spark: estimator, model, and Horovod tools for Keras training.
 
-`load_predictor` loads a saved model to predict without Spark.
+Contains `KerasEstimator`, `KerasModel`, and `load_predictor` for predictions without Spark. Also
+contains an averaging optimizer, callbacks and an elastic state for Horovod.
 
-Imported when first used, so that a rank can import the trainer without PySpark.
+Names are imported on first use, so that a rank can import the trainer without PySpark.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ __all__ = [
 
 
 def require_tensorflow() -> None:
-    """Make sure that Keras runs on TensorFlow.
+    """Check that Keras runs on TensorFlow.
 
     Raises
     ------
     DependencyError
-        If it runs on something else, for which there are no collectives here.
+        If Keras runs on another backend, for which this package has no collectives.
     """
     found = keras.backend.backend()
     if found != "tensorflow":
@@ -35,7 +35,7 @@ def require_tensorflow() -> None:
 
 
 def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers that have a learning rate: the one given, or those that it wraps."""
+    """Return the optimizers that have a learning rate: the given one, or those it wraps."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return inner_optimizers(optimizer.inner_optimizer)
     # Keras has had it since 3.13 only.
@@ -46,20 +46,20 @@ def inner_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimi
 
 
 def has_own_compile(model: keras.Model) -> bool:
-    """Return whether a model's class replaces ``compile``."""
+    """Return whether a model's class overrides ``compile``."""
     return type(model).compile is not keras.Model.compile
 
 
 def all_layers(layer: keras.Layer, include_self: bool = True) -> list[keras.Layer]:
-    """Return a layer or model and all layers below it, also those in attributes of layers.
+    """Return a layer or model and all layers below it, including those in layer attributes.
 
-    Keras has a public list of a model's direct layers only.
+    Keras's public API lists only a model's direct layers.
     """
     return list(layer._flatten_layers(include_self=include_self))
 
 
 def model_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return all optimizers of a model: its own first, and those among its layers' attributes."""
+    """Return all optimizers of a model: its own first, then those in attributes of its layers."""
     found = [model.optimizer]
     for layer in all_layers(model):
         for value in list(vars(layer).values()):

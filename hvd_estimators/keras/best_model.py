@@ -1,4 +1,4 @@
-"""The model that the user's checkpoint callback keeps, and its copy in the store."""
+"""Best model of the user's checkpoint callback, and its copy in the store."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["BestModel"]
 
 
 class BestModel:
-    """The model that the user's checkpoint callback keeps. Rank 0 only.
+    """File that the user's checkpoint callback saves its model to. Rank 0 only.
 
     Parameters
     ----------
     callback : keras.callbacks.ModelCheckpoint
-        Its path is replaced.
+        The user's callback, whose path and saving method are replaced.
     directory : str
-        A local directory for its file.
+        A local directory for the file.
     checkpoints_path : str or None
-        The directory of the run's checkpoints, where it is kept, too; None where runs are not.
+        The run's checkpoint directory, which receives a copy of the file. None if the run is not
+        saved.
     store : Store
-        Opens it.
+        The store that holds ``checkpoints_path``.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class BestModel:
     def _completing(
         self, callback: keras.callbacks.ModelCheckpoint, save: Callable[..., None]
     ) -> Callable[..., None]:
-        """Return the callback's method, which then adds what Keras's file leaves out."""
+        """Return the callback's saving method, extended by the state that Keras's file omits."""
         path = Path(self._path)
 
         def saved_at() -> int:
@@ -81,7 +82,7 @@ class BestModel:
         return save_completely
 
     def fetch(self) -> None:
-        """Get what an earlier part of the run kept."""
+        """Fetch the file that an earlier part of the run stored."""
         if self._stored_at is not None and self._store.exists(self._stored_at):
             with (
                 self._store.open(self._stored_at) as stored,
@@ -91,10 +92,10 @@ class BestModel:
             self._written = os.stat(self._path).st_mtime_ns
 
     def upload(self) -> Callable[[], None] | None:
-        """Return what writes the file to the store as it is now; None if nothing has to be done.
+        """Return a function that uploads the current file; None if no upload is needed.
 
-        A store on this machine's filesystem has it at once. What was returned before has to have
-        ended.
+        If the store is on this machine's filesystem, the file is written at once. The previously
+        returned function must have finished before this call.
         """
         if self._stored_at is None or not os.path.exists(self._path):
             return None
@@ -105,13 +106,13 @@ class BestModel:
         if self._store.local_path(self._stored_at) is not None:
             _upload(self._path, self._store, self._stored_at)
             return None
-        # The callback may replace the file while it is uploaded.
+        # The callback may replace the file during the upload.
         copy = f"{self._path}.copy"
         shutil.copyfile(self._path, copy)
         return functools.partial(_upload, copy, self._store, self._stored_at)
 
     def path(self) -> str | None:
-        """Return the path of the model's file; None if the callback kept none."""
+        """Return the path of the model file; None if the callback saved no model."""
         return self._path if os.path.exists(self._path) else None
 
 

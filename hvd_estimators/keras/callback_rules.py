@@ -1,4 +1,4 @@
-"""Which of the user's callbacks run on which rank, and which cannot run on several."""
+"""Rules for the user's callbacks: the ranks they run on, and checks on the driver."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def for_rank(
 ) -> list[keras.callbacks.Callback]:
     """Return the callbacks that run on a rank.
 
-    Those that write files, and those of the user's that have a true attribute ``rank_zero_only``,
-    run on rank 0 alone. TensorBoard's write where the run keeps its logs, and so do a CSVLogger
-    and a ModelCheckpoint with a relative path, whose files nobody would find in a rank's working
-    directory.
+    Callbacks that write files run on rank 0 only, and so do the user's callbacks with a true
+    attribute ``rank_zero_only``. TensorBoard writes to the run's log directory. A CSVLogger or
+    ModelCheckpoint with a relative path also writes there, because its files would be hard to find
+    in a rank's working directory.
 
     Parameters
     ----------
     callbacks : sequence of keras.callbacks.Callback
-        What the user gave.
+        The user's callbacks.
     rank : int
         The rank.
     logs_path : str or None
@@ -56,12 +56,12 @@ def for_rank(
 
 
 def writes_files(callback: keras.callbacks.Callback) -> bool:
-    """Return whether a callback is one of Keras's that write files, or to a server."""
+    """Return whether a callback is one of Keras's that write to files or to a server."""
     return isinstance(callback, _WRITING)
 
 
 def _kept(path: str, logs_path: str | None) -> str:
-    """Return a relative path below the run's logs; others, and URLs, stay as they are."""
+    """Move a relative path below the run's logs; leave absolute paths and URLs unchanged."""
     if logs_path is None or os.path.isabs(path) or "://" in path:
         return path
     kept = os.path.join(logs_path, path)
@@ -70,12 +70,12 @@ def _kept(path: str, logs_path: str | None) -> str:
 
 
 def check_callbacks(callbacks: Sequence[Any]) -> None:
-    """Make sure that callbacks can run on several ranks. Runs on the driver.
+    """Check that callbacks can run on several ranks. Runs on the driver.
 
     Raises
     ------
     ParamError
-        If one is no Keras callback, or keeps and restores models by itself.
+        If a callback is not a Keras callback, or backs up and restores models by itself.
     """
     if isinstance(callbacks, keras.callbacks.Callback):
         raise ParamError(f"callbacks: expected a list of callbacks, found {callbacks!r}.")
@@ -96,7 +96,7 @@ def check_callbacks(callbacks: Sequence[Any]) -> None:
 
 
 def judges_by_name(callback: Any) -> bool:
-    """Return whether Keras has to find out if less or more of what is monitored is better."""
+    """Return whether Keras must infer the better direction of the monitored value."""
     return (
         getattr(callback, "mode", None) == "auto"
         and getattr(callback, "monitor_op", True) is None
@@ -105,23 +105,23 @@ def judges_by_name(callback: Any) -> bool:
 
 
 def check_monitors(param: str, callbacks: Sequence[Any], model: keras.Model) -> None:
-    """Check that Keras can judge what callbacks with ``mode="auto"`` monitor. Runs on the driver.
+    """Check that Keras can judge the values that callbacks with ``mode="auto"`` monitor.
 
-    Keras itself raises on the ranks, after the first epoch.
+    Runs on the driver. Keras itself raises on the ranks, after the first epoch.
 
     Parameters
     ----------
     param : str
-        The param, for the message.
+        Name of the param, for the message.
     callbacks : sequence of keras.callbacks.Callback
-        Its value.
+        Value of the param.
     model : keras.Model
-        Compiled, with metrics that are built.
+        The compiled model, with built metrics.
 
     Raises
     ------
     ParamError
-        If Keras cannot tell whether less or more is better.
+        If Keras cannot infer whether lower or higher values are better.
     """
     for callback in filter(judges_by_name, callbacks):
         judge = copy.copy(callback)

@@ -1,4 +1,4 @@
-"""States of callbacks and copies of models, for checkpoints."""
+"""Callback states and in-memory model copies, for checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Written(threading.local):
-    """What a thread writes in place of what layers and optimizers have now, by their ids."""
+    """Values that a thread writes instead of current ones, by id of layer or optimizer."""
 
     values: Mapping[int, Mapping[str, Array]] = {}
 
@@ -42,9 +42,9 @@ _written = _Written()
 
 
 def snapshot(model: keras.Model) -> ModelCopy | None:
-    """Return a copy of what a model's file holds; None where that cannot be had.
+    """Copy the contents of a model's file into memory; return None if that is impossible.
 
-    It cannot where a layer saves files of its own, or can write to Keras's own kind of store alone.
+    A copy is impossible if a layer saves additional files or requires Keras's own kind of store.
     """
     for layer in all_layers(model):
         save_assets = getattr(layer, "save_assets", None)
@@ -58,15 +58,16 @@ def snapshot(model: keras.Model) -> ModelCopy | None:
 
 
 class ModelCopy:
-    """What the layers and optimizers of a model save, in the machine's memory.
+    """In-memory copy of all variables that a model's layers and optimizers save.
 
-    No second model is made of it, since not each can be cloned. The model itself is written, whose
-    layers then save the copy instead of what they have by now, in the thread that writes.
+    The class does not clone the model, because Keras cannot clone every model. Instead the model
+    itself is written. In the writing thread, its layers save the copied values instead of the
+    current ones.
 
     Parameters
     ----------
     model : keras.Model
-        Built and compiled.
+        The model, built and compiled.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -83,7 +84,7 @@ class ModelCopy:
                 _let_save_copies(saver)
 
     def save(self, file: IO[bytes]) -> None:
-        """Write what `save_file` would have written at that moment. From any thread."""
+        """Write the file that `save_file` would have written at copy time. Runs in any thread."""
         _written.values = self._values
         try:
             save_file(self._model, file, self._rewritten)
@@ -92,15 +93,15 @@ class ModelCopy:
 
 
 class _Store(dict[str, Array]):
-    """Takes what a layer saves, as one of Keras's stores does, and keeps a copy of it."""
+    """Store that copies each value that a layer saves, in place of one of Keras's stores."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         super().__setitem__(name, np.array(keras.ops.convert_to_numpy(value)))
 
 
 def _let_save_copies(saver: Any) -> None:
-    """Make a layer or an optimizer save its copy in a thread that writes one."""
-    # Past Keras, which would look into what it is given.
+    """Make a layer or an optimizer save its copied values in a thread that writes a copy."""
+    # Bypasses Keras's attribute tracking, which would inspect the value.
     attributes = vars(saver)
     if "save_own_variables" in attributes:
         return
@@ -118,41 +119,37 @@ def _let_save_copies(saver: Any) -> None:
 
 
 _OWN_BYTES = 2**16
-
-
-"""Above this a value of a callback (the best weights) is taken to be the same on all ranks."""
+"""Larger values of a callback (such as best weights) are assumed to be equal on all ranks."""
 
 
 _NOT_STATE: tuple[str, ...] = ("_model", "params")
 
 
 _OF_FILES = ("append_header",)
-
-
-"""What a callback finds out about its file when training begins."""
+"""Attributes that a callback derives from its file when training begins."""
 
 
 def save_file(
     model: keras.Model, file: str | IO[bytes], rewritten: Mapping[int, Any] | None = None
 ) -> None:
-    """Write a model as a ``.keras`` file; `load_weights` reads it.
+    """Write a model as a ``.keras`` file, which `load_weights` reads.
 
-    Of a model without a config it is an archive with ``model.weights.h5``. For ``rewritten`` see
-    `write_archive`.
+    For a model without a config, the file is an archive with ``model.weights.h5``. For
+    ``rewritten`` see `write_archive`.
     """
     with zipfile.ZipFile(file, "w") as archive:
         write_archive(model, archive, rewritten)
 
 
 class ScalarState:
-    """The numbers of a model's optimizers: learning rates, counts of steps, loss scales.
+    """Scalar variables of a model's optimizers: learning rates, step counts, loss scales.
 
-    Callbacks that begin set some of them, and do so again where a run goes on.
+    Some callbacks set these variables when training begins, also in a resumed run.
 
     Parameters
     ----------
     model : keras.Model
-        Its optimizers are built.
+        The model, with built optimizers.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -164,26 +161,26 @@ class ScalarState:
         ]
 
     def restore(self) -> None:
-        """Set them to what they were when this was made."""
+        """Set the variables to the values that they had at construction."""
         for variable, value in self._values:
             variable.assign(value)
 
 
 class CallbackStates:
-    """The states of a run's callbacks: those of rank 0, and in what those of other ranks differ.
+    """States of a run's callbacks: rank 0's in full, and the differences on other ranks.
 
-    A callback that looks at batches sees those of its own rank.
+    The states can differ because a callback sees only its rank's batches.
 
     Parameters
     ----------
     callbacks : sequence of keras.callbacks.Callback
-        The user's, on all ranks the same.
+        The user's callbacks, the same on all ranks.
     restored : mapping
-        What `parts` returned when the run was saved; empty where it begins.
+        The checkpointed return value of `parts`; empty for a new run.
     rank, size : int
         This rank, and the number of ranks.
     scalars : ScalarState, optional
-        What callbacks set when they begin, of a run that goes on.
+        Scalars to restore in a resumed run, because callbacks set them when training begins.
     """
 
     def __init__(
@@ -205,7 +202,7 @@ class CallbackStates:
             ]
 
     def own(self) -> list[dict[str, Any]]:
-        """Return what rank 0 needs of this rank, by callback."""
+        """Return the state that rank 0 needs from this rank, by callback."""
         return [
             {
                 name: value
@@ -216,7 +213,7 @@ class CallbackStates:
         ]
 
     def parts(self, of_ranks: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-        """Return the states as a checkpoint keeps them; ``of_ranks`` is what `own` returned."""
+        """Return the states as a checkpoint stores them; ``of_ranks`` holds each rank's `own`."""
         first = of_ranks[0]
         different = [
             [
@@ -233,7 +230,7 @@ class CallbackStates:
         return {"callbacks": states, "callbacks_of_ranks": different}
 
     def restore(self) -> None:
-        """Give the callbacks of a run that goes on their states back."""
+        """Restore the callbacks of a resumed run."""
         for callback, state in zip(self._callbacks, self._restored, strict=False):
             restore_callback(callback, state)
         if self._scalars is not None:
@@ -241,9 +238,9 @@ class CallbackStates:
 
 
 def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
-    """Return the attributes of a callback that are plain values: counters, bests, best weights.
+    """Return a callback's attributes that are plain values: counters, best values, best weights.
 
-    Functions of Keras's own, by which values are compared, go by their names.
+    Functions of Keras that compare values are stored by name.
     """
     left_out = _NOT_STATE
     if isinstance(callback, keras.callbacks.CSVLogger):
@@ -260,18 +257,18 @@ def callback_state(callback: Any) -> dict[str, dict[str, Any]]:
 
 
 def restore_callback(callback: Any, state: Mapping[str, Mapping[str, Any]]) -> None:
-    """Give a callback back what `callback_state` returned, paths of another machine left out."""
+    """Restore a callback from `callback_state`, except strings: paths of another machine."""
     attributes = vars(callback)
     for name, value in state["values"].items():
         if not isinstance(value, str):
-            # A container of its own: it can be given back more than once.
+            # A separate container, because a state can be restored more than once.
             attributes[name] = _like(attributes.get(name), _plain(value))
     for name, function in state["functions"].items():
         attributes[name] = _function(function)
 
 
 def _num_bytes(value: Any) -> int:
-    """Return about how large a plain value is."""
+    """Return the approximate size of a plain value in bytes."""
     if isinstance(value, (np.ndarray, np.generic)):
         return value.nbytes
     if isinstance(value, Mapping):
@@ -282,7 +279,7 @@ def _num_bytes(value: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return a container of any kind as a list, tuple or dict."""
+    """Convert a container of any kind to a list, tuple or dict."""
     if isinstance(value, Mapping):
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, tuple):
@@ -293,7 +290,7 @@ def _plain(value: Any) -> Any:
 
 
 def _like(given: Any, value: Any) -> Any:
-    """Return a value as an object of the kind that a callback has made: a deque, for example."""
+    """Convert a value to the kind of container that a callback created, such as a deque."""
     if type(given) is type(value):
         return value
     if isinstance(given, MutableMapping) and isinstance(value, dict):
@@ -316,7 +313,7 @@ def _function_of(value: types.FunctionType) -> Any:
 
 
 def _function(name: str) -> Any:
-    """Return a function of Keras's; None for one that cannot be found by its name."""
+    """Return a Keras function by its name; None if Keras has no such function."""
     module, _, path = name.partition(":")
     if not module.startswith("keras."):
         return None

@@ -1,4 +1,4 @@
-"""Callbacks for ``Model.fit`` on several ranks. Run on the worker."""
+"""Callbacks for ``Model.fit`` on several ranks. Runs on the ranks."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ logger = logging.getLogger(__name__)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Keeps the best model, by what is monitored; for ``KerasEstimator(checkpoint_callback=...)``.
+    """Callback for ``KerasEstimator(checkpoint_callback=...)`` that keeps the best model.
 
-    The estimator decides where the file lies, and returns the model that was kept.
+    The estimator sets the path of the file and returns the model from this file.
 
     Parameters
     ----------
     monitor : str
-        Entry of the logs that tells which model is better.
+        Entry of the logs by which models are compared.
     verbose : int
-        1 tells of every model that is kept.
+        If 1, report every model that is saved.
     mode : {"auto", "min", "max"}
-        Whether less or more is better.
+        Whether lower or higher values are better.
     save_freq : "epoch" or int
-        When the model is looked at: after every epoch, or so many batches.
+        When to compare models: after every epoch, or after this number of batches.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class BroadcastCallback(keras.callbacks.Callback):
-    """Starts all ranks from one rank's weights and optimizer state (its slots included).
+    """Start all ranks from one rank's weights and optimizer state, including slot variables.
 
-    Random layers, such as dropout, draw other numbers on each rank.
-    Also turns off ``jit_compile``, since XLA cannot compile Horovod's operations.
+    Random layers, such as dropout, draw different numbers on each rank. The callback also turns off
+    ``jit_compile``, because XLA cannot compile Horovod's operations.
 
     Parameters
     ----------
     root_rank : int
-        The rank whose state the others take.
+        The rank whose state is broadcast.
     """
 
     def __init__(self, root_rank: int = 0) -> None:
@@ -83,12 +83,12 @@ class BroadcastCallback(keras.callbacks.Callback):
         self._root_rank = root_rank
 
     def set_model(self, model: keras.Model) -> None:
-        """Take the model, before its training function is made."""
+        """Set the model and turn off ``jit_compile``, before its training function is created."""
         super().set_model(model)
         turn_off_jit_compile(model)
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Broadcast; by now ``fit`` has built model and optimizer."""
+        """Broadcast the state; ``fit`` has built model and optimizer by now."""
         optimizer = self.model.optimizer
         inner = getattr(optimizer, "inner_optimizer", None)
         if inner is not None and is_distributed(inner):
@@ -103,7 +103,7 @@ class BroadcastCallback(keras.callbacks.Callback):
 
 
 def turn_off_jit_compile(model: keras.Model) -> None:
-    """Make sure that XLA does not compile a model's training, and say so where it would have."""
+    """Turn off XLA compilation of a model's training, with a warning if it was on."""
     if model.jit_compile:
         logger.warning(
             "jit_compile is turned off for training on several ranks: Horovod's operations cannot "
@@ -113,16 +113,16 @@ def turn_off_jit_compile(model: keras.Model) -> None:
 
 
 class LogCallback(keras.callbacks.Callback):
-    """Tells the driver's standard output of every epoch that begins and ends, while ranks train.
+    """Report the start and end of every epoch to the driver's standard output.
 
-    Takes the place of ``sparkdl.horovod.tensorflow.keras.LogCallback``. Only rank 0 sends its
-    lines, so that it may be a callback of all ranks; where it comes after `MetricAverageCallback`
-    the logs are those of the rows of all ranks.
+    Replaces ``sparkdl.horovod.tensorflow.keras.LogCallback``. Only rank 0 sends its lines, so all
+    ranks may have the callback. If it follows `MetricAverageCallback`, the logs cover the rows of
+    all ranks.
 
     Parameters
     ----------
     per_batch_log : bool
-        Whether to tell of every batch as well.
+        Whether to report every batch as well.
     """
 
     def __init__(self, per_batch_log: bool = False) -> None:
@@ -131,21 +131,21 @@ class LogCallback(keras.callbacks.Callback):
         self._epoch = 0
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Tell that an epoch begins."""
+        """Report the start of an epoch."""
         self._epoch = epoch
         self._tell(f"epoch {epoch} begins")
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Tell of a batch, if each is to be told of."""
+        """Report the logs of a batch if ``per_batch_log`` is set."""
         if self._per_batch_log:
             self._tell(f"epoch {self._epoch}, batch {batch}: {_numbers(logs)}")
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Tell what was measured in an epoch."""
+        """Report the logs of an epoch."""
         self._tell(f"epoch {epoch} ends: {_numbers(logs)}")
 
     def _tell(self, text: str) -> None:
-        # Keras may run on torch, whose Horovod is another one.
+        # Not hvd.rank(): Keras may run on torch, with another module of Horovod.
         if os.environ.get("HOROVOD_RANK", "0") == "0":
             log_to_driver(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
@@ -162,15 +162,21 @@ def _plain_text(value: Any) -> str:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Replaces an epoch's logs by what was measured over the rows of all ranks.
+    """Replace an epoch's logs by metrics over the rows of all ranks.
 
-    Metrics are not averaged: their state (sums and counts) is added up over the ranks, and the
-    result computed from that, so that it is exact whatever the ranks' numbers of rows. A metric
-    whose state cannot be added (a maximum) has a method ``merge_state(metrics)``, which takes in
-    the variables of other metrics of its kind, those of the other ranks; or its variables say how
-    they are reduced: ``add_variable(aggregation="mean")``, or ``"only_first_replica"`` for rank
-    0's. Logs that are no metrics (of a ``train_step`` of the user's) are averaged, unless they are
-    the mean of a metric by another name. Has to come before callbacks that read the logs.
+    The callback sums the states of metrics (sums and counts) over the ranks and computes the
+    results from the totals. The results are therefore exact for any numbers of rows per rank.
+
+    Some states cannot be summed, such as a maximum. Such a metric needs one of the following:
+
+    - A method ``merge_state(metrics)``, which merges the variables of the same metric on the other
+      ranks.
+    - Variables that declare their reduction: ``add_variable(aggregation="mean")``, or
+      ``"only_first_replica"`` for rank 0's value.
+
+    Other entries of the logs (from the user's own ``train_step``) are averaged over the ranks. An
+    entry that equals the mean of a metric with another name gets that metric's value instead. Place
+    this callback before callbacks that read the logs.
     """
 
     def __init__(self) -> None:
@@ -178,27 +184,27 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self._in_epoch = False
         self._train: dict[str, Any] | None = None
         self._validation: dict[str, Any] | None = None
-        # This rank's means, by the names of their metrics in the epoch's logs.
+        # This rank's means, by the metrics' names in the epoch's logs.
         self._means: dict[str, Any] = {}
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Forget the epoch before."""
+        """Forget the results of the previous epoch."""
         self._in_epoch = True
         self._train = self._validation = None
         self._means = {}
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Take what training measured, before validation resets it."""
+        """Merge the training metrics, before validation resets them."""
         if self._in_epoch:
             self._train = self._measured("train")
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Take what validation measured."""
+        """Merge the validation metrics."""
         if self._in_epoch:
             self._validation = self._measured("validation")
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Put both into the logs that other callbacks see."""
+        """Write the merged metrics into the logs that other callbacks read."""
         self._in_epoch = False
         if logs is None:
             return
@@ -221,7 +227,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs.update(measured)
 
     def _metrics_with(self, name: str, value: Any) -> set[str]:
-        """Return the names of the metrics whose mean on this rank an entry of the logs is."""
+        """Return the names of metrics whose mean on this rank equals an entry of the logs."""
         is_of_validation = name.startswith("val_")
         return {
             metric
@@ -232,7 +238,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
     def _measured(self, stage: str) -> dict[str, Any]:
         prefix = "val_" if stage == "validation" else ""
         for metric in self.model.metrics:
-            # Where all ranks have the same mean, it is also theirs together.
+            # A log entry that equals this mean on all ranks gets the merged mean instead.
             if isinstance(metric, keras.metrics.Mean):
                 self._means[prefix + metric.name] = _plain(metric.result())
         variables = summed_variables(self.model)
@@ -252,12 +258,12 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 def _plain(value: Any) -> Any:
     array = keras.ops.convert_to_numpy(value)
-    # bfloat16 is no type of NumPy's own.
+    # bfloat16 is not one of NumPy's own types.
     return (array if array.dtype.kind in "biuf" else array.astype(np.float64)).tolist()
 
 
 def _share(variable: Any) -> float:
-    """Return what a variable of this rank is multiplied by before the ranks' are added up."""
+    """Return the factor for this rank's variable before the sum over the ranks."""
     aggregation = getattr(variable, "aggregation", "sum")
     if aggregation == "sum":
         return 1.0
@@ -267,28 +273,30 @@ def _share(variable: Any) -> float:
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Sets the learning rate to a multiple of the initial one.
+    """Set the learning rate to a multiple of the initial one.
 
-    All optimizers of a `keras.optimizers.MultiOptimizer` get their own initial rate's multiple.
+    By default, each optimizer of a `keras.optimizers.MultiOptimizer` gets the multiple of
+    the optimizer's own initial rate.
 
     Parameters
     ----------
     initial_lr : float, optional
-        The rate that is multiplied. Default: the optimizer's when training begins.
+        The rate to multiply. Default: the optimizer's rate when training begins.
     multiplier : float or callable
-        The factor, or ``multiplier(epoch)`` that returns it.
+        The factor, or a function ``multiplier(epoch)`` that returns it.
     start_epoch, end_epoch : int
-        The epochs in which the rate is set, the last one excluded; None for no end.
+        The epochs in which the rate is set. ``end_epoch`` is excluded; None means no end.
     staircase : bool
-        Set the rate once per epoch; otherwise before every batch, with fractions of epochs.
+        If True, set the rate once per epoch. Otherwise set it before every batch, with fractions of
+        epochs.
     momentum_correction : bool
         When the rate changes, multiply the velocity of optimizers with momentum by new rate / old
-        rate: it is made of steps of the old rate (Goyal et al., "Accurate, Large Minibatch SGD",
-        2017, section 3, remark 2).
+        rate. The velocity consists of steps at the old rate (Goyal et al., "Accurate, Large
+        Minibatch SGD", 2017, section 3, remark 2).
     steps_per_epoch : int, optional
-        Batches of an epoch. Default: what ``fit`` was told.
+        Batches per epoch. Default: the value from ``fit``.
     verbose : int
-        1 prints on rank 0, after each epoch that has changed the rate, what it is.
+        If 1, rank 0 prints the rate after each epoch that changed it.
     """
 
     def __init__(
@@ -315,7 +323,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self._has_changed = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Note the initial rates and the number of batches."""
+        """Record the initial rates and the number of batches."""
         if self.initial_lr is None:
             self.initial_lr = self._rates()
         if not self.staircase and self.steps_per_epoch is None:
@@ -324,14 +332,14 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 raise ParamError("steps_per_epoch is not known. Set steps_per_epoch.")
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Set the rate of the epoch."""
+        """Set the epoch's rate if ``staircase`` is set."""
         self.current_epoch = epoch
         self._has_changed = False
         if self.staircase:
             self._set_rate(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Set the rate of the batch."""
+        """Set the batch's rate if ``staircase`` is not set."""
         if not self.staircase and self.steps_per_epoch:
             self._set_rate(self.current_epoch + batch / self.steps_per_epoch)
 
@@ -346,7 +354,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
             print(f"\nEpoch {epoch + 1}: learning rate set to {told}.", flush=True)
 
     def factor(self, epoch: float) -> float:
-        """Return what the initial rate is multiplied by."""
+        """Return the factor for the initial rate."""
         return self.multiplier(epoch) if callable(self.multiplier) else self.multiplier
 
     def _rates(self) -> list[float]:
@@ -375,17 +383,17 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from that of one rank to that of all ranks, batch by batch.
+    """Raise the learning rate batch by batch, from one rank's rate to the rate of all ranks.
 
-    Many ranks make a large global batch, which takes a rate multiplied by their number, but not
-    from the first step on (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 2.2). The
-    rate goes linearly from ``initial_lr / ranks`` to ``initial_lr``. In a `KerasEstimator` leave
-    ``initial_lr`` out: the estimator multiplies what the callback sets.
+    Many ranks make a large global batch, which needs a rate multiplied by the number of ranks. The
+    first steps need a smaller rate (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section
+    2.2). The rate rises linearly from ``initial_lr / ranks`` to ``initial_lr``. In a
+    `KerasEstimator`, leave ``initial_lr`` out: the estimator multiplies the callback's rate.
 
     Parameters
     ----------
     initial_lr : float, optional
-        The rate at the end of the warm-up. Default: the optimizer's when training begins.
+        The rate at the end of the warm-up. Default: the optimizer's rate when training begins.
     warmup_epochs : float
         Length of the warm-up.
     momentum_correction, steps_per_epoch, verbose
@@ -408,7 +416,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             verbose=verbose,
         )
         self.warmup_epochs = warmup_epochs
-        # Set by the estimator's trainer: a run keeps the number of ranks that it began with.
+        # Set by the estimator's trainer: a resumed run keeps its original number of ranks.
         self.ranks: int | None = None
 
     def factor(self, epoch: float) -> float:
@@ -417,14 +425,15 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         return min(1.0, (epoch / self.warmup_epochs * (size - 1) + 1) / size)
 
     def _sets_rate(self, epoch: float) -> bool:
-        # Set it once more after the warmup's end; after that, others may set the rate.
+        # Sets the rate once more after the warm-up. Other callbacks may set it from then on.
         return epoch - 1.0 / (self.steps_per_epoch or 1) <= self.warmup_epochs
 
 
 def _velocities(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Return the running sums of steps of an optimizer that has them: SGD, RMSprop and the like.
+    """Return the running sums of steps of SGD, RMSprop and similar optimizers with momentum.
 
-    Averages of gradients, which other optimizers call momentum, too, hold no rate.
+    The list is empty for other optimizers. Their momentum is an average of gradients, which does
+    not contain the rate.
     """
     if not getattr(optimizer, "momentum", 0):
         return []

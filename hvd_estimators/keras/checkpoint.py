@@ -1,8 +1,10 @@
-"""Checkpoints of a Keras run, also within an epoch: the state that ranks save and restore.
+"""Checkpoints of a Keras run after and within epochs: contents and resuming.
 
-Runs on the worker. ``Model.fit`` begins epochs only at their first batch. So the one that a run
-goes on in is begun as any other, its callbacks are told so, and then all that had happened in it is
-put back; the batches that were trained on before are counted and not run.
+``Model.fit`` can start an epoch only at its first batch. To resume within an epoch, the rank starts
+the epoch as usual and notifies the callbacks. Then the rank restores the state of the partial
+epoch. The batches that were trained on before are counted but not run.
+
+Runs on the ranks.
 """
 
 from __future__ import annotations
@@ -45,22 +47,22 @@ logger = logging.getLogger(__name__)
 
 
 class PartialEpoch:
-    """Goes on within the epoch that a checkpoint was written in.
+    """Resume within the epoch of a checkpoint.
 
     Parameters
     ----------
     model : keras.Model
-        As it was restored.
+        The restored model.
     state : RunState
-        What was restored.
+        The restored state of the run.
     turns : Turns
-        The rank's.
+        The rank's virtual shards and micro-batches.
     batches : int
         Batches of this rank that are done.
     rank, size : int
         This rank, and the number of ranks.
     restore_random : callable
-        Sets the random streams of the shard that the rank plays.
+        Sets the random streams of the shard that the rank currently runs.
     """
 
     def __init__(
@@ -79,15 +81,15 @@ class PartialEpoch:
         self._turns = turns
         self._rank, self._size = rank, size
         self._restore_random = restore_random
-        # Before callbacks change any of it.
+        # Captured before callbacks change any of the variables.
         self._variables = turns.variables.capture()
 
     def build(self, element: Any) -> None:
-        """Make the metrics, of which batches have this ``element_spec``."""
+        """Create the variables of the metrics; ``element`` is the batches' ``element_spec``."""
         build_metrics(self._model, element, len(self._state.parts["partial"]["metrics"][0]))
 
     def restore(self, callbacks: RankCallbacks) -> None:
-        """Put back what had happened in the epoch, now that callbacks know that it begins."""
+        """Restore the state of the partial epoch, after callbacks were notified of its start."""
         partial, random = self._state.parts["partial"], self._state.random
 
         def restore_shard(shard: int) -> None:
@@ -101,9 +103,9 @@ class PartialEpoch:
         callbacks.put_back(partial["digests"], partial.get("bases", {}), partial["stop"])
 
     def skip(self, batches_per_call: int) -> None:
-        """Let the model's training function do nothing for the batches that are done.
+        """Make the model's training function skip the batches that are done.
 
-        Called when ``fit`` has made that function.
+        Call this method after ``fit`` has created the training function.
         """
         model, train = self._model, self._model.train_function
         left = self.batches // batches_per_call
@@ -120,27 +122,27 @@ class PartialEpoch:
 
 
 def metric_states(model: keras.Model) -> list[Array]:
-    """Return what a rank's metrics have measured."""
+    """Return the states of a rank's metrics."""
     return [variable.numpy() for variable in model.metrics_variables]
 
 
 def build_metrics(model: keras.Model, element: Any, count: int) -> None:
-    """Make the variables of a model's metrics, which Keras itself does in the first step.
+    """Create the variables of a model's metrics, which Keras otherwise does in the first step.
 
     Parameters
     ----------
     model : keras.Model
-        Compiled.
+        The compiled model.
     element : structure of tf.TensorSpec
-        The batches.
+        Specs of the batches.
     count : int
-        How many variables there are to be.
+        The expected number of variables.
     """
     if len(model.metrics_variables) != count:
         if model.run_eagerly:
             model.test_step(keras.tree.map_structure(_one_row, element))
         else:
-            # Traced, and not run.
+            # Traces the step without running it.
             tf.function(model.train_step).get_concrete_function(element)
         model.reset_metrics()
 
@@ -152,9 +154,10 @@ def _one_row(spec: tf.TensorSpec) -> tf.Tensor:
 def _restore_metrics(
     model: keras.Model, of_ranks: Sequence[Sequence[Array]], rank: int, size: int
 ) -> None:
-    """Go on with what ranks had measured: with fewer of them, each with that of several.
+    """Restore the states of the ranks' metrics, also for another number of ranks.
 
-    With more than there were, some have nothing.
+    With fewer ranks than before, each rank merges the states of several. With more ranks, some
+    start without a state.
     """
     own = of_ranks[rank::size]
     variables = model.metrics_variables
@@ -177,7 +180,7 @@ def _restore_metrics(
         elif kind == "sum":
             variable.assign(np.add.reduce(values))
         elif kind == "mean":
-            # So that the mean over all ranks stays what it was.
+            # Keeps the mean over all ranks unchanged.
             variable.assign(np.add.reduce(values) * (size / len(of_ranks)))
         else:
             variable.assign(values[0])
@@ -186,9 +189,9 @@ def _restore_metrics(
 
 
 def unequal_variables(turns: Turns) -> list[dict[int, Array]]:
-    """Return what layers count that is not the same for all shards, by place. Called by all ranks.
+    """Return the layer variables that differ between shards, by position. Called by all ranks.
 
-    Each shard counts its own rows, until an epoch is over.
+    Each shard updates these variables from its own rows until the end of an epoch.
     """
     own = capture_by_shard(turns.shards, turns.variables.capture)
     digests = {shard: list(map(_digest, values)) for shard, values in own.items()}
@@ -207,14 +210,14 @@ def _of_shards(own: Mapping[int, Any], turns: Turns, name: str) -> list[Any]:
 
 
 def _digest(value: Array) -> bytes:
-    # As bytes, since NumPy gives no buffer of bfloat16.
+    # As bytes, because NumPy provides no buffer of bfloat16.
     return hashlib.sha256(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data).digest()
 
 
 def restore_run(
     spec: TrainSpec, model: keras.Model, rank: int, kept: BestModel | None
 ) -> RunState | None:
-    """Load the newest checkpoint of the run on all ranks, where there is one."""
+    """Load the run's newest checkpoint on all ranks; return None without a checkpoint."""
 
     def load(file: IO[bytes]) -> None:
         load_weights(model, file)
@@ -230,28 +233,28 @@ def restore_run(
 
 
 class RunSaver:
-    """Saves a run. Every rank has one, and all call it together.
+    """Checkpoint saver of a run. All ranks have a saver and call it together.
 
     Parameters
     ----------
     spec : TrainSpec
-        The job.
+        The training job.
     model : keras.Model
         The model.
     rank : int
         This rank.
     checkpoints : CheckpointWriter
-        Writes.
+        Writes the checkpoints.
     kept : BestModel or None
-        What the user's checkpoint callback keeps.
+        The model file of the user's checkpoint callback.
     logs : SyncedDirectory
-        The run's logs.
+        The run's log directory.
     states : CallbackStates
-        Those of the user's callbacks.
+        States of the user's callbacks.
     streams : RandomStreams
-        The rank's.
+        The rank's random streams.
     turns : Turns
-        The shards that it plays.
+        The rank's virtual shards and micro-batches.
     """
 
     def __init__(
@@ -277,7 +280,7 @@ class RunSaver:
         self._turns = turns
 
     def save_epoch(self, history: Sequence[EpochMetrics], stopped: bool) -> None:
-        """Save the run after its newest epoch."""
+        """Save the run after the last epoch of its history."""
         self._logs.sync()
         self._save(history, stopped=stopped)
 
@@ -293,13 +296,13 @@ class RunSaver:
         Parameters
         ----------
         history : sequence of EpochMetrics
-            The epochs before.
+            The previous epochs.
         batches : int
             Batches of a shard that are done.
         statistics : StatisticsCallback
-            Has the statistics of the epoch's start.
+            Holds the statistics at the start of the epoch.
         stop : bool
-            Whether a callback of this rank has asked for a stop.
+            Whether a callback of this rank has requested a stop.
         """
         partial = {
             "digests": list(statistics.digests),
@@ -352,6 +355,6 @@ class RunSaver:
         if made is None:
             self._checkpoints.save(state, lambda file: save_file(model, file), upload)
             return
-        # Of the rest only callbacks may change what they have given.
+        # Only the values that callbacks returned can still change.
         state = replace(state, parts={**parts, **copy.deepcopy(callback_parts)})
         self._checkpoints.save(state, made.save, upload, is_copy=True)

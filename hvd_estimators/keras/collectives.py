@@ -1,7 +1,7 @@
-"""Collectives of Keras ranks: objects, tensors, numbers and statistics.
+"""Collectives for Keras ranks: objects, tensors, numbers and statistics.
 
-Under Keras 3 ``horovod.tensorflow.keras.DistributedOptimizer`` is accepted and averages nothing,
-so only ``horovod.tensorflow``'s own operations are used here.
+Under Keras 3, ``horovod.tensorflow.keras.DistributedOptimizer`` is accepted but averages nothing.
+This module therefore uses only the operations of ``horovod.tensorflow`` itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 def gather_numbers(value: int, name: str) -> list[int]:
-    """Return an integer, or a flag, of every rank, in the order of the ranks."""
+    """All-gather an integer or a flag from every rank, in rank order."""
     own = tf.constant([value], tf.int64)
     gathered: Sequence[int] = hvd.allgather(own, name=name).numpy().tolist()
     return list(gathered)
@@ -53,14 +53,14 @@ exchange = ObjectExchange(hvd.rank, hvd.size, _gather_bytes)
 
 @contextlib.contextmanager
 def naming_lost_peers() -> Iterator[None]:
-    """Raise Horovod's own error where one of its operations fails because a rank is gone.
+    """Raise Horovod's own error if one of its operations fails because a rank is lost.
 
-    TensorFlow makes an error of its own of it, which looks like one of the training code: as if
-    this rank had failed, and not the other one.
+    TensorFlow converts Horovod's error to another one. The result looks like an error of the
+    training code, as if this rank had failed.
     """
     try:
         yield
-    # Calls of ranks that do not fit each other are a FailedPreconditionError.
+    # Mismatched calls of ranks raise FailedPreconditionError instead.
     except (tf.errors.UnknownError, tf.errors.AbortedError) as error:
         if "horovod" not in str(error).lower():
             raise
@@ -71,12 +71,14 @@ _BUCKET_BYTES = 16 * 2**20
 
 
 class GradientAverager:
-    """Replaces the gradients of a rank by their weighted mean over all ranks.
+    """Replace the gradients of a rank by their weighted mean over all ranks.
 
-    Gradients travel in buckets of one dtype, each a single tensor that is made of the same
-    gradients in the same order in every run, one bucket after the other: how sums round then never
-    depends on timing, as it would if Horovod fused tensors by chance. The weight of the rank's
-    batch is part of the first bucket, so that weighing costs no reduction of its own.
+    Gradients are reduced in buckets of one dtype, one bucket after the other. Each bucket is a
+    single tensor of the same gradients in the same order in every run. The rounding of sums
+    therefore never depends on timing, as it would if Horovod fused tensors by chance.
+
+    The weight of the rank's batch is part of the first bucket, to save a separate reduction. A
+    separate reduction is needed only if gradients are compressed or that bucket is not float32.
 
     Parameters
     ----------
@@ -88,7 +90,7 @@ class GradientAverager:
     Attributes
     ----------
     weight : tf.Tensor or None
-        What the current batch counts for; None where the batches of all ranks count for the same.
+        Weight of the current batch; None if the batches of all ranks have the same weight.
     """
 
     def __init__(self, compression: Any = None, name: str = "gradients") -> None:
@@ -104,29 +106,29 @@ class GradientAverager:
         gradients : sequence of tensor, tf.IndexedSlices or None
             One per variable; None stays None.
         variables : sequence of keras.Variable
-            Their shapes are the static shapes of the result.
+            Their shapes become the static shapes of the result.
         """
         dense = [_dense(g, v) for g, v in zip(gradients, variables, strict=True)]
         if self.weight is None:
             return dense
         return [
-            # Without rows, a gradient may be NaN, and counts for nothing.
+            # The gradient of a batch without rows may be NaN, and its weight is 0.
             None if g is None else tf.math.multiply_no_nan(g, tf.cast(self.weight, g.dtype))
             for g in dense
         ]
 
     def average(self, weighted: Sequence[Any], weight: Any) -> list[Any]:
-        """Return the ranks' weighted gradients added up, divided by the sum of their weights.
+        """Return the sum of the ranks' weighted gradients, divided by the sum of their weights.
 
         Parameters
         ----------
         weighted : sequence of tf.Tensor or None
-            Gradients times weight.
+            This rank's gradients times its weight.
         weight : tf.Tensor or float
-            The weight.
+            This rank's weight.
         """
         types = [None if g is None else g.dtype for g in weighted]
-        # Horovod does not support bfloat16, and its sums would be worth little.
+        # Horovod does not support bfloat16, and sums in bfloat16 would be imprecise.
         weighted = [
             tf.cast(g, tf.float32) if t == tf.bfloat16 else g
             for g, t in zip(weighted, types, strict=True)
@@ -137,7 +139,7 @@ class GradientAverager:
         if hvd.size() == 1:
             result = [None if g is None else _divide(g, weight) for g in weighted]
             return _of_types(result, types)
-        # Not in half precision: the weight is at least as exact as the gradients.
+        # Half precision would round the weight: it must be at least as exact as the gradients.
         alone = self._compression is not hvd.Compression.none or not (
             buckets and weighted[buckets[0][0]].dtype == tf.float32
         )
@@ -146,12 +148,12 @@ class GradientAverager:
             parts = [tf.reshape(weighted[index], (-1,)) for index in bucket]
             if total is None and not number:
                 parts.append(tf.reshape(weight, (1,)))
-            # One bucket after the other, so that Horovod does not fuse them.
+            # One bucket after the other, so that Horovod does not fuse the buckets.
             after = [] if not number else [result[buckets[number - 1][0]]]
             with tf.control_dependencies(after):
                 flat = tf.concat(parts, axis=0)
                 if alone:
-                    # As small as a mean, so that sums of half precision do not overflow.
+                    # Divided before the reduction, so that sums in half precision do not overflow.
                     flat = _divide(flat, total)
                 packed, context = self._compression.compress(flat)
                 packed = sum_tensors(packed, f"{self._name}.{number}")
@@ -167,18 +169,18 @@ class GradientAverager:
 
 
 def _dense(gradient: Any, variable: Any) -> tf.Tensor | None:
-    """Return a gradient as one tensor with the static shape of its variable."""
+    """Convert a gradient to one tensor with the static shape of its variable."""
     if gradient is None:
         return None
     tensor = tf.convert_to_tensor(gradient)
     if tensor.shape.is_fully_defined():
         return tensor
-    # TensorFlow knows only a part of it where a kernel is multiplied with more than two dimensions.
+    # TensorFlow infers only part of the shape for products with more than two dimensions.
     return tf.ensure_shape(tensor, variable.shape)
 
 
 def _buckets(gradients: Sequence[Any]) -> Iterator[list[int]]:
-    """Yield positions of one dtype, last gradients first: they are computed first."""
+    """Yield the positions of each bucket, last gradients first: they are computed first."""
     open_buckets: dict[tf.DType, list[int]] = {}
     room: dict[tf.DType, int] = {}
     for index in reversed(range(len(gradients))):
@@ -203,18 +205,18 @@ def _of_types(tensors: Sequence[Any], types: Sequence[Any]) -> list[Any]:
 
 
 def _divide(tensor: tf.Tensor, divisor: tf.Tensor) -> tf.Tensor:
-    # It may be that all batches of a step count for nothing.
+    # All batches of a step may have weight 0.
     return tf.math.divide_no_nan(tensor, tf.cast(divisor, tensor.dtype))
 
 
 def sum_tensors(tensor: tf.Tensor, name: str) -> tf.Tensor:
-    """Return a tensor added up over the ranks; Horovod matches theirs by the name."""
-    # The name is the same in whatever function or branch the operation is traced.
+    """Sum a tensor over the ranks; Horovod matches the ranks' tensors by name."""
+    # The name is the same in every function or branch that traces the operation.
     return hvd.allreduce(tensor, op=hvd.Sum, name=f"hvd_estimators.{name}", ignore_name_scope=True)
 
 
 def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
-    """Return arrays of numbers added up over the ranks, in 64 bits and in one reduction."""
+    """Sum arrays of numbers over the ranks, in 64 bits and in one reduction."""
     if not arrays:
         return []
     flat = np.concatenate([np.asarray(array, np.float64).reshape(-1) for array in arrays])
@@ -228,18 +230,18 @@ def sum_arrays(arrays: Sequence[Array], name: str) -> list[Array]:
 
 
 def sum_number(value: float, name: str) -> float:
-    """Return a number added up over the ranks, in 64 bits."""
+    """Sum a number over the ranks, in 64 bits."""
     (total,) = sum_arrays([np.array(value)], name)
     return float(total)
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
-    """Set Keras variables to what they are on one rank."""
+    """Set Keras variables to the values of one rank."""
     if hvd.size() == 1:
         return
     for index, variable in enumerate(variables):
         value = tf.convert_to_tensor(variable.value)
-        # Horovod does not support bfloat16: its bits are sent.
+        # Horovod does not support bfloat16, so the bits are sent as uint16.
         is_bfloat16 = value.dtype == tf.bfloat16
         received = hvd.broadcast(
             tf.bitcast(value, tf.uint16) if is_bfloat16 else value,
@@ -251,26 +253,26 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int = 0) -> None:
 
 
 class StatisticsAverager:
-    """Reduces the variables that layers compute while they train over the shards.
+    """Reduce the variables that layers compute during training over the shards.
 
-    Moving statistics of batch normalization and all other variables of floats that are not trained
-    become their mean, if they have changed. ``buffer_reduction`` sets another reduction for the
-    variables that it names, of integers as well.
+    Moving statistics of batch normalization and other non-trainable float variables are averaged
+    if they have changed. ``buffer_reduction`` sets another reduction for the variables that it
+    names, including integer variables.
 
     Parameters
     ----------
     model : keras.Model
-        Built, and the same on all ranks.
+        The built model, the same on all ranks.
     reductions : mapping
         The value of ``buffer_reduction``.
 
     Attributes
     ----------
     digests : list of bytes
-        Of the variables at the start of the epoch: a variable that differs has changed.
+        Digests of the variables at the start of the epoch, to detect changes.
     bases : dict
-        Values of the summed variables at the start of the epoch, by place: a sum counts what each
-        shard has added since.
+        Values of the summed variables at the start of the epoch, by position. A sum adds each
+        shard's change since then.
     """
 
     def __init__(self, model: keras.Model, reductions: Mapping[str, str] | None = None) -> None:
@@ -289,7 +291,7 @@ class StatisticsAverager:
         }
 
     def average(self, shards: ShardStates) -> None:
-        """Reduce over the shards that the ranks run; called by all ranks at the same time."""
+        """Reduce over the shards that the ranks run. Called by all ranks at the same time."""
         if not self._variables or shards.num_shards == 1:
             return
         changed = [0.0] * len(self._variables)
@@ -299,7 +301,7 @@ class StatisticsAverager:
                 changed[index] += float(_digest(self._variables[index]) != before)
 
         shards.for_each(look)
-        # A variable that changed on any rank is reduced on all; frozen layers keep theirs.
+        # A variable that changed on any rank is reduced on all ranks. Frozen layers do not change.
         (changes,) = sum_arrays([np.array(changed)], "statistics_changed")
         moved = [index for index, count in enumerate(changes) if count]
         found: dict[int, list[Array]] = {index: [] for index in moved}
@@ -344,7 +346,7 @@ _EXTREMES: Mapping[str, np.ufunc] = {"max": np.maximum, "min": np.minimum}
 
 
 def reductions_of(model: keras.Model, reductions: Mapping[str, str]) -> dict[str, str]:
-    """Return path of a variable to reduction, as `find_buffers` does for those of a model."""
+    """Return reductions by variable path; `find_buffers` resolves the names."""
     if not reductions:
         return {}
     kinds = {variable.path: _kind(variable.dtype) for variable in model.non_trainable_variables}
@@ -358,5 +360,5 @@ def _kind(dtype: str) -> str:
 
 
 def _digest(variable: Any) -> bytes:
-    # Bytes, since NumPy has no buffers of bfloat16.
+    # As bytes, because NumPy provides no buffer of bfloat16.
     return hashlib.sha256(variable.numpy().reshape(-1).view(np.uint8)).digest()

@@ -1,4 +1,4 @@
-"""Arguments of ``compile`` and weights of classes."""
+"""Arguments of ``compile``, and class weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["CompileSettings", "check_classes", "class_weights", "class_weights_o
 
 
 def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
-    """Return the weight of the class of each row; 1 for classes that are not named.
+    """Return the class weight of each row; 1 for classes without a weight.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def class_weights(labels: Array, weights: Mapping[int, float]) -> Array:
 
 
 def class_weights_of_tensor(labels: tf.Tensor, weights: Mapping[int, float]) -> tf.Tensor:
-    """Do what `class_weights` does, in a traced function."""
+    """Compute `class_weights` in a traced function."""
     if labels.shape.rank > 1 and labels.shape[-1] > 1:
         classes = tf.argmax(labels, axis=-1)
     else:
@@ -51,18 +51,18 @@ def class_weights_of_tensor(labels: tf.Tensor, weights: Mapping[int, float]) -> 
 
 
 def check_classes(name: str, labels: Array) -> None:
-    """Make sure that labels are class numbers or one-hot rows. Runs on the driver.
+    """Check that labels are class numbers or one-hot rows. Runs on the driver.
 
     Raises
     ------
     ShapeError
         If a row has more than one dimension.
     DataError
-        If there are other numbers in them.
+        If the labels contain other numbers.
     """
     _check_rank(labels)
     if labels.ndim == 2 and labels.shape[1] > 1:
-        # The largest value of a row, since labels may be smoothed.
+        # Compares with the row's largest value, because labels may be smoothed.
         odd = (labels == labels.max(axis=1, keepdims=True)).sum(axis=1) > 1
     else:
         labels = labels.reshape(-1)
@@ -92,21 +92,21 @@ def _classes(labels: Array) -> Array:
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The arguments of `keras.Model.compile`.
+    """Arguments of `keras.Model.compile`.
 
     Attributes
     ----------
     optimizer : OptimizerPayload or None
-        The optimizer; None for a model that has its own ``compile`` and stays as it is.
+        The optimizer; None for a model with its own ``compile``, which is not compiled again.
     compiled : mapping
-        What the model is compiled with beside it, in Keras's own order of outputs.
+        The model's other compile arguments, in Keras's own order of outputs.
     given : mapping
-        What params say instead: ``loss``, ``loss_weights`` and ``metrics``, those that are set,
-        in the order of labels or by their names.
+        Params that replace them: ``loss``, ``loss_weights`` and ``metrics``, if set. They follow
+        the order of the labels, or are given by name.
     label_cols : sequence of str
-        The labels.
+        The label columns.
     learning_rate : float or None
-        In the place of the optimizer's.
+        Replaces the optimizer's learning rate, unless None.
     """
 
     optimizer: OptimizerPayload | None
@@ -117,12 +117,12 @@ class CompileSettings:
 
     @property
     def loss(self) -> Any:
-        """The loss, or a structure of several; None if the model has none."""
+        """The loss, or a structure of several losses; None if the model has no loss."""
         return self.given.get("loss", self.compiled.get("loss"))
 
     @property
     def compares(self) -> bool:
-        """Whether labels are compared to outputs, by a loss or by metrics."""
+        """True if a loss or metrics compare labels to outputs."""
         names = ("metrics", "weighted_metrics")
         given = self.given if "loss" in self.given else {**self.compiled, **self.given}
         return self.loss is not None or any(given.get(name) for name in names)
@@ -133,14 +133,15 @@ class CompileSettings:
         Parameters
         ----------
         model : keras.Model
-            Where it is built, the optimizer's state is restored, too.
+            The model. If it is built, the optimizer's state is restored as well.
         outputs : Outputs or None
-            Its outputs; None if labels are none of these, which takes a train step of its own.
+            The model's outputs. None if labels do not pair with outputs, which requires the user's
+            own train step.
 
         Raises
         ------
         ParamError
-            If names match no label and no output.
+            If a name matches neither a label nor an output.
         """
         if self.optimizer is None:
             return
@@ -165,7 +166,7 @@ class CompileSettings:
         elif self.loss is not None and ("loss_weights" in given or outputs.auxiliary):
             settings["loss"] = self._compiled_loss(outputs)
         if "loss_weights" in given:
-            # Keras wants a number for every output, even for one without a loss.
+            # Keras requires a number for every output, even for one without a loss.
             weights = per_output(
                 "loss_weights", given["loss_weights"], outputs, labels, missing=1.0
             )
@@ -197,5 +198,5 @@ class CompileSettings:
 
 
 def losses(loss: Any) -> list[Any]:
-    """Return all losses among the arguments of `compile`."""
+    """Return all losses in the ``loss`` argument of `compile`."""
     return [entry for entry in keras.tree.flatten(loss) if entry is not None]

@@ -1,10 +1,11 @@
-"""Custom classes and functions in a model's config.
+"""Configs of a model's custom classes and functions.
 
-Keras makes an object from its config by ``cls(**config)``. For a class without its own
-``get_config()`` Keras knows simple constructor arguments only, and for many classes it passes
-``name`` or ``dtype`` to a constructor that takes neither. Here the config of such a class is its
-constructor's arguments, read from the attributes of the same names. Attributes that the program set
-later travel beside the config.
+Keras creates an object from its config by ``cls(**config)``. For a class without its own
+``get_config()``, Keras knows only simple constructor arguments. Keras also passes ``name`` or
+``dtype`` to many constructors that accept neither.
+
+In this module, the config of such a class consists of the constructor's arguments, read from the
+attributes of the same names. Attributes that the program set later are sent alongside the config.
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ _HELD = "hvd_estimators_held"
 _PLAIN_TYPES = (bool, int, float, str, bytes, type(None))
 
 
-# What a model's config, its variables and its building account for.
+# Types that are restored by a model's config, its variables and its building.
 _STRUCTURE = (keras.Layer, keras.Variable, tf.Variable, keras.random.SeedGenerator)
 
 
 _MADE_BY_BUILDING = ("lora_enabled",)
 
 
-# A compile() of a class's own keeps these as attributes.
+# A class's own compile() stores these as attributes.
 _COMPILED_WITH = (
     keras.losses.Loss,
     keras.metrics.Metric,
@@ -83,15 +84,15 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]:
-    """Let the custom parts of a model return complete configs from ``get_config()``.
+    """Make the custom parts of a model return complete configs from ``get_config()``.
 
     Parameters
     ----------
     model : keras.Model
         The model.
     held : dict
-        Receives arguments and attributes that are not made of Keras's objects. They travel beside
-        the config.
+        Receives the data attributes, and the arguments that contain no Keras objects. The caller
+        sends the dict alongside the config.
     """
     changed = []
     with _lock:
@@ -107,7 +108,7 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
                 if any(builds):
                     extra[_BUILDS] = builds
                 changed.append(part)
-                # Past Keras, which tracks attributes.
+                # Bypasses Keras's attribute tracking.
                 vars(part)["get_config"] = functools.partial(_config, part, extra)
                 if _has_no_shapes(part):
                     extra[_BUILT] = True
@@ -120,13 +121,13 @@ def complete_configs(model: keras.Model, held: dict[str, Any]) -> Iterator[None]
 
 
 def _has_no_shapes(part: Any) -> bool:
-    """Return whether Keras noted no shape to build a copy for, as of a model without ``call()``."""
+    """Return whether Keras recorded no build shape, as for a model without ``call()``."""
     shapes: Mapping[str, Any] = getattr(part, "_build_shapes_dict", None) or {}
     return bool(shapes) and all(shape is None for shape in shapes.values())
 
 
 def _builds_of_parts(part: Any) -> list[dict[str, Any] | None]:
-    """Return how the layers of a layer were built, if this one was not: Keras would not tell."""
+    """Return the build configs of an unbuilt layer's layers, which Keras would omit."""
     if not isinstance(part, keras.Layer) or part.built:
         return []
     layers = all_layers(part, include_self=False)
@@ -138,16 +139,16 @@ def _nothing() -> None:
 
 
 def data_attributes(part: Any) -> dict[str, Any]:
-    """Return the attributes of a custom object that are data, and no part of a model's structure.
+    """Return the attributes of a custom object that are data, not part of the model's structure.
 
-    These are numbers, text, arrays, functions, losses, metrics, optimizers and objects of custom
-    classes, also in containers. What cannot be pickled is left out.
+    Data are numbers, text, arrays, functions, losses, metrics, optimizers and objects of custom
+    classes, also in containers. Values that cannot be pickled are left out.
     """
     return {name: value for name, value in _own_attributes(part) if _is_data(value, name)}
 
 
 def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
-    """Set the attributes that an object lacks, and data that it has with another value."""
+    """Set attributes that an object lacks, and data attributes with another value."""
     for name, value in attributes.items():
         if name not in vars(part) or (
             not _holds_keras(value) and not same_value(value, vars(part)[name])
@@ -156,9 +157,9 @@ def set_attributes(part: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def missing_attributes(original: Any, copy: Any) -> list[str]:
-    """Return the attributes of a custom object that its copy lacks. Symbolic tensors do not count.
+    """Return the attributes of a custom object that its copy lacks, except symbolic tensors.
 
-    Tracing leaves these behind.
+    Tracing leaves symbolic tensors behind.
     """
     return [
         name
@@ -172,7 +173,7 @@ def _own_attributes(part: Any) -> Iterator[tuple[str, Any]]:
         return
     known = base_names() if isinstance(part, keras.Layer) else ()
     for name, value in list(vars(part).items()):
-        # Keras keeps wrappers of a layer's methods among its attributes.
+        # Keras stores wrappers of a layer's methods among its attributes.
         if name not in known and not callable(getattr(type(part), name, None)):
             yield name, value
 
@@ -219,7 +220,7 @@ def _config(part: Any, extra: dict[str, Any]) -> dict[str, Any]:
     kind = type(part)
     config = dict(kind.get_config(part))
     if is_keras(kind.from_config) and not is_keras(kind.__init__):
-        # A get_config() may leave out what the constructor needs.
+        # A get_config() may omit arguments that the constructor requires.
         known = _automatic(part)
         for name in inspect.signature(kind.__init__).parameters:
             if name in known and name not in _BASE_KEYS:
@@ -235,14 +236,14 @@ def _hold(value: Any, held: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let Keras make custom objects from the configs that `complete_configs` wrote.
+    """Let Keras create custom objects from the configs that `complete_configs` wrote.
 
-    Yields what Keras needs as custom objects.
+    Yields the custom objects for Keras.
 
     Parameters
     ----------
     custom_objects : mapping
-        Name to class or function, and what `complete_configs` held.
+        Name to class or function, and the values that `complete_configs` held.
     """
     makers = {
         name: _Maker(entry, custom_objects) if is_configurable(entry) else entry
@@ -260,14 +261,14 @@ def constructing(custom_objects: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Maker:
-    """A class, for Keras, that also makes objects from constructor arguments.
+    """Proxy that lets Keras create objects of a class from constructor arguments as well.
 
     Parameters
     ----------
     cls : type
         The class.
     custom_objects : mapping
-        Holds arguments.
+        Holds arguments and attributes that were sent alongside the config.
     """
 
     def __init__(self, cls: type, custom_objects: Mapping[str, Any]) -> None:
@@ -276,7 +277,7 @@ class _Maker:
         self.__name__ = cls.__name__
 
     def from_config(self, config: dict[str, Any]) -> Any:
-        """Return an object of the class."""
+        """Create an object of the class."""
         config = dict(config)
         attributes, arguments = config.pop(_ATTRIBUTES, None), config.pop(_ARGUMENTS, None)
         is_built, builds = config.pop(_BUILT, False), config.pop(_BUILDS, ())
@@ -309,7 +310,7 @@ class _Maker:
 
 
 def _parts(model: keras.Model) -> Iterator[Any]:
-    """Yield a model's layers, and their initializers, constraints and the like."""
+    """Yield a model's custom layers, and their custom initializers, constraints and the like."""
     seen = set()
     for layer in all_layers(model):
         for part in (layer, *vars(layer).values()):
@@ -320,7 +321,7 @@ def _parts(model: keras.Model) -> Iterator[Any]:
 
 
 def _arguments(part: Any) -> dict[str, Any] | None:
-    """Return constructor arguments; None if the class has a config, or does not keep them."""
+    """Return constructor arguments; None if the class has a config or does not store them."""
     kind = type(part)
     if not is_keras(kind.get_config) or not is_keras(kind.from_config):
         return None
@@ -357,9 +358,9 @@ def _arguments(part: Any) -> dict[str, Any] | None:
 
 
 def _automatic(part: Any) -> Mapping[str, Any]:
-    """Return the constructor arguments that Keras notes: simple values of layers.
+    """Return the constructor arguments that Keras records: simple values of layers.
 
-    Of models it notes the defaults.
+    The result is empty for models, because Keras records only the defaults.
     """
     if isinstance(part, keras.Model):
         return {}
@@ -367,7 +368,7 @@ def _automatic(part: Any) -> Mapping[str, Any]:
 
 
 def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, Any]:
-    """Replace arguments without Keras's objects by references."""
+    """Replace arguments without Keras objects by references."""
     written = {}
     for name, value in arguments.items():
         if any(_is_made_of_config(entry) for entry in keras.tree.flatten(value)):
@@ -378,12 +379,12 @@ def _with_held(arguments: Mapping[str, Any], held: dict[str, Any]) -> dict[str, 
 
 
 def _is_made_of_config(value: Any) -> bool:
-    """Return whether Keras writes a config for an object, and not for its class."""
+    """Return whether a value is an object, not a class, for which Keras writes a config."""
     return not isinstance(value, type) and is_configurable(type(value))
 
 
 def _accepted(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config without entries of Keras's that a constructor does not take."""
+    """Return a config without Keras's own entries that the constructor does not accept."""
     if not is_keras(cls.from_config) or is_keras(cls.__init__):
         return config
     parameters = inspect.signature(cls.__init__).parameters.values()
@@ -408,8 +409,8 @@ def find_custom_objects(
     Returns
     -------
     dict
-        Name, and name under which it is registered, to class or function: those that the values
-        hold, those registered with ``keras.saving`` that their configs name, and those given.
+        Name, and registered name, to class or function. Contains those that the values hold,
+        those registered with ``keras.saving`` that their configs name, and those given.
     """
     registered = keras.saving.get_custom_objects()
     found: dict[str, Any] = {}
@@ -452,11 +453,11 @@ def _parts_of_object(value: Any) -> Iterator[Any]:
 
 
 def _held(part: Any) -> list[Any]:
-    """Return what a layer keeps in its attributes: activations, initializers, regularizers."""
+    """Return a layer's attributes: functions, and the classes of initializers, regularizers etc."""
     return [
         entry if isinstance(entry, types.FunctionType) else type(entry)
         for name, entry in getattr(part, "__dict__", {}).items()
-        # Keras keeps wrappers of a layer's own methods there.
+        # Keras stores wrappers of a layer's own methods there.
         if not hasattr(type(part), name)
     ]
 
@@ -468,6 +469,6 @@ def _is_custom(candidate: Any) -> bool:
 
 
 def _is_found(entry: Any) -> bool:
-    """Return whether Keras finds an entry by its name: its own, but functions of ``keras.ops``."""
+    """Return whether Keras finds an entry by name: its own, except functions of ``keras.ops``."""
     is_function = isinstance(entry, types.FunctionType)
     return is_keras(entry) and not (is_function and entry.__module__.startswith("keras.src.ops."))

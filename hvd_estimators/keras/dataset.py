@@ -1,8 +1,8 @@
-"""Batches of columns as ``tf.data`` datasets. Runs on the worker.
+"""Batches of columns as ``tf.data`` datasets. Runs on the ranks.
 
-Rows cross from NumPy to TensorFlow in chunks of many batches (`Chunk`), some MiB at a time;
-TensorFlow itself makes columns of them, stacks those batch by batch and hands out slices, so that
-neither Python nor a traced function runs once per batch.
+Rows cross from NumPy to TensorFlow in chunks of many batches (`Chunk`), some MiB at a time.
+TensorFlow then splits the chunks into columns, stacks the columns by batch, and slices the stacks.
+So neither Python code nor a traced function runs once per batch.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Step = Callable[[Any], Any]
 
 
 class ColumnDatasets:
-    """The batches of a data module as datasets.
+    """Batches of a data module as datasets.
 
     Parameters
     ----------
     data : DataModule
-        Gives the batches; has to stay open as long as the datasets are used.
+        Provides the batches; must stay open while the datasets are in use.
     rows : int, optional
-        Rows of every training batch, where all have the same: their shape is then static.
+        Rows of every training batch, if all have the same number. Their shape is then static.
     prefetch : int
-        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
+        Batches to prepare in advance, besides some MiB of rows that are not yet cut into batches.
     form : callable, optional
-        Makes an element of a batch; see `column_dataset`.
+        Makes an element from a batch; see `column_dataset`.
     val_form : callable, optional
         The same for validation. Default: ``form``.
     """
@@ -57,21 +57,21 @@ class ColumnDatasets:
         self._rows = rows
         self._prefetch = prefetch
         chunks = data.train_chunks()
-        # The first chunk tells which columns there are, and of which types.
+        # The first chunk defines the columns and their types.
         self._first = next(chunks)
         self._chunks = itertools.chain([self._first], chunks)
 
     def train(self) -> tf.data.Dataset:
-        """Return the training batches, without end. They can be gone through once."""
+        """Return the endless training batches, which can be iterated only once."""
         dataset = column_dataset(
             lambda: self._chunks, self._first, self._rows, self._prefetch, self._form
         )
         return _of_length(dataset, tf.data.INFINITE_CARDINALITY)
 
     def validation(self, steps: int) -> tf.data.Dataset:
-        """Return at most so many validation batches; every iteration is a new pass.
+        """Return at most ``steps`` validation batches; every iteration reads them from the start.
 
-        The dataset states its number of batches where the data module does.
+        The dataset reports its number of batches if the data module does.
         """
         chunks = self._data.val_chunks
         dataset = column_dataset(chunks, self._first, None, self._prefetch, self._val_form)
@@ -81,11 +81,11 @@ class ColumnDatasets:
 
 
 def reading_first(step: Step) -> Step:
-    """Return a Keras step that changes nothing when there is no further batch to read.
+    """Return a Keras step that changes nothing if there is no further batch.
 
-    Keras finds the end of a dataset without a cardinality, or with none of its batches, by one
-    more call of the step. TensorFlow then runs those of its operations that need no batch, such as
-    a metric's ``count += 1``.
+    Keras detects the end of a dataset that is empty or of unknown cardinality by one more call of
+    the step. In that call, TensorFlow runs all operations that need no batch, such as a metric's
+    ``count += 1``.
     """
 
     @functools.wraps(step)
@@ -98,12 +98,12 @@ def reading_first(step: Step) -> Step:
 
 @contextlib.contextmanager
 def naming_data(step: str, data: Any) -> Iterator[None]:
-    """Add to an error in a user's own step what the step was given."""
+    """Add the form of the step's argument to an error in the user's own step."""
     try:
         yield
     except Exception as error:
         if not isinstance(data, tuple) or len(data) == 1:
-            raise  # Without labels a step is given its inputs alone, as from fit(x).
+            raise  # Without labels a step gets only its inputs, as from fit(x).
         parts = ", ".join(("x", "y", "sample_weight")[: len(data)])
         note = f"{step}(data) is given data = ({parts}); its inputs alone are data[0]."
         if hasattr(error, "add_note"):  # Python 3.11
@@ -133,13 +133,13 @@ def column_dataset(
     like : Chunk
         A chunk with the same columns.
     rows : int, optional
-        Rows of every batch, where all have the same.
+        Rows of every batch, if all have the same number.
     prefetch : int
-        Batches that are ready beforehand, besides some MiB that are to be cut into batches.
+        Batches to prepare in advance, besides some MiB of rows that are not yet cut into batches.
     form : callable, optional
-        Makes elements of the columns of several batches: of a dict, column name to tensor of shape
-        ``(rows, *shape)``, any structure of tensors with as many rows. Traced. Default: the dict
-        itself.
+        Makes elements from the columns of several batches. Takes a dict of column name to tensor of
+        shape ``(rows, *shape)``, and returns any structure of tensors with as many rows. Traced.
+        Default: the dict itself.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def column_dataset(
         for group, block in zip(layout.groups, blocks, strict=True):
             parts = [block] if len(group) == 1 else tf.unstack(tf.transpose(block))
             columns.update(zip(group, parts, strict=True))
-        # Made of all rows of the chunk: a function for each batch costs more than what it does.
+        # Applied to all rows of the chunk, because a call per batch costs more than its work.
         whole = columns if form is None else form(columns)
         return keras.tree.map_structure(lambda tensor: stack(tensor, count, size), whole)
 
@@ -172,7 +172,7 @@ def column_dataset(
         return tf.ensure_shape(batches, (None, rows, *shape))
 
     def slices(*stack: Any) -> tf.data.Dataset:
-        # A tuple comes as several arguments, also one of a single structure.
+        # A tuple arrives as several arguments, even a tuple of one structure.
         is_tuple = isinstance(stacks.element_spec, tuple)
         return tf.data.Dataset.from_tensor_slices(stack if is_tuple else stack[0])
 
@@ -182,14 +182,14 @@ def column_dataset(
         *(tf.TensorSpec((None, *block.shape[1:]), block.dtype) for block in like.rows.blocks),
     )
     stacks = tf.data.Dataset.from_generator(generate, output_signature=signature).map(stacked)
-    # A thread has the next stack ready, so that what waits is bounded by bytes. Batches by number,
-    # as tf.data chooses it, can be hundreds of any size.
+    # A thread prepares the next stack, so that waiting data are bounded by bytes. If tf.data
+    # chose the number of batches instead, there could be hundreds of any size.
     dataset = stacks.prefetch(1).flat_map(slices)
     if prefetch:
         dataset = dataset.prefetch(prefetch)
     options = tf.data.Options()
     options.deterministic = True
-    # Slices are too small to be shared out, and the cores have the model's work to do.
+    # Slices are too small to parallelize, and the model needs the cores.
     options.threading.max_intra_op_parallelism = 1
     options.threading.private_threadpool_size = 2
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF

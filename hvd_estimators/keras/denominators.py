@@ -17,24 +17,24 @@ __all__ = ["LossDenominators", "states_denominator"]
 
 
 def states_denominator(loss: Any) -> bool:
-    """Return whether a loss of the user's has a method ``denominator(y_true, y_pred)``."""
+    """Return whether a user's loss has a method ``denominator(y_true, y_pred)``."""
     return callable(getattr(loss, "denominator", None))
 
 
 class LossDenominators:
-    """Scales the losses that a model computes in its training and test steps.
+    """Scale the losses that a model computes in its training and test steps.
 
-    With several micro-batches in a step nobody knows the step's denominator before the last of
-    them. A single loss then weights each micro-batch by its denominator instead.
+    With several micro-batches per step, the step's denominator is unknown before the last one. A
+    single loss then weights each micro-batch by its denominator instead.
 
     Parameters
     ----------
     averagers : sequence of GradientAverager
         Average the model's gradients.
     passes : int
-        Micro-batches of a step on this rank.
+        Micro-batches per step on this rank.
     full : int
-        Rows of a full batch, in which weights are counted.
+        Rows of a full batch, the unit of weights.
     by_samples : bool
         Whether gradients are averaged by sample weights, not by rows.
     """
@@ -56,7 +56,7 @@ class LossDenominators:
 
     @contextlib.contextmanager
     def patched(self, model: keras.Model) -> Iterator[None]:
-        """Scale losses until the block ends; only this process, which trains, is changed."""
+        """Scale losses until the block ends. Patches Keras in this process, which trains."""
         kind: Any = keras.losses.Loss
         original = kind.__call__
 
@@ -91,10 +91,10 @@ class LossDenominators:
         Parameters
         ----------
         weight : tf.Tensor
-            What the batch counts, by rows or by sample weights.
+            Weight of the batch, by rows or by sample weights.
         is_training : bool
-            Whether gradients are averaged. In a test step, a single loss is counted by its
-            denominator, for its exact value over all validation rows.
+            Whether gradients are averaged. In a test step, a single loss is weighted by its
+            denominator, so that the loss over all validation rows is exact.
         labels : int
             The number of labels.
         """
@@ -160,7 +160,7 @@ class LossDenominators:
         return self._times(value, tf.math.divide_no_nan(weights, self._weight))
 
     def _reduced(self, own: Any) -> list[Any]:
-        """Return numbers added up over the ranks, one reduction after the other."""
+        """Sum numbers over the ranks, one reduction after the other."""
         # In 64 bits, which Horovod does not fuse with gradients: sums never depend on timing.
         with tf.control_dependencies(self._after):
             total = sum_tensors(tf.cast(own, tf.float64), f"denominators.{self._others}")
@@ -173,7 +173,7 @@ class LossDenominators:
 
 
 def _denominator(loss: Any, y_true: Any, y_pred: Any, weight: Any, elements: Any) -> Any:
-    """Return what a batch's loss was divided by; None for a mean over rows."""
+    """Return the denominator of a batch's loss; None for a mean over rows."""
     if states_denominator(loss):
         return tf.reduce_sum(tf.cast(loss.denominator(y_true, y_pred), tf.float32))
     if not elements.shape.rank:

@@ -15,19 +15,19 @@ __all__ = ["choose_devices", "limit_threads"]
 
 
 def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
-    """Let TensorFlow see one GPU, or none, and as many cores as are the rank's.
+    """Make at most one GPU visible to TensorFlow, and limit its threads to the rank's cores.
 
     Parameters
     ----------
     use_gpu : bool
         Whether to use GPUs.
     verbose : int
-        With 1 and above rank 0 tells the driver which GPUs there are.
+        If 1 or above, rank 0 reports the GPUs of all ranks to the driver.
 
     Raises
     ------
     GpuError
-        If some ranks see a GPU and others do not, or if two share one and NCCL is to reduce.
+        If only some ranks see a GPU, or if two ranks share a GPU although NCCL reduces.
     """
     limit_threads()
     gpus = tf.config.list_physical_devices("GPU") if use_gpu else []
@@ -49,7 +49,7 @@ def choose_devices(use_gpu: bool, verbose: int = 1) -> None:
 
 
 def limit_threads() -> None:
-    """Compute with as many threads as ``OMP_NUM_THREADS`` says, if TensorFlow has not begun yet."""
+    """Set TensorFlow's thread count to ``OMP_NUM_THREADS``, unless TensorFlow has started."""
     threads = os.environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit():
         try:

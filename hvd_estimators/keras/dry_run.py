@@ -1,4 +1,4 @@
-"""Dry runs on the driver: whether columns, model, loss and labels fit each other."""
+"""Dry runs on the driver: check that columns, model, loss and labels are compatible."""
 
 from __future__ import annotations
 
@@ -52,22 +52,21 @@ LAMBDA_REMEDY = (
 
 
 def check_columns(fields: Sequence[Field], columns: Columns, param: str, end: str) -> None:
-    """Refuse columns whose kind or shape is none that a model's inputs, or labels, take.
+    """Reject columns whose kind or shape does not fit a model's inputs or labels.
 
     Parameters
     ----------
     fields : sequence of Field
-        What is expected of which column.
+        The expected form of each column.
     columns : mapping of str to numpy.ndarray
         Some rows.
     param, end : str
-        The parameter that names the columns, and the end of the model that they go to, for
-        messages.
+        The parameter that names the columns, and "input" or "label", for messages.
 
     Raises
     ------
     ShapeError
-        If one does not fit.
+        If a column does not fit.
     """
     for field in fields:
         array = columns[field.column]
@@ -92,7 +91,7 @@ def check_lambdas(model: keras.Model) -> None:
     Raises
     ------
     ParamError
-        If a name is not defined, as it would be on the ranks.
+        If a name is not defined. The call would fail on the ranks, too.
     """
     for layer in all_layers(model):
         function = getattr(layer, "function", None)
@@ -111,7 +110,7 @@ def check_lambdas(model: keras.Model) -> None:
 
 
 def check_rows(flat: Sequence[Any], labels: Sequence[str | None] | None, rows: int) -> None:
-    """Reject outputs that are not one per row; ``labels`` is the label of each, if known."""
+    """Reject outputs without one entry per row; ``labels`` holds each output's label, if known."""
     for label, output in zip(labels or (None,) * len(flat), flat, strict=True):
         if not output.shape or output.shape[0] != rows:
             which = "" if label is None else f" for label {label!r}"
@@ -123,14 +122,14 @@ def check_rows(flat: Sequence[Any], labels: Sequence[str | None] | None, rows: i
 
 
 def check_batches(model: keras.Model, data: DataSpec) -> None:
-    """Refuse batches that a model cannot take.
+    """Reject batches that a model cannot take.
 
     Raises
     ------
     DataError
-        If a batch has no rows and the model normalizes batches.
+        If a batch has no rows and the model uses batch normalization.
     ParamError
-        If a rank plays several shards, which a layer cannot be made to do.
+        If a rank runs several shards and a layer of the model does not support this.
     """
     plan = data.train_plan
     if synchronized_layers(model):
@@ -154,7 +153,7 @@ def check_batches(model: keras.Model, data: DataSpec) -> None:
 
 
 def text_remedy(columns: Columns, inputs: Any) -> str:
-    """Return what to do about columns of text, if there are any among a model's inputs."""
+    """Return advice about text columns among a model's inputs; empty if there are none."""
     text = [
         field.column
         for field in keras.tree.flatten(inputs)
@@ -172,12 +171,14 @@ def text_remedy(columns: Columns, inputs: Any) -> str:
 logger = logging.getLogger(__name__)
 
 
-# What a model raises that indexes or unpacks something else than it is given.
+# Errors of models that index or unpack an input of another structure.
 _INDEXING_KINDS = (TypeError, ValueError, AttributeError, LookupError, *SHAPE_KINDS)
 
 
 class DryRun:
-    """A few rows through a model and its loss. Builds the model where it was not: give a copy.
+    """Trial run of a few rows through a model and its loss.
+
+    The dry run builds a model that is not built, so pass a copy.
 
     Parameters
     ----------
@@ -188,32 +189,33 @@ class DryRun:
     sample_weight_col : str or None
         Weight of each row.
     label_shapes : sequence of sequence of int, or None
-        Shape of each label, -1 for the rows first.
+        Shape of each label; the first size is -1, for the rows.
     compile : callable, optional
-        Compiles a model, once its outputs are known; None stands for labels that are none of
-        its outputs. Default: the model is compiled.
+        Compiles a model when its outputs are known. Takes None instead of outputs if labels do not
+        pair with outputs. Default: the model is already compiled.
     class_weight : mapping, optional
         Weight of each class of the only label.
     copy : callable, optional
-        Returns another copy of the model, which is tried where the first cannot be called with a
-        tensor or a tuple; it is then called with a dict of column name to tensor.
+        Returns another copy of the model, for a second call if the first copy rejects its input.
+        The second call passes a dict of column name to tensor instead of a tensor or tuple, or the
+        reverse.
     compares : bool
-        Whether labels are compared to outputs, by a loss or by metrics.
+        Whether a loss or metrics compare labels to outputs.
     selection : sequence of (int or str), optional
         Positions or names of the outputs that are predictions.
     original : keras.Model, optional
-        The model that was given, which the copy has to equal.
+        The user's model, whose outputs the copy must reproduce.
 
     Attributes
     ----------
     model : keras.Model
         The model, built and compiled after `run`.
     outputs : Outputs or None
-        Its outputs, as soon as they are known; None if labels are none of its outputs.
+        The model's outputs, when known; None if labels do not pair with outputs.
     output_shapes : list of tuple of int or None
-        Shape of one row of each label's output; None for a size that only a call can tell.
+        Shape of one row of each label's output; None for a size that only a call determines.
     tensors : TensorSpec
-        How columns become tensors.
+        Conversion of columns to tensors.
     """
 
     def __init__(
@@ -252,7 +254,7 @@ class DryRun:
 
     @property
     def tensors(self) -> TensorSpec:
-        """How columns become tensors, as far as it is known by now."""
+        """Conversion of columns to tensors, as far as it is known."""
         labels = self._label_fields()
         structure: Any
         if self.outputs is None:
@@ -260,18 +262,18 @@ class DryRun:
         else:
             fields = dict(zip(self._label_cols, labels, strict=True))
             structure = self.outputs.pack(
-                # Keras compares structures: an output without a label is compared to nothing.
+                # Keras compares structures, so an output without a label gets unused zeros.
                 [ZEROS if label is None else fields[label] for label in self.outputs.labels]
             )
         return TensorSpec(self._inputs, structure, self._weight_col, self._class_weight)
 
     def look_at(self, columns: Columns) -> None:
-        """Note the columns' shapes, and call nothing.
+        """Record the columns' shapes without calling the model.
 
         Raises
         ------
         ParamError
-            If the model is not built, which takes a call.
+            If only a call can build the model or determine the structure of its inputs.
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
         self._go_without_call("dry_run is False")
@@ -287,16 +289,16 @@ class DryRun:
     def run(self, columns: Columns) -> None:
         """Call the model and its loss with some rows.
 
-        What cannot run in this process, which is no rank and may have no GPU, is left to the ranks
-        with a warning.
+        The driver is not a rank and may have no GPU. Calls that cannot run on the driver are left
+        to the ranks, with a warning.
 
         Raises
         ------
         ShapeError
-            If the model cannot take the columns, its outputs are not as many as the labels, or
-            the loss cannot take outputs and labels.
+            If the model cannot take the columns, the loss cannot take outputs and labels, or the
+            numbers of outputs and labels differ.
         ParamError
-            If the model is not built, and cannot be called here.
+            If the model is not built and cannot be called on the driver.
         """
         self._known = {name: array.shape[1:] for name, array in columns.items()}
         check_columns(self._input_fields(), columns, "feature_cols", "input")
@@ -316,7 +318,7 @@ class DryRun:
                             f"{LAMBDA_REMEDY}"
                         ) from error
                     remedy = text_remedy(columns, self._inputs)
-                    # Numbers that are made of text raise what a missing GPU may raise, too.
+                    # A conversion of text to numbers may raise the same errors as a missing GPU.
                     kinds = (*SHAPE_KINDS, tf.errors.UnimplementedError) if remedy else SHAPE_KINDS
                     if leave_to_ranks(error, kinds):
                         self._go_without_call(f"it raised {type(error).__name__}: {error}")
@@ -347,18 +349,18 @@ class DryRun:
             check_rows(self._selected(outputs), None, rows)
 
     def _selected(self, outputs: Any) -> list[Any]:
-        """Return the outputs that are selected, or all."""
+        """Return the selected outputs, or all outputs without a selection."""
         return Outputs.of(self.model, outputs, (), self._selection).select(
             keras.tree.flatten(outputs)
         )
 
     def _try_step(self, columns: Columns) -> None:
-        """Run the user's own training step, which need not call the model as `run` does.
+        """Run the user's own training step, which may call the model differently from `run`.
 
         Raises
         ------
         ShapeError
-            If it fails.
+            If the step fails.
         """
         assert self._copy is not None
         trial = self._copy()
@@ -378,12 +380,12 @@ class DryRun:
             ) from error
 
     def _check_copy(self, x: Any, outputs: Any) -> None:
-        """Compare the outputs of the given model with those of the copy that is trained.
+        """Compare the outputs of the given model with those of the copy for training.
 
         Raises
         ------
         ParamError
-            If they differ.
+            If the outputs differ.
         """
         original = self._original
         if original is None or not original.built:
@@ -398,7 +400,7 @@ class DryRun:
         except Exception as error:
             logger.debug("The given model was not compared with its copy", exc_info=error)
             return
-        # Outputs that are random at each call compare to nothing.
+        # Outputs that are random in each call cannot be compared.
         if _same_outputs(outputs, again):
             raise ParamError(
                 "model: a copy that Keras makes of it, as for the ranks, returns other outputs for "
@@ -411,7 +413,7 @@ class DryRun:
         return fields
 
     def _call(self, columns: Columns, stack: contextlib.ExitStack) -> tuple[Any, Any]:
-        """Return what the model is called with, and what it returns."""
+        """Call the model, and return its input and its output."""
         x = alike(keras.tree.map_structure(lambda f: f.array(columns[f.column]), self._inputs))
         stack.enter_context(kept_variables(self.model))
         with traceless():
@@ -420,12 +422,12 @@ class DryRun:
     def _call_otherwise(
         self, columns: Columns, stack: contextlib.ExitStack, error: Exception
     ) -> tuple[Any, Any] | str:
-        """Call a model that indexes its inputs in another way; why it cannot be, in words."""
+        """Call the model with another input structure; return the error as text if this fails."""
         other = other_structure(self.model, self._inputs, self._feature_cols)
         if other is None or self._copy is None or not isinstance(error, _INDEXING_KINDS):
             return ""
         before = self.model, self._inputs
-        # The first may be half built.
+        # The first copy may be partly built.
         self.model, self._inputs = self._copy(), other
         try:
             return self._call(columns, stack)
@@ -448,31 +450,31 @@ class DryRun:
         except ShapeError:
             if not has_own_step(self.model):
                 raise
-            # The step may compare other things than outputs and labels with the compiled loss.
+            # The step may pass other values than outputs and labels to the compiled loss.
             self._try_step(columns)
             return
         if is_tried:
             self._batch = (x, labels, outputs, *batch[2:])
 
     def check_metrics(self) -> None:
-        """Make sure that ranks' metrics can be added up, after `run`; see `check_metrics`."""
+        """Check that the ranks' metrics can be summed, after `run`; see `check_metrics`."""
         if self._batch is not None:
             with tf.device("CPU:0"), traceless():
                 check_metrics(self.model, *self._batch)
 
     def check_monitors(self, param: str, callbacks: Sequence[Any]) -> None:
-        """Check what callbacks monitor, where the metrics are known here; see `check_monitors`."""
+        """Check the callbacks' monitored values if the metrics are known; see `check_monitors`."""
         if not any(map(judges_by_name, callbacks)):
             return
         if not are_built(self.model) and self._batch is not None:
             with tf.device("CPU:0"), traceless(), contextlib.suppress(Exception):
-                # Where they cannot be called, check_metrics() warns of it.
+                # check_metrics() warns about metrics that cannot be called.
                 build_metrics(self.model, *self._batch)
         if are_built(self.model):
             check_monitors(param, callbacks, self.model)
 
     def _go_without_call(self, reason: str) -> None:
-        """Leave a model that is not to be called here to the ranks."""
+        """Leave a model that must not be called on the driver to the ranks."""
         parts = all_layers(self.model, include_self=False)
         if not self.model.built and not (parts and all(part.built for part in parts)):
             raise ParamError(
@@ -494,15 +496,14 @@ class DryRun:
             if self._label_cols and (self._compares or self._selection is None):
                 self.outputs = Outputs.of(self.model, outputs, self._label_cols, self._selection)
         except ShapeError:
-            # A train step of the user's own, or losses of layers, need not compare labels to
-            # outputs.
+            # The user's own train step, or losses of layers, need not compare labels to outputs.
             if self._compares or self._selection is not None:
                 raise
         self._note_shapes(outputs)
         self._compile(self.model, self.outputs)
 
     def _note_shapes(self, outputs: Any) -> None:
-        """Note the shapes of the labels' outputs; only those of real rows have all their sizes."""
+        """Record the shapes of the labels' outputs; only real rows determine all sizes."""
         known, flat = self.outputs, keras.tree.flatten(outputs)
         flat = self._selected(outputs) if known is None else known.select(flat)
         self.output_shapes = [tuple(tensor.shape[1:]) for tensor in flat]
@@ -518,7 +519,7 @@ class DryRun:
         if shapes is None or self.outputs is None:
             return [Field(name) for name in names]
         return [
-            # A label of as many elements as its output is compared in the output's shape.
+            # A label with as many elements as its output is compared in the output's shape.
             Field(name, _label_shape(shape, self._known.get(name)))
             for name, shape in zip(names, shapes, strict=True)
         ]

@@ -1,6 +1,6 @@
-"""The state of a Keras 3 model for ``horovod.elastic``. Runs on the worker.
+"""State of a Keras 3 model for ``horovod.elastic``. Runs on the ranks.
 
-Horovod's own ``KerasState`` and ``TensorFlowKerasState`` ask Keras for what Keras 3 does not have.
+Horovod's own ``KerasState`` and ``TensorFlowKerasState`` need features that Keras 3 does not have.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ __all__ = ["KerasState"]
 
 
 class KerasState(ObjectState):
-    """A model, its optimizer and other values, for functions under ``hvd.elastic.run``.
+    """Elastic state of a model, its optimizer and other values, for ``hvd.elastic.run``.
 
-    Takes the place of ``hvd.elastic.KerasState`` and ``hvd.elastic.TensorFlowKerasState``, which do
-    not work with Keras 3. Call ``hvd.init()`` before. Horovod's callbacks for elastic training
+    Replaces ``hvd.elastic.KerasState`` and ``hvd.elastic.TensorFlowKerasState``, which do not work
+    with Keras 3. Call ``hvd.init()`` first. Horovod's callbacks for elastic training
     (``CommitStateCallback``, ``UpdateEpochStateCallback``, ``UpdateBatchStateCallback`` of
-    ``horovod.tensorflow.keras.elastic``) work with it. A commit holds weights and the optimizer's
-    variables; random layers, such as dropout, begin anew in ranks that are launched again.
+    ``horovod.tensorflow.keras.elastic``) support this class.
+
+    A commit holds the weights and the optimizer's variables. In relaunched ranks, random layers
+    such as dropout restart their random streams.
 
     Parameters
     ----------
     model : keras.Model
-        Built: its weights exist.
+        The model. Must be built, so that its weights exist.
     optimizer : keras.optimizers.Optimizer, optional
-        Default: the one that the model was compiled with.
+        Default: the optimizer that the model was compiled with.
     **values
-        What else is committed; each becomes an attribute.
+        Other values to commit; each becomes an attribute.
 
     Raises
     ------
@@ -84,18 +86,18 @@ class KerasState(ObjectState):
         super().__init__(bcast_object=hvd.broadcast_object, get_rank=hvd.rank, **values)
 
     def save(self) -> None:
-        """Keep the values that there are now."""
+        """Save the current values."""
         self._save_variables()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the values that were saved last."""
+        """Restore the values that were saved last."""
         for variable, value in zip(self._variables(), self._saved_variables, strict=True):
             variable.assign(value)
         super().restore()
 
     def sync(self) -> None:
-        """Take rank 0's values on all ranks, and save them."""
+        """Copy rank 0's values to all ranks, and save them."""
         broadcast_variables(self._variables())
         self._save_variables()
         super().sync()

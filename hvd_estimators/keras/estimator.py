@@ -1,4 +1,4 @@
-"""`KerasEstimator`: trains a Keras model on a DataFrame."""
+"""`KerasEstimator`, which trains a Keras model on a DataFrame."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ __all__ = ["KerasEstimator"]
 
 @dataclass(frozen=True, kw_only=True)
 class _KerasTrial(Trial):
-    """What a dry run found out, and the copies that it was made with.
+    """Results of a dry run, and the model copy that the dry run used.
 
     Attributes
     ----------
     dry_run : DryRun
-        Holds the model, built and compiled, and how columns become tensors.
+        Holds the built and compiled model, and the conversion of columns to tensors.
     settings : CompileSettings
-        What the model is compiled with.
+        The model's compile arguments.
     """
 
     dry_run: DryRun
@@ -51,29 +51,33 @@ class _KerasTrial(Trial):
 
 
 class KerasEstimator(KerasParams):
-    """Trains a Keras 3 model on a DataFrame, with Horovod, one process per rank.
+    """Estimator that trains a Keras 3 model on a DataFrame with Horovod, one process per rank.
 
-    ``fit(df)`` writes the needed columns as Parquet to the store, trains on ``num_proc`` Spark
-    tasks with ``Model.fit``, and returns a `KerasModel`. Each feature column is one input of the
-    model, reshaped to what the model declares (a number per row is ``(rows, 1)``). Columns and
-    inputs pair by name if each input has the name of a feature column, and by position otherwise.
-    Each label column is compared to one output: to that of its name, where the model returns a dict
-    or where the output layers are named after the labels, and by position otherwise. Outputs of a
-    dict that are no labels are left alone. The given model and optimizer are left as they are. Runs
-    on the driver; Keras has to run on TensorFlow.
+    ``fit(df)`` writes the needed columns to the store as Parquet, trains with ``Model.fit`` on
+    ``num_proc`` Spark tasks, and returns a `KerasModel`. The estimator does not change the given
+    model and optimizer. The estimator runs on the driver; Keras must run on TensorFlow.
 
-    An epoch trains on every row once. The learning rate is that of one rank: training applies it
-    multiplied by the number of ranks, and what callbacks and schedules set counts in the same way.
-    The gradient of a step is that of the loss over the rows of all ranks. Callbacks run on every
-    rank and see what was measured on all of them; those that write files (TensorBoard,
-    ModelCheckpoint, CSVLogger, and your own with an attribute ``rank_zero_only = True``) run on
-    rank 0; relative paths of a ModelCheckpoint and a CSVLogger are below the run's logs.
-    ``stop_training`` ends training after the epoch in which a callback sets it.
+    Each feature column is one input of the model, reshaped to the input's declared shape. A column
+    of numbers becomes ``(rows, 1)``. Columns and inputs pair by name if each input has the name of
+    a feature column, and by position otherwise.
+
+    Each label column is compared to one output. Labels and outputs pair by name if the model
+    returns a dict, or if its output layers are named after the labels. Otherwise labels and outputs
+    pair by position. Outputs in a dict that are not labels are ignored.
+
+    An epoch trains on every row once. The learning rate is that of one rank. Training multiplies
+    the rate by the number of ranks, also if a callback or schedule sets the rate. The gradient of a
+    step is that of the loss over the rows of all ranks.
+
+    Callbacks run on every rank and see the metrics over all ranks. Callbacks that write files
+    (TensorBoard, ModelCheckpoint, CSVLogger) run on rank 0, and so do your own callbacks with an
+    attribute ``rank_zero_only = True``. Relative paths of a ModelCheckpoint or CSVLogger are below
+    the run's logs. If a callback sets ``stop_training``, training ends after that epoch.
 
     Raises
     ------
     ParamError, ColumnError, ShapeError, DataError, StoreError, SlotsError, DependencyError
-        Before training, if params, columns, shapes, rows, store, cluster or Keras will not do.
+        Before training, if params, columns, shapes, rows, store, cluster or Keras are unsuitable.
     WorkerFailedError
         If a rank fails.
     """
@@ -81,7 +85,7 @@ class KerasEstimator(KerasParams):
     _framework = "keras"
 
     def get_model_shapes(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the shapes of the model's inputs and outputs, -1 for what is not fixed."""
+        """Return the shapes of the model's inputs and outputs; -1 stands for a variable size."""
         model = self.getOrDefault("model")
         return tuple(  # type: ignore[return-value]
             [[-1 if size is None else size for size in tensor.shape] for tensor in side]
@@ -89,7 +93,7 @@ class KerasEstimator(KerasParams):
         )
 
     def _try_frame(self, dataset: DataFrame) -> Trial | None:
-        # What needs no rows.
+        # Runs the checks that need no rows.
         self._new_dry_run()
         return super()._try_frame(dataset)
 
@@ -122,7 +126,7 @@ class KerasEstimator(KerasParams):
         identity = model_fingerprint(trial.dry_run.model, other_rate)
         model, columns = trial.dry_run.model, self.getOrDefault("feature_cols")
         if input_structure(model, columns) != input_structure(model, columns, by_name=False):
-            # A run of an earlier version, which notes no names, went by position.
+            # Runs of an earlier version recorded no names and paired inputs by position.
             identity["columns of the inputs"] = [tensor.name for tensor in model.inputs]
         return {**identity, "loss": named(trial.settings.loss)}
 
@@ -145,7 +149,7 @@ class KerasEstimator(KerasParams):
         get = self.getOrDefault
         return KerasTrainSpec(
             **vars(common),
-            # After the dry run, which builds a model that was not built.
+            # Read after the dry run, which builds a model that was not built.
             model=ModelPayload(trial.dry_run.model, get("custom_objects")),
             tensors=trial.dry_run.tensors,
             weight_by_samples=self._weights_by_samples(trial.settings),
@@ -183,7 +187,7 @@ class KerasEstimator(KerasParams):
         return fitted
 
     def get_model_class(self) -> type[KerasModel]:
-        """Return the class of the model that `fit` returns; for subclasses to override."""
+        """Return the class of the model that `fit` returns. Subclasses may override this method."""
         return KerasModel
 
     def _get_model_kwargs(self, **fitted: Any) -> dict[str, Any]:
@@ -195,7 +199,7 @@ class KerasEstimator(KerasParams):
         }
 
     def _new_dry_run(self) -> tuple[DryRun, CompileSettings]:
-        """Return a dry run of a new copy of the model, and what the copy is compiled with."""
+        """Return a dry run of a new copy of the model, and the copy's compile arguments."""
         get = self.getOrDefault
         settings = self._compile_settings()
 

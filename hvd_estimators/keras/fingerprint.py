@@ -1,4 +1,4 @@
-"""What identifies a Keras model, apart from its weights. Runs on the driver."""
+"""Fingerprint of a Keras model without its weights' values. Runs on the driver."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["model_fingerprint"]
 
 
 def model_fingerprint(model: keras.Model, other_rate: bool) -> dict[str, Any]:
-    """Return layers, shapes of weights and optimizers, without the names, which Keras numbers.
+    """Return a model's layers, weight shapes and optimizers, without names that Keras numbers.
 
     Parameters
     ----------
     model : keras.Model
-        Built and compiled.
+        The model, built and compiled.
     other_rate : bool
-        Whether a param takes the place of the optimizer's learning rate.
+        Whether a param replaces the optimizer's learning rate.
     """
     left_out = ("name", "learning_rate") if other_rate else ("name",)
     return {
@@ -38,7 +38,7 @@ def model_fingerprint(model: keras.Model, other_rate: bool) -> dict[str, Any]:
 
 
 def _config(given: Any, left_out: tuple[str, ...] = ("name",)) -> dict[str, Any]:
-    """Return the plain values of a config; an empty dict if there is none."""
+    """Return a config's plain values; an empty dict if there is no config."""
     try:
         config = given.get_config()
     except Exception:

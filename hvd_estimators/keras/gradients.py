@@ -1,4 +1,4 @@
-"""Keras optimizers that step by the mean of all ranks' gradients. Runs on the worker."""
+"""Keras optimizers that apply the mean of all ranks' gradients. Runs on the ranks."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def DistributedOptimizer(
 ) -> keras.optimizers.Optimizer:
     """Make an optimizer average gradients over all ranks before it applies them.
 
-    Call ``horovod.tensorflow.init()`` before. The very optimizer that is given is changed and
-    returned: it keeps its class, configuration and state, so that a model that is saved with it
-    loads without this package. Gradients are averaged first and clipped then. A
-    `keras.optimizers.LossScaleOptimizer` is given as it is, around the optimizer that it scales
-    for, so that all ranks skip the same steps.
+    Call ``horovod.tensorflow.init()`` first. The function changes the given optimizer in place. The
+    optimizer keeps its class, configuration and state, so a model that is saved with it loads
+    without this package. Gradients are averaged before they are clipped. Pass a
+    `keras.optimizers.LossScaleOptimizer` directly, not its inner optimizer, so that all ranks skip
+    the same steps.
 
-    Works with ``Model.fit`` (compile with ``jit_compile=False``: Horovod's operations cannot be
-    compiled by XLA) and where ``apply`` or ``apply_gradients`` is called by hand, as long as all
-    ranks call it equally often.
+    Works with ``Model.fit``, and with direct calls of ``apply`` or ``apply_gradients`` if all ranks
+    make the same number of calls. For ``Model.fit``, compile with ``jit_compile=False``, because
+    XLA cannot compile Horovod's operations.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def DistributedOptimizer(
     compression : horovod compressor, optional
         For example ``horovod.tensorflow.Compression.fp16``.
     backward_passes_per_step : int
-        Calls whose gradients are averaged on the rank before a reduction and a step.
+        Number of calls whose gradients the rank averages before a reduction and a step.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def DistributedOptimizer(
     Raises
     ------
     ParamError
-        If it averages already, or ``backward_passes_per_step`` is below 1.
+        If the optimizer averages already, or ``backward_passes_per_step`` is below 1.
     DependencyError
         If Keras does not run on TensorFlow.
 
@@ -71,7 +71,7 @@ def DistributedOptimizer(
 
 
 def is_distributed(optimizer: Any) -> bool:
-    """Return whether an optimizer averages over ranks."""
+    """Return whether an optimizer averages gradients over the ranks."""
     return "apply" in vars(optimizer)
 
 
@@ -83,23 +83,23 @@ def distribute(
     learning_rate_scale: float = 1.0,
     calls: int = 0,
 ) -> None:
-    """Put an averager in front of an optimizer's ``apply``.
+    """Make an optimizer's ``apply`` average gradients before it applies them.
 
     Parameters
     ----------
     optimizer : keras.optimizers.Optimizer
-        Its ``apply`` is replaced, on this instance only.
+        The optimizer. Its ``apply`` is replaced, on this instance only.
     averager : GradientAverager
-        Averages.
+        Averages the gradients.
     passes_per_step : int
-        Calls that add up to one step.
+        Number of calls (micro-batches) that add up to one step.
     steps_per_epoch : int, optional
-        Calls of an epoch, at whose end what has been added up makes a step, too.
+        Calls per epoch. The end of an epoch also makes a step, with the gradients summed so far.
     learning_rate_scale : float
-        The optimizer applies its learning rate times this. What ``optimizer.learning_rate`` says,
-        and what callbacks and schedules set, stays as it is.
+        Factor for the learning rate that the optimizer applies. ``optimizer.learning_rate`` and
+        the rates from callbacks and schedules do not change.
     calls : int
-        Calls that the first epoch has behind it, in an earlier part of the run: whole steps.
+        Calls of the first epoch that an earlier part of the run made; always whole steps.
     """
     if is_distributed(optimizer):
         raise ParamError("optimizer: it averages gradients over ranks already. Wrap it once.")
@@ -108,7 +108,7 @@ def distribute(
     def step(gradients: Sequence[Any], weight: Any, variables: Any) -> None:
         averaged = averager.average(gradients, weight)
         if not optimizer.built and learning_rate_scale != 1.0:
-            # It may choose its inner optimizers only at this point.
+            # The optimizer may choose its inner optimizers only in build().
             optimizer.build(list(variables))
         with _scaled_learning_rates(optimizer, learning_rate_scale):
             apply(averaged, variables)
@@ -116,7 +116,7 @@ def distribute(
     def weigh(grads: Sequence[Any], variables: Any) -> tuple[list[Any], Any]:
         weight = 1.0 if averager.weight is None else averager.weight
         if variables is None and not optimizer.built:
-            apply(grads)  # Keras's own error says that variables are missing.
+            apply(grads)  # Raises Keras's own error about missing variables.
         of = optimizer._trainable_variables if variables is None else variables
         return averager.weigh(grads, of), weight
 
@@ -130,7 +130,7 @@ def distribute(
 
         def averaged_apply(grads: Sequence[Any], trainable_variables: Any = None) -> None:
             if not optimizer.built:
-                # Not in the branch below, where no variables can be created.
+                # Not in the branch below, which cannot create variables.
                 optimizer.build(list(trainable_variables))
             due = accumulator.add(*weigh(grads, trainable_variables))
             tf.cond(
@@ -143,7 +143,7 @@ def distribute(
 
 
 class _Accumulator:
-    """Adds up gradients between two steps, in variables that are not part of the optimizer."""
+    """Sum of gradients between two steps, in variables outside the optimizer."""
 
     def __init__(self, passes: int, steps_per_epoch: int | None, calls: int = 0) -> None:
         self._passes = passes
@@ -174,7 +174,7 @@ class _Accumulator:
         return due
 
     def release(self, step: Any) -> None:
-        """Make a step with what was added up, and start again from zero."""
+        """Make a step with the summed gradients, and reset them to zero."""
         assert self._sums is not None
         step(
             [None if v is None else tf.convert_to_tensor(v) for v in self._sums],
@@ -187,7 +187,7 @@ class _Accumulator:
 
 @contextlib.contextmanager
 def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) -> Iterator[None]:
-    """Let optimizers see their learning rate multiplied, while a step is computed or traced."""
+    """Multiply the optimizers' learning rates while a step is computed or traced."""
     if scale == 1.0:
         yield
         return
@@ -195,7 +195,7 @@ def _scaled_learning_rates(optimizer: keras.optimizers.Optimizer, scale: float) 
     for inner in inner_optimizers(optimizer):
         attributes = vars(inner)
         given.append((attributes, attributes["_learning_rate"]))
-        # It is read here, where it is a number or a schedule's value for this step.
+        # Read here, because the rate is a number or a schedule's value for this step.
         rate = tf.convert_to_tensor(inner.learning_rate)
         attributes["_learning_rate"] = rate * tf.cast(scale, rate.dtype)
     try:

@@ -28,13 +28,11 @@ __all__ = [
 ]
 
 SHAPE_KINDS = (tf.errors.InvalidArgumentError,)
-
-
-"""What TensorFlow raises for shapes, beside Python's own exceptions."""
+"""TensorFlow's exceptions for wrong shapes, in addition to Python's own."""
 
 
 def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
-    """Return the outputs of a model for two rows of zeros; the inputs have to tell their shapes."""
+    """Return the outputs of a model for two rows of zeros; the input shapes must be known."""
     x = alike(keras.tree.map_structure(lambda field: field.zeros(2), inputs))
     with kept_random_state(), tf.device("CPU:0"):
         return model(x, training=False)
@@ -42,7 +40,7 @@ def call_on_zeros(model: keras.Model, inputs: Any) -> Any:
 
 @contextlib.contextmanager
 def kept_variables(model: keras.Model) -> Iterator[None]:
-    """Leave what a built model keeps as it is: layers may count calls, or draw random numbers."""
+    """Restore a built model's variables after the block: layers may count calls or draw numbers."""
     kept = [(v, v.numpy()) for v in model.variables] if model.built else []
     try:
         yield
@@ -53,7 +51,7 @@ def kept_variables(model: keras.Model) -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Leave Python's and NumPy's random numbers as they are: Keras draws seeds from them."""
+    """Restore Python's and NumPy's random states after the block: Keras draws seeds from them."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
@@ -70,26 +68,26 @@ def input_structure(
 ) -> Any:
     """Return a model's inputs as fields in the model's structure.
 
-    Inputs in a dict pair with the columns that are its keys. Other inputs of a functional model
-    pair by name if each input has the name of a column, and by position otherwise.
+    Inputs in a dict pair with the columns that have the names of its keys. Other inputs of a
+    functional model pair by name if each input has the name of a column, and by position otherwise.
 
     Parameters
     ----------
     model : keras.Model
-        Functional and sequential models tell their inputs, and others what they were built with.
-        One that was not is given one tensor, or a tuple of several, or a dict where a functional
-        model in it takes one; see `other_structure`.
+        The model. Functional and sequential models define their inputs; other models define them
+        when they are built. An unbuilt model of another kind gets one tensor or a tuple of several,
+        or a dict if a functional model in it takes one. See `other_structure`.
     feature_cols : sequence of str
         One column per input.
     keys : sequence of str, optional
-        Keys of the columns in the dict that a subclassed model takes, where that is known.
+        Keys of the columns in the dict that a subclassed model takes, if known.
     by_name : bool
-        False for saved models of an earlier version, in which only keys of dicts were names.
+        False for saved models of an earlier version, which used only keys of dicts as names.
 
     Raises
     ------
     ShapeError
-        If the model has other inputs.
+        If the columns do not match the model's inputs.
     """
     structure = symbolic(model, "input")
     if structure is None:
@@ -112,7 +110,7 @@ def input_structure(
 
 
 def other_structure(model: keras.Model, inputs: Any, feature_cols: Sequence[str]) -> Any:
-    """Return what a subclassed model may take instead of a structure; None if nothing else."""
+    """Return the other input structure that a subclassed model may take; None if there is none."""
     if symbolic(model, "input") is not None or isinstance(model, keras.Sequential):
         return None
     return _positional(feature_cols) if isinstance(inputs, dict) else _named(feature_cols)
@@ -126,7 +124,7 @@ def input_keys(model: keras.Model, inputs: Any) -> list[str] | None:
 
 
 def called_with(model: keras.Model) -> Any:
-    """Return the shapes that a model was built with, in the structure of its inputs, or None."""
+    """Return the shapes that a model was built with, in its inputs' structure, or None."""
     try:
         config = model.get_build_config()
     except (NotImplementedError, TypeError, ValueError):
@@ -135,7 +133,7 @@ def called_with(model: keras.Model) -> Any:
 
 
 def text_columns(inputs: Any) -> dict[str, bool]:
-    """Return the columns that may be text for a model, each with whether it has to be text.
+    """Return the columns that may be text for a model, each with whether text is required.
 
     Parameters
     ----------
@@ -163,7 +161,7 @@ def _of_subclassed(
             )
         return {key: Field(name) for key, name in zip(keys, feature_cols, strict=True)}
     if shapes is None and len(feature_cols) > 1:
-        # Given a tuple, a functional model in it would take the values in the order of sorted keys.
+        # A functional model inside would assign the values of a tuple in the order of sorted keys.
         within = (symbolic(layer, "input") for layer in model.layers)
         if any(isinstance(part, dict) and set(part) == set(feature_cols) for part in within):
             return _named(feature_cols)

@@ -1,4 +1,4 @@
-"""The training loop around ``fit``: callbacks at the ends of steps and epochs."""
+"""Training loop around ``fit``: callbacks at the end of steps and epochs."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = [
 
 
 class NotFinite:
-    """Looks at a model's loss and at what it trains.
+    """Detect NaN or infinite values in a model's loss and trainable variables.
 
     Parameters
     ----------
     model : keras.Model
-        Built.
+        The built model.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -47,7 +47,7 @@ class NotFinite:
             for variable in model.trainable_variables
             if keras.backend.is_float_dtype(variable.dtype)
         ]
-        # One call for all, of which nothing but a flag is read where all is well.
+        # One call checks all variables, and only one flag is read if all are finite.
         self._are_finite = tf.function(self._all_finite)
 
     def after_step(self, logs: Mapping[str, Any]) -> tuple[float | None, list[str]]:
@@ -56,8 +56,8 @@ class NotFinite:
         Parameters
         ----------
         logs : mapping
-            What the step has returned. Its loss is the mean of the epoch so far, which a single
-            loss that is not finite makes so, too.
+            Logs of the step. Their loss is the mean of the epoch so far, and a single loss that is
+            not finite makes this mean not finite.
         """
         loss = logs.get("loss")
         value = None if loss is None or np.ndim(loss) else float(loss)
@@ -75,20 +75,20 @@ def _is_finite(variable: Any) -> tf.Tensor:
 
 
 class StepEnd:
-    """Looks for NaN, saves the run within an epoch, and ends it where that is asked for.
+    """Check for NaN at the end of a step, save the run within an epoch, and stop on request.
 
     Parameters
     ----------
     spec : TrainSpec
-        The job.
+        The training job.
     save : callable
-        Called with epochs and batches of the next one that are done, on all ranks.
+        Called on all ranks with the completed epochs and the completed batches of the next epoch.
     stop_request : StopRequest
-        Tells whether ranks are asked to end.
+        Reports stop requests to all ranks.
     finite : NanCheck
-        Lets ranks agree on what is not finite.
+        Lets ranks agree on values that are not finite.
     long_validation : LongValidation
-        Tells whether to save before validation.
+        Decides if the run is saved before validation.
     """
 
     def __init__(
@@ -110,11 +110,11 @@ class StepEnd:
 
     @property
     def looks(self) -> bool:
-        """Whether each step's logs are to be looked at."""
+        """True if each step's logs must be checked."""
         return self._spec.terminate_on_nan
 
     def look(self, model: keras.Model, epoch: int, batches: int, logs: Mapping[str, Any]) -> None:
-        """End training on all ranks if something was not finite in a step.
+        """End training on all ranks if a value was not finite in a step.
 
         Parameters
         ----------
@@ -123,9 +123,9 @@ class StepEnd:
         epoch : int
             The epoch, from 0.
         batches : int
-            Batches of a shard that are done in it.
+            Batches of a shard that are done in the epoch.
         logs : mapping
-            What was measured in the epoch so far.
+            Logs of the epoch so far.
         """
         if not self._is_step(batches):
             return
@@ -135,16 +135,16 @@ class StepEnd:
         self._finite.after_step(self._spec.steps_done(epoch, batches), epoch, *found)
 
     def finish(self, epoch: int, before: int, batches: int) -> None:
-        """Save the run where that is due, or where it is to end here.
+        """Save the run if a checkpoint is due or a stop is requested, and then stop on request.
 
-        An epoch's last step has its end for that.
+        Does nothing after an epoch's last step, because the end of the epoch follows.
 
         Parameters
         ----------
         epoch : int
             The epoch, from 0.
         before, batches : int
-            Batches of a shard that were done when callbacks were last told, and that are now.
+            Batches of a shard that were done at the previous call, and that are done now.
         """
         made_progress()
         if batches >= self._batches or not self._is_step(batches):
@@ -156,7 +156,7 @@ class StepEnd:
             raise interrupted(epoch, batches, self._spec.run.checkpoints_path is not None)
 
     def finish_epoch(self, epoch: int) -> None:
-        """End training after an epoch that another one is to follow, where that is asked for."""
+        """Stop training on request after an epoch, unless the epoch is the last one."""
         if epoch + 1 < self._spec.epochs and self._stop_request.after_step():
             raise interrupted(epoch + 1, 0, self._spec.run.checkpoints_path is not None)
 
@@ -164,7 +164,7 @@ class StepEnd:
         return not batches % self._passes or batches >= self._batches
 
     def _is_due(self, epoch: int, before: int, batches: int) -> bool:
-        """Return whether a checkpoint was due after any of the steps of one call."""
+        """Return whether a checkpoint was due after any step of one call."""
         spec, whole = self._spec, before - before % self._passes
         steps = range(spec.steps_done(epoch, whole), spec.steps_done(epoch, batches))
         return self.long_validation.is_due(spec.steps_left(batches), len(steps)) or any(
@@ -173,31 +173,31 @@ class StepEnd:
 
 
 class EpochEnd(keras.callbacks.Callback):
-    """Comes after all other callbacks: takes down an epoch, and lets ranks stop together.
+    """Record an epoch after all other callbacks, and let ranks stop together.
 
     Parameters
     ----------
     callbacks : sequence of keras.callbacks.Callback
-        The user's, on all ranks the same.
+        The user's callbacks, the same on all ranks.
     history : sequence of EpochMetrics
         Epochs of an earlier part of the run.
     states : CallbackStates
-        Gives the callbacks of a run that goes on their states back.
+        Restores the callbacks of a resumed run.
     writer : EventWriter
-        Writes the logs, where no callback of the user's does.
+        Writes the logs, unless one of the user's callbacks does.
     progress : Progress
-        Tells the driver.
+        Reports to the driver.
     save : callable
-        Called after each epoch, on all ranks, with the number of epochs that are done.
+        Called after each epoch, on all ranks, with the number of completed epochs.
     step_end : StepEnd
-        Ends training after an epoch where that is asked for.
+        Stops training after an epoch on request.
 
     Attributes
     ----------
     history : list of EpochMetrics
         All epochs so far.
     stop : bool
-        Whether a callback of this rank has asked for a stop in the course of the epoch.
+        Whether a callback of this rank has requested a stop during the epoch.
     stopped : bool
         Whether callbacks have stopped training.
     """
@@ -226,24 +226,24 @@ class EpochEnd(keras.callbacks.Callback):
         self.stopped = False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Restore the callbacks, which have reset themselves just before."""
+        """Restore the callbacks, which have just reset their states."""
         self._states.restore()
 
     def put_back(self, stop: bool) -> None:
-        """Go on within an epoch, which callbacks have just begun."""
+        """Resume within an epoch that the callbacks have just started."""
         self._states.restore()
         self.stop = stop
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Note that validation begins."""
+        """Record the start of validation."""
         self._step_end.long_validation.begin()
 
     def on_test_end(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Agree on whether it was a long one."""
+        """Let all ranks agree on whether the validation was a long one."""
         self._step_end.long_validation.agree()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Take down what was measured, agree on whether to stop, and save."""
+        """Record the epoch's metrics, agree on whether to stop, and save."""
         values = dict(logs or {})
         train = {name: v for name, v in values.items() if not name.startswith("val_")}
         validation = {
@@ -271,19 +271,19 @@ class EpochEnd(keras.callbacks.Callback):
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return what is a single number of what was measured."""
+    """Return the values that are single numbers."""
     return {name: float(value) for name, value in values.items() if np.ndim(value) == 0}
 
 
 class StreamsCallback(keras.callbacks.Callback):
-    """Begins the random streams of each shard that the rank plays, in each epoch.
+    """Start the random streams of each shard that the rank runs, in each epoch.
 
     Parameters
     ----------
     streams : RandomStreams
-        The rank's.
+        The rank's random streams.
     shards : ShardStates
-        The shards.
+        The rank's shards.
     """
 
     def __init__(self, streams: RandomStreams, shards: ShardStates) -> None:
@@ -292,17 +292,17 @@ class StreamsCallback(keras.callbacks.Callback):
         self._shards = shards
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Begin the streams of the epoch."""
+        """Start the streams of the epoch."""
         self._shards.for_each(lambda shard: self._streams.begin(shard, epoch))
 
 
 class StatisticsCallback(keras.callbacks.Callback):
-    """Reduces the variables that layers compute, before a validation and before they are saved.
+    """Reduce the variables that layers compute, before a validation or at the end of an epoch.
 
     Parameters
     ----------
     shards : ShardStates
-        The shards that the rank plays.
+        The rank's shards.
     reductions : mapping
         The value of ``buffer_reduction``.
     """
@@ -315,30 +315,30 @@ class StatisticsCallback(keras.callbacks.Callback):
         self._due = False
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Remember what the statistics are."""
+        """Record the statistics at the start of the epoch."""
         self._averager = StatisticsAverager(self.model, self._reductions)
         self._due = True
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Average what training has counted."""
+        """Reduce the statistics of training before validation."""
         self._average()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Average, where there was no validation."""
+        """Reduce the statistics if there was no validation."""
         self._average()
 
     @property
     def digests(self) -> list[bytes]:
-        """What the statistics were when the epoch began, see `StatisticsAverager`."""
+        """Digests of the statistics at the start of the epoch; see `StatisticsAverager`."""
         return [] if self._averager is None else self._averager.digests
 
     @property
     def bases(self) -> dict[int, Any]:
-        """Summed variables when the epoch began, see `StatisticsAverager`."""
+        """Summed variables at the start of the epoch; see `StatisticsAverager`."""
         return {} if self._averager is None else self._averager.bases
 
     def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any]) -> None:
-        """Resume within an epoch that had begun with these statistics."""
+        """Resume within an epoch that started with these statistics."""
         assert self._averager is not None
         self._averager.digests = list(digests)
         self._averager.bases.update(bases)
@@ -350,14 +350,14 @@ class StatisticsCallback(keras.callbacks.Callback):
 
 
 class ProgressReports(keras.callbacks.Callback):
-    """Tells the driver how far the epoch is. Rank 0 only.
+    """Report the progress within an epoch to the driver. Rank 0 only.
 
     Parameters
     ----------
     progress : Progress
-        Sends it.
+        Sends the reports.
     done : int
-        Steps that the first epoch has behind it, in an earlier part of the run.
+        Steps of the first epoch that an earlier part of the run completed.
     """
 
     def __init__(self, progress: Progress, done: int = 0) -> None:
@@ -366,49 +366,50 @@ class ProgressReports(keras.callbacks.Callback):
         self._done = done
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Note when the epoch began."""
+        """Record the start of the epoch."""
         self._progress.start_epoch(epoch, self._done)
         self._done = 0
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report now and then what this rank has measured."""
-        # Before the first batch nothing is measured, and metrics are not even built.
+        """Report this rank's metrics from time to time."""
+        # Before the first batch, metrics have no results and are not even built.
         if batch and self._progress.due:
             self._progress.step(batch, scalars(self.model.get_metrics_result()))
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Report the whole epoch."""
+        """Report the completed epoch."""
         self._progress.end_epoch(scalars(logs or {}))
 
 
 class RankCallbacks(keras.callbacks.CallbackList):
     """All callbacks of a rank.
 
-    A callback that sets ``model.stop_training`` on some ranks only (because it looks at the rank's
-    own batches, or at a clock) would leave the others waiting. So training stops at the end of an
-    epoch, on all ranks, if any rank wants it to.
+    A callback may set ``model.stop_training`` on some ranks only, because it depends on the rank's
+    own batches or on a clock. The other ranks would then hang. Training therefore stops at the end
+    of an epoch, on all ranks, if any rank requests a stop.
 
-    Keras hands the logs of each batch, as numbers, to a thread of its own even if no callback takes
-    them. Here they are left in TensorFlow then, which saves a good part of a small model's step.
+    Keras sends the logs of each batch, as numbers, to a separate thread even if no callback uses
+    them. This class leaves unused logs in TensorFlow, which shortens the steps of a small model
+    considerably.
 
     Parameters
     ----------
     callbacks : sequence of keras.callbacks.Callback
-        In the order in which they are called.
+        The callbacks, in the order of their calls.
     end : EpochEnd
-        The last one.
+        The last callback.
     model : keras.Model
         The model.
     epochs, steps : int
-        Epochs of the run, steps of an epoch.
+        Epochs of the run, and steps per epoch.
     turns : Turns
-        Tells which batches make a step.
+        Groups batches into steps.
     statistics : StatisticsCallback, optional
-        One of the callbacks.
+        The statistics callback among ``callbacks``.
     step_end : StepEnd, optional
         Called after each step, after all callbacks.
     resumed : Resumed, optional
-        Goes on within the first epoch.
+        Resumes within the first epoch.
     """
 
     def __init__(
@@ -438,13 +439,13 @@ class RankCallbacks(keras.callbacks.CallbackList):
         self._epoch = self._done = 0
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks; by now there is the training function."""
+        """Call the callbacks, now that the training function exists."""
         super().on_train_begin(logs)
         if self._resumed is not None:
             self._resumed.skip(self.model.steps_per_execution)
 
     def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks."""
+        """Call the callbacks, and restore a partial epoch."""
         super().on_epoch_begin(epoch, logs)
         resumed, self._resumed = self._resumed, None
         self._skipped = 0
@@ -452,17 +453,17 @@ class RankCallbacks(keras.callbacks.CallbackList):
             self._skipped = resumed.batches
             resumed.restore(self)
         self._epoch, self._done = epoch, self._skipped // self._turns.passes
-        # Only now, since instances can be given other functions at any time.
+        # Checked in every epoch, because instances can get other methods at any time.
         self._batch_ends = any(map(_takes_batch_ends, self.callbacks))
 
     def put_back(self, digests: Sequence[bytes], bases: Mapping[int, Any], stop: bool) -> None:
-        """Go on within an epoch: give callbacks their states back."""
+        """Resume within an epoch: restore the statistics and the states of callbacks."""
         if self._statistics is not None:
             self._statistics.put_back(digests, bases)
         self._end.put_back(stop)
 
     def on_train_batch_begin(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks, where a step begins."""
+        """Call the callbacks if a step begins."""
         if batch < self._skipped:
             return
         step = self._turns.begin(batch)
@@ -471,17 +472,17 @@ class RankCallbacks(keras.callbacks.CallbackList):
             self._put_stop_off()
 
     def on_train_batch_end(self, batch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Call the callbacks, where a step ends, if any of them takes this."""
+        """Call the callbacks if a step ends and any callback uses this event."""
         if batch < self._skipped:
             return
         step = self._turns.end(batch)
         if step is None:
             return
         if self._turns.passes > 1 and (self._looks or self._batch_ends):
-            # Those that Keras has may be of a batch without rows.
+            # The logs from Keras may be those of an empty micro-batch.
             logs = self.model.get_metrics_result()
         if self._looks and self._step_end is not None:
-            # A callback may raise an error of its own for it, on one rank only.
+            # Checked before the callbacks: one may raise its own error on one rank only.
             self._step_end.look(self.model, self._epoch, step + 1, logs or {})
         if self._batch_ends and self._turns.is_told(step):
             super().on_train_batch_end(step, logs)
@@ -497,23 +498,23 @@ class RankCallbacks(keras.callbacks.CallbackList):
 
 
 class Resumed(Protocol):
-    """What goes on within an epoch."""
+    """State for resuming within an epoch."""
 
     @property
     def batches(self) -> int:
-        """Batches of this rank that are done."""
+        """Number of this rank's batches that are done."""
 
     def skip(self, batches_per_call: int) -> None:
-        """Let the training function do nothing for these."""
+        """Make the training function skip the batches that are done."""
 
     def restore(self, callbacks: RankCallbacks) -> None:
-        """Put back what had happened, now that the epoch has begun."""
+        """Restore the state of the partial epoch, after the epoch has started."""
 
 
 def _takes_batch_ends(callback: keras.callbacks.Callback) -> bool:
     if isinstance(callback, keras.callbacks.ModelCheckpoint) and callback.save_freq == "epoch":
         return False
-    # Of the instance, which LambdaCallback and the like give functions of its own.
+    # Checks the instance, because LambdaCallback and others set methods on instances.
     return any(
         getattr(getattr(callback, name), "__func__", None)
         is not getattr(keras.callbacks.Callback, name)

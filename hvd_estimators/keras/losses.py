@@ -49,19 +49,19 @@ _SPARSE = {"sparse_categorical_crossentropy", "ctc", "circle"}
 
 
 def has_loss(model: keras.Model) -> bool:
-    """Return whether a model can compute a loss: it was compiled with one, or computes its own."""
+    """Return whether a model can compute a loss: a compiled loss, or its own ``compute_loss``."""
     return model.loss is not None or type(model).compute_loss is not keras.Model.compute_loss
 
 
 def added_losses(model: keras.Model) -> list[Any]:
-    """Return what `add_loss` was given in the last call, except regularizers of weights."""
+    """Return the values of `add_loss` in the last call, except regularizers of weights."""
     found = list(model.losses)
     regularized = [v for v in model.trainable_variables if v.regularizer is not None]
     return found[: len(found) - len(regularized)]
 
 
 def may_add_loss(model: keras.Model) -> bool:
-    """Return whether a model may call `add_loss`, as far as its classes tell."""
+    """Return whether a model may call `add_loss`, judging by its classes."""
     return any(
         type(layer).__module__.partition(".")[0] != "keras"
         or getattr(layer, "activity_regularizer", None) is not None
@@ -70,21 +70,21 @@ def may_add_loss(model: keras.Model) -> bool:
 
 
 def has_own_step(model: keras.Model) -> bool:
-    """Return whether a model trains in a way of its own."""
+    """Return whether a model has its own ``train_step``."""
     return type(model).train_step is not keras.Model.train_step
 
 
 def pairs_labels(model: keras.Model, compiled: Mapping[str, Any] | None = None) -> bool:
-    """Return whether each label had to pair with an output while a model was trained.
+    """Return whether each label had to pair with an output in training.
 
-    The user's own ``train_step``, ``compute_loss`` and ``add_loss`` compare what they like.
+    The user's own ``train_step``, ``compute_loss`` and ``add_loss`` may compare any values.
 
     Parameters
     ----------
     model : keras.Model
         The model.
     compiled : mapping, optional
-        What it was compiled with. Default: as it is compiled.
+        The model's compile arguments. Default: the current ones.
     """
     if has_own_step(model):
         return False
@@ -99,7 +99,7 @@ def weights_by_samples(loss: Any) -> bool:
     Parameters
     ----------
     loss : object
-        What `compile` is given.
+        The ``loss`` argument of `compile`.
     """
     found = losses(loss)
     return bool(found) and all(
@@ -108,17 +108,17 @@ def weights_by_samples(loss: Any) -> bool:
 
 
 def without_reduction(loss: Any) -> list[Any]:
-    """Return the losses that give one number per row."""
+    """Return the losses without a reduction, which return one number per row."""
     return [entry for entry in losses(loss) if getattr(entry, "reduction", "") in (None, "none")]
 
 
 def find_metric(name: Any) -> Any:
-    """Return a metric as ``compile`` finds it.
+    """Resolve a metric as ``compile`` does.
 
     Raises
     ------
     ValueError
-        If Keras knows none.
+        If Keras does not know the metric.
     """
     # Which of several is meant by these, outputs and labels tell.
     meant = name in ("acc", "accuracy", "ce", "crossentropy")
@@ -126,7 +126,7 @@ def find_metric(name: Any) -> Any:
 
 
 def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
-    """Return the loss of each output, in the order of their places."""
+    """Return the loss of each output, in the order of the outputs."""
     if isinstance(loss, dict):
         names = zip(outputs.names, outputs.layers, strict=True)
         return [loss.get(name, loss.get(layer)) for name, layer in names]
@@ -135,7 +135,7 @@ def losses_by_output(loss: Any, outputs: Outputs) -> list[Any]:
 
 
 def compares_elements(loss: Any) -> bool:
-    """Return whether a loss is one of Keras's that needs labels in the shape of outputs."""
+    """Return whether a loss is one of Keras's that require labels in the shape of outputs."""
     try:
         resolved = keras.losses.get(loss)
     except ValueError:
@@ -147,19 +147,19 @@ def compares_elements(loss: Any) -> bool:
 
 
 def has_any_loss(model: keras.Model, x: Any) -> bool:
-    """Return whether there is a loss to try: of the model, or one that its layers add.
+    """Return whether there is a loss to try: the model's, or one that its layers add.
 
     Parameters
     ----------
     model : keras.Model
         The model, compiled and called.
     x : object
-        What it was called with.
+        The input of the call.
 
     Raises
     ------
     ParamError
-        If there is none.
+        If there is no loss.
     ShapeError
         If a layer adds one number per row, or the model cannot be called as in training.
     """
@@ -191,22 +191,22 @@ def check_loss(
     labels: Any,
     weights: Any | None,
 ) -> bool:
-    """Try the loss; return False where only the ranks can tell whether it fits.
+    """Try the loss; return False if only the ranks can determine if the loss works.
 
     Parameters
     ----------
     model : keras.Model
-        The model, compiled.
+        The compiled model.
     known : Outputs or None
-        Which output belongs to which label; None if labels are none of its outputs.
+        Pairing of outputs and labels; None if labels do not pair with outputs.
     x, outputs, labels, weights : tensors
-        Some rows: what the model was called with, what it returned, labels in the structure of its
-        outputs, and the rows' weights, if they have any.
+        The model's input and output for some rows, labels in the structure of the outputs, and
+        row weights or None.
 
     Raises
     ------
     ShapeError
-        If the loss cannot take outputs and labels, or is more than a number.
+        If the loss cannot take outputs and labels, or does not return a single number.
     """
     compared = _compared(model, known, outputs, labels)
     shapes = "; ".join(
@@ -256,7 +256,7 @@ def _compared(
 
 
 def _check_added(model: keras.Model) -> None:
-    """Refuse added losses that are one number per row: Keras sums them up."""
+    """Reject added losses with one number per row, because Keras sums them up."""
     for loss in added_losses(model):
         if loss.shape.rank:
             raise ShapeError(
