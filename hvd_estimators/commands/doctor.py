@@ -65,7 +65,7 @@ def run_python(
     Parameters
     ----------
     *arguments : str
-            Arguments of the interpreter: ``"-c", code`` or ``"-m", module``, and the program's
+        Arguments of the interpreter: ``"-c", code`` or ``"-m", module``, and the program's
         arguments.
     environment : mapping, optional
         Variables to add to this process's environment.
@@ -363,7 +363,7 @@ def main(*, as_json: bool = False, facts: Facts | None = None) -> int:
     as_json : bool
         Print a list of objects with the rows' fields instead of a table.
     facts : Facts, optional
-            The facts to judge. By default they are collected from this machine, which takes some
+        The facts to judge. By default they are collected from this machine, which takes some
         seconds.
     """
     rows = diagnose(facts or collect())

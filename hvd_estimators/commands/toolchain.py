@@ -148,7 +148,7 @@ class BuildRecipe:
         cuda_home : str or None
             The CUDA toolkit's folder, for a CUDA build.
         nccl_home : str or None
-                A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build.
+            A folder with NCCL's ``include`` and a shared library in ``lib``, for a CUDA build.
             By default Horovod searches the system's folders.
         """
         variables = {

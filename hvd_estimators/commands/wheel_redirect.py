@@ -1,7 +1,7 @@
 """Replacement of the frozen ``horovod.spark`` in a Horovod wheel.
 
 Horovod's wheel contains ``horovod.spark`` of 2023. If a migrated program still had an old import,
-it would silently use this package. Therefore its ``__init__.py`` is changed to raise an
+it would silently use that package. Therefore its ``__init__.py`` is changed to raise an
 ImportError, unless an environment variable requests the old package. The benchmarks that compare
 with the old package set this variable.
 
@@ -98,7 +98,7 @@ def installed_horovod_spark() -> str | None:
     Returns
     -------
     str or None
-            ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: the
+        ``"compat"``: the names of this package; ``"off"``: an ImportError; ``"frozen"``: the
         package of 2023; None: Horovod or its ``spark`` package is not installed.
     """
     spec = find_spec("horovod")
@@ -133,7 +133,7 @@ def redirect_horovod_spark(wheel: Path, target: Path, with_compat: bool = False)
     target : Path
         The path of the copy, which is written atomically.
     with_compat : bool
-            Whether the copy's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
+        Whether the copy's ``horovod.spark`` is that of `hvd_estimators.compat`. Otherwise it
         raises.
 
     Raises

@@ -38,7 +38,7 @@ class ModuleAdapter(LightningModule):
     optimizer : bytes
         See `dump_optimizer`.
     objects : bytes
-            A pickled tuple: the objective and the objects of the param ``stateful``, which refer to
+        A pickled tuple: the objective and the objects of the param ``stateful``, which refer to
         the module and the optimizer. See `dump_with_references`.
     has_own_step : bool
         Whether ``train_minibatch_fn`` runs the training steps.

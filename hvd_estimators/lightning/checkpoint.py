@@ -107,7 +107,7 @@ class PartialEpoch:
         trainer : Trainer
             A Trainer that is about to take the next batch.
         states : sequence of mapping
-                The return value of `state` on each rank of the earlier launch, which may have had
+            The return value of `state` on each rank of the earlier launch, which may have had
             more or fewer ranks.
         """
         module = trainer.lightning_module
@@ -259,7 +259,7 @@ class RunCheckpoint(Callback):
     Parameters
     ----------
     save : callable
-            Takes Lightning's checkpoint and the number of completed batches of the epoch, on all
+        Takes Lightning's checkpoint and the number of completed batches of the epoch, on all
         ranks, and writes the checkpoint on rank 0.
     seed : int
         Seed of the run. Each shard has its own random numbers in each epoch.

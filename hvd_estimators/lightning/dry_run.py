@@ -74,7 +74,7 @@ def check_shards_of_module(
     Raises
     ------
     ParamError
-            If there are fewer ranks than shards, and the model, a callback or an argument controls
+        If there are fewer ranks than shards, and the model, a callback or an argument controls
         steps or counts batches.
     """
     if not getattr(module, "automatic_optimization", True):

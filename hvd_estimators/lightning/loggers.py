@@ -96,7 +96,7 @@ def make_loggers(
     Parameters
     ----------
     logger : Logger, sequence of Logger, bool or None
-            The user's loggers. None and True select TensorBoard's logger, or CSV files if
+        The user's loggers. None and True select TensorBoard's logger, or CSV files if
         TensorBoard is not installed.
     path : str or None
         A local directory for the logs; if None, only the user's loggers are used.
@@ -105,7 +105,7 @@ def make_loggers(
     flavor : Flavor
         Lightning's package.
     steps : int, optional
-            Steps that a resumed run has logged. TensorBoard hides later entries of an earlier part
+        Steps that a resumed run has logged. TensorBoard hides later entries of an earlier part
         of the run, because the run repeats their steps.
     """
     if logger is False:

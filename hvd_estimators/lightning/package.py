@@ -145,7 +145,7 @@ def flavor_of(given: Any) -> Flavor | None:
 
 
 def is_lightning(given: Any, path: str) -> bool:
-    """Return whether an object or class is of a Lightning class, in either package.
+    """Return whether an object or class is derived from a Lightning class, in either package.
 
     Parameters
     ----------
@@ -197,7 +197,7 @@ def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
     Parameters
     ----------
     kind : type
-            A class with a placeholder base class; its ``lightning_base`` is the path of the
+        A class with a placeholder base class; its ``lightning_base`` is the path of the
         Lightning class.
     flavor : Flavor
         The package.
@@ -217,7 +217,7 @@ def of_flavor(kind: type[T], flavor: Flavor) -> type[T]:
 
 @functools.cache
 def of_any_flavor(kind: Any) -> Any:
-    """Return a class whose objects Trainers of either package accept, once."""
+    """Return a class for either package; the first Trainer of an object determines the package."""
 
     class Undecided(kind):
         # A Trainer reads these attributes before it sets the strategy's accelerator.

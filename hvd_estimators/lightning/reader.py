@@ -32,10 +32,10 @@ def load_predictor(
     Parameters
     ----------
     path : str
-            The path given to ``save()``: a local path, or a URL with a registered store, see
+        The path given to ``save()``: a local path, or a URL with a registered store, see
         `hvd_estimators.store.Store.create`.
     batch_size : int, optional
-            Rows of one forward pass. Default: the model's ``inference_batch_size``. If it is not
+        Rows of one forward pass. Default: the model's ``inference_batch_size``. If it is not
         set: 10,000 rows, or fewer so that a batch has at most 32 MiB.
     device : str
         ``"cpu"``, ``"cuda"`` or ``"cuda:<number>"``.

@@ -58,8 +58,8 @@ def restore_logged(trainer: Trainer, states: Sequence[Mapping[str, Any]], flavor
     trainer : Trainer
         The Trainer; its loops get the values.
     states : sequence of mapping
-            The return values of `logged_so_far` on the ranks that this rank replaces. If it
-        replaces no rank, the state of another rank without values, which provides the names.
+        The return values of `logged_so_far` on the ranks that this rank replaces. If
+        it replaces no rank: the state of another rank without values, which provides the names.
     flavor : Flavor
         The Trainer's package.
     """
@@ -157,7 +157,7 @@ class RankResults(ResultCollection):
     Attributes
     ----------
     everything : bool
-            Whether to reduce values without ``sync_dist`` too, so that callbacks see the same
+        Whether to reduce values without ``sync_dist`` too, so that callbacks see the same
         values on every rank.
     rows : dict
         The number of rows in the batch for which each value was last logged.
@@ -166,7 +166,7 @@ class RankResults(ResultCollection):
     of_last_steps : dict
         Values that are logged for steps only, from the last reduced step.
     rows_of_epoch : int
-            This rank's rows since the start of the epoch or validation. They weight values that
+        This rank's rows since the start of the epoch or validation. They weight values that
         hooks log for the whole epoch.
     of_epoch : set of str
         Values that hooks logged for the whole epoch.
@@ -238,8 +238,8 @@ class RankResults(ResultCollection):
     def metrics(self, on_step: bool) -> Any:
         """Return metrics for callbacks, loggers and progress bars, during steps or after an epoch.
 
-        With ``everything``, callbacks also see values that are logged for steps only when an epoch
-        ends: the value of the last step, over all ranks.
+        With ``everything``, callbacks also see values that are logged for steps only. At the end
+        of an epoch they see the value of the last step, over all ranks.
         """
         metrics = super().metrics(on_step)
         if not on_step and self.training:
@@ -259,7 +259,7 @@ class RankResults(ResultCollection):
         return {self._forked_name(metric, on_step=False)[0] for metric in self.values()}
 
     def _own(self, only_steps: bool) -> dict[str, Any]:
-        """Return this rank's part for the other ranks: value and weight of each result."""
+        """Return value and weight of each result of this rank, for the other ranks."""
         own: dict[str, Any] = {}
         for key, metric in self.items():
             if metric.has_reset:

@@ -120,7 +120,7 @@ class HorovodStrategy(ParallelStrategy):
     compression : horovod compressor, optional
         Compresses gradients, for example ``horovod.torch.Compression.fp16``.
     scale_learning_rate : bool, default True
-            Whether optimizers step with their learning rates multiplied by the number of ranks, as
+        Whether optimizers step with their learning rates multiplied by the number of ranks, as
         is usual with Horovod. Schedulers, callbacks and checkpoints see the unscaled rates.
     **kwargs
         ``accelerator``, ``checkpoint_io`` and ``precision_plugin``; see `ParallelStrategy`.
@@ -450,7 +450,7 @@ class HorovodStrategy(ParallelStrategy):
         return self._rates.get(id(optimizer))
 
     def _count_rows(self, batch: Any) -> None:
-        """Count the rows of a step, which weight values of the epoch."""
+        """Count the rows of a step. They are the weights of values of the epoch."""
         module = self.lightning_module
         results = None if module is None else module.trainer._results
         if isinstance(results, RankResults):

@@ -45,7 +45,7 @@ def exported(
     path : str
         The destination of a file or a folder: a local path, or a URL with a registered store.
     overwrite : bool
-            Whether the export may replace an existing file or folder. On the local disk the
+        Whether the export may replace an existing file or folder. On the local disk the
         existing one stays complete until then.
     storage_options : mapping or None
         Passed to fsspec's filesystem.

@@ -225,7 +225,7 @@ class _HadoopFolder(Folder):
             return Path(local).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        # Copy a file, because the JVM holds content that passes through py4j several times.
+        # Copy a file, because the JVM holds several copies of content that passes through py4j.
         with tempfile.TemporaryDirectory() as folder, _errors(self.url):
             local = os.path.join(folder, "content")
             Path(local).write_bytes(content)

@@ -117,7 +117,7 @@ def class_of(wanted: type, found: str, path: str) -> type:
     wanted : type
         The class to load.
     found : str
-            The class that was saved, with its module. It must be ``wanted``, a subclass, or, for a
+        The class that was saved, with its module. It must be ``wanted``, a subclass, or, for a
         user's class, a base class. If it cannot be imported, the instance is loaded as ``wanted``,
         because programs also save their own classes.
     path : str
@@ -136,8 +136,8 @@ def class_of(wanted: type, found: str, path: str) -> type:
             saved: type = getattr(importlib.import_module(module), name)
             if issubclass(saved, wanted):
                 return saved
-            # In this package Lightning's classes derive from torch's, but must not load torch's
-            # files.
+            # In this package Lightning's classes derive from torch's, but must not load models
+            # that torch's classes saved.
             if issubclass(wanted, saved) and not wanted.__module__.startswith(_OWN):
                 return wanted
         except (ImportError, AttributeError, TypeError, ValueError):
